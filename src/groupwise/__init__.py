@@ -1,13 +1,15 @@
 """Groupwise: post-train language models with GRPO and its family.
 
     import groupwise as gw
-    for step in gw.train("recipe.yaml"):                                       # or the same in Python:
+    for step in gw.train("recipe.yaml"):                                       # or the same in
+    Python:
         print(step.number, step.metrics.get("reward"))
 
-    gw.train(objective="grpo", model="Qwen/Qwen3.5-0.8B", data=rows, rewards=[check], steps=100).run()
+    gw.train(objective="grpo", model="Qwen/Qwen3.5-0.8B", data=rows, rewards=[check],
+    steps=100).run()
 
-Every stage is a function.  The names below are those that a training loop needs.  Importing the package imports neither torch nor
-transformers.
+Every stage is a function.  The names below are those that a training loop needs.  Importing the
+package imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 if not __debug__:
     raise ImportError(
-        "groupwise checks its records by assert, which `python -O` and PYTHONOPTIMIZE leave out: start Python without them"
+        "groupwise checks its records by assert, which `python -O` and PYTHONOPTIMIZE leave out:"
+        " start Python without them"
     )
 
 if TYPE_CHECKING:
@@ -87,12 +90,15 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        # It imports `random`, which `python -m groupwise` finds in the working folder until `__main__` has run.
+        # It imports `random`, which `python -m groupwise` finds in the working folder until
+        # `__main__` has run.
         from importlib.metadata import version
 
         return version("groupwise")
     if name not in _WHERE:
-        raise AttributeError(f"module 'groupwise' has no attribute {name!r}; it offers {', '.join(__all__)}")
+        raise AttributeError(
+            f"module 'groupwise' has no attribute {name!r}; it offers {', '.join(__all__)}"
+        )
     if name == "settings":
         return importlib.import_module("groupwise.config.settings")
     return getattr(importlib.import_module(f"groupwise.{_WHERE[name]}"), name)

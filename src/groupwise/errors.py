@@ -1,4 +1,5 @@
-"""What can go wrong, by kind.  Every message names the value and the remedy; the command line prints it without a traceback.
+"""What can go wrong, by kind.  Every message names the value and the remedy; the command line
+prints it without a traceback.
 
 `assert` is for what we believe, these are for what a user can do something about.
 """
@@ -11,14 +12,19 @@ from contextlib import contextmanager
 
 
 class Ended(BaseException):
-    """A signal ended the run; the last whole step is saved.  SIGPIPE: nobody reads its output any more.
+    """A signal ended the run; the last whole step is saved.  SIGPIPE: nobody reads its output any
+    more.
 
-    It is a BaseException, so that `except Exception` does not catch it: a reward function that calls `sys.exit` has failed, one
-    that is running when SIGTERM comes has not.
+    It is a BaseException, so that `except Exception` does not catch it: a reward function that
+    calls `sys.exit` has failed, one that is running when SIGTERM comes has not.
     """
 
     def __init__(self, number: int = signal.SIGTERM) -> None:
-        super().__init__("nobody reads the output any more" if number == signal.SIGPIPE else signal.Signals(number).name)
+        super().__init__(
+            "nobody reads the output any more"
+            if number == signal.SIGPIPE
+            else signal.Signals(number).name
+        )
         self.exit_code = 128 + number
 
 
@@ -27,10 +33,14 @@ class GroupwiseError(Exception):
 
     exit_code = 1
     everywhere = False
-    """True of one that all processes of a run raise at the same point: they can still do things together."""
+    """True of one that all processes of a run raise at the same point: they can still do things
+    together.
+    """
 
     def __init__(self, message: str = "", *, key: str = "") -> None:
-        """key: the dotted key of the recipe that is at fault, where that is known; whoever has the recipe's file adds the line."""
+        """key: the dotted key of the recipe that is at fault, where that is known; whoever has the
+        recipe's file adds the line.
+        """
         super().__init__(message)
         self.key = key
 
@@ -56,7 +66,9 @@ class Problems(ConfigError):
 
     def __init__(self, errors: Sequence[GroupwiseError]) -> None:
         self.errors = tuple(errors)
-        super().__init__("\n".join([f"{len(errors)} problems:", *(f"  {error}" for error in errors)]))
+        super().__init__(
+            "\n".join([f"{len(errors)} problems:", *(f"  {error}" for error in errors)])
+        )
 
 
 class Findings:
@@ -67,7 +79,9 @@ class Findings:
 
     @contextmanager
     def of(self, key: str) -> Iterator[None]:
-        """Keep a ConfigError or DataError that is raised inside, and go on.   key: of the recipe, if the error names none."""
+        """Keep a ConfigError or DataError that is raised inside, and go on.   key: of the recipe,
+        if the error names none.
+        """
         try:
             yield
         except Problems as several:
@@ -85,15 +99,17 @@ class Findings:
 
 
 class RewardError(GroupwiseError):
-    """A reward function that raised, or returned something that is not one number or None per completion; or completions of which
-    nothing can be learnt."""
+    """A reward function that raised, or returned something that is not one number or None per
+    completion; or completions of which nothing can be learnt."""
 
     of_file = False
     """True if a function of a file failed, which can be repaired."""
 
 
 class EnvironmentFailure(GroupwiseError):
-    """An environment or a tool that cannot be used, or that failed in a way that is not an answer to the policy."""
+    """An environment or a tool that cannot be used, or that failed in a way that is not an answer
+    to the policy.
+    """
 
     exit_code = 10
 
@@ -111,7 +127,9 @@ class CheckpointError(GroupwiseError):
 
 
 class StorageError(GroupwiseError):
-    """A disk that is full, read-only or gone, or a file that is in the way: the message names the path."""
+    """A disk that is full, read-only or gone, or a file that is in the way: the message names the
+    path.
+    """
 
     exit_code = 6
 
@@ -129,8 +147,14 @@ class MemoryExceeded(GroupwiseError):
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """True if an error says that memory does not suffice: CUDA's has a type, that of torch's allocator for CPUs only a message."""
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+    """True if an error says that memory does not suffice: CUDA's has a type, that of torch's
+    allocator for CPUs only a message.
+    """
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "can't allocate memory" in str(error)
+    )
 
 
 class PeerError(GroupwiseError):

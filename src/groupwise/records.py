@@ -1,7 +1,8 @@
 """The records that flow down the river: Prompt -> Rollout -> Scored -> Sample -> Batch -> Step.
 
-All are frozen and check their invariants at birth.  Per-token columns of single completions are numpy arrays (they live on
-the host and are written to disk); only `Batch` holds tensors.  Importing this file does not import torch.
+All are frozen and check their invariants at birth.  Per-token columns of single completions are
+numpy arrays (they live on the host and are written to disk); only `Batch` holds tensors.  Importing
+this file does not import torch.
 
 n tokens of one completion   m tokens of its prompt   G completions of a prompt   K reward functions
 P positions of a packed batch   S segments of a packed batch   M trained positions of a packed batch
@@ -43,10 +44,14 @@ class Finish(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """The sampling settings of a completion.  The rollout holds them, so that scoring uses the same distribution."""
+    """The sampling settings of a completion.  The rollout holds them, so that scoring uses the same
+    distribution.
+    """
 
     temperature: float = 1.0
-    """Logits are divided by it, when sampling and when scoring.  0 is greedy decoding (evaluation only)."""
+    """Logits are divided by it, when sampling and when scoring.  0 is greedy decoding (evaluation
+    only).
+    """
     top_k: int = 0
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0
@@ -86,7 +91,9 @@ class Prompt:
     row: Mapping[str, Any] = field(default_factory=dict)
     """The data row; its columns go to the reward functions by name."""
     messages: tuple[Mapping[str, Any], ...] | None = None
-    """The chat messages of `text`, with the recipe's system message; None: no chat template was used."""
+    """The chat messages of `text`, with the recipe's system message; None: no chat template was
+    used.
+    """
     wrapped: bool = False
     """True if the row's prompt is a text that `data: {chat: true}` made the last of `messages`."""
     cut: int = 0
@@ -99,7 +106,9 @@ class Prompt:
 
     def __post_init__(self) -> None:
         assert self.tokens.ndim == 1 and self.tokens.size >= 1, f"prompt {self.id} has no tokens"
-        assert self.tokens.dtype == np.int64, f"prompt tokens must be int64, got {self.tokens.dtype}"
+        assert self.tokens.dtype == np.int64, (
+            f"prompt tokens must be int64, got {self.tokens.dtype}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +122,8 @@ class ToolCall:
     """The answer to the policy."""
     seconds: float
     failure: str = ""
-    """Empty, or the kind of failure: `unreadable`, `unknown`, `arguments`, `exception`, `timeout`."""
+    """Empty, or the kind of failure: `unreadable`, `unknown`, `arguments`, `exception`, `timeout`.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,31 +160,48 @@ class Trace:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Branch:
-    """From token `begin` on, the tokens of an episode have another context than the prompt and the tokens before."""
+    """From token `begin` on, the tokens of an episode have another context than the prompt and the
+    tokens before.
+    """
 
     begin: int
-    """Index in the completion of the branch's first token; the branch extends to the next one, or to the end."""
+    """Index in the completion of the branch's first token; the branch extends to the next one, or
+    to the end.
+    """
     context: np.ndarray
     """int64 (c,), c >= 1: the context of token `begin`, prompt included."""
 
 
-def stretches(n: int, prompt: np.ndarray, branches: Sequence[Branch]) -> list[tuple[int, int, np.ndarray]]:
-    """The tokens of a completion of `n` by what they were drawn behind: (first, one behind the last, the ids before the first).
+def stretches(
+    n: int, prompt: np.ndarray, branches: Sequence[Branch]
+) -> list[tuple[int, int, np.ndarray]]:
+    """The tokens of a completion of `n` by what they were drawn behind: (first, one behind the
+    last, the ids before the first).
 
     >>> branch = Branch(begin=2, context=np.array([5, 8]))
     >>> [(begin, end, context.tolist()) for begin, end, context in stretches(3, np.array([5, 9]), [branch])]
     [(0, 2, [5, 9]), (2, 3, [5, 8])]
     """
-    begins, contexts = [0, *(one.begin for one in branches), n], [prompt, *(one.context for one in branches)]
-    parts = [part for part in zip(begins[:-1], begins[1:], contexts, strict=True) if part[1] > part[0]]
+    begins, contexts = (
+        [0, *(one.begin for one in branches), n],
+        [
+            prompt,
+            *(one.context for one in branches),
+        ],
+    )
+    parts = [
+        part for part in zip(begins[:-1], begins[1:], contexts, strict=True) if part[1] > part[0]
+    ]
     return parts or [(0, 0, prompt)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Episode:
-    """The turns of a completion of several turns.  The completion has the tokens of all turns and answers in order, each once.
+    """The turns of a completion of several turns.  The completion has the tokens of all turns and
+    answers in order, each once.
 
-    Where the chat template rewrites the past, or an environment opens otherwise than the prompt says, what a turn was drawn behind
+    Where the chat template rewrites the past, or an environment opens otherwise than the prompt
+    says, what a turn was drawn behind
     is not what stands before it: `branches` say behind what.
     """
 
@@ -182,7 +209,9 @@ class Episode:
     messages: tuple[Mapping[str, Any], ...] = ()
     """The chat messages after the prompt: the policy's turns, results of tools, user messages."""
     branches: tuple[Branch, ...] = ()
-    """By ascending `begin`; none: the context of every token is the prompt and the tokens before it."""
+    """By ascending `begin`; none: the context of every token is the prompt and the tokens before
+    it.
+    """
     reward: float | None = None
     """The environment's reward for the whole episode."""
     traces: tuple[Trace, ...] = ()
@@ -190,12 +219,14 @@ class Episode:
     environment: str = ""
     """Name of the environment, if there are several."""
     state: Mapping[str, Any] | None = None
-    """Public attributes of the environment at its end, as JSON; for reward functions, not recorded."""
+    """Public attributes of the environment at its end, as JSON; for reward functions, not recorded.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Rollout:
-    """One sampled completion.  It ends with an EOS id exactly if `finish` is EOS.  It holds no padding.
+    """One sampled completion.  It ends with an EOS id exactly if `finish` is EOS.  It holds no
+    padding.
 
     >>> prompt = Prompt(id="0/7", tokens=np.array([5, 9, 2]), text="2+2=")
     >>> rollout = Rollout(prompt=prompt, index=0, tokens=np.array([4, 1]), behavior_logp=np.array([-0.2, -0.1]),
@@ -210,7 +241,9 @@ class Rollout:
     tokens: np.ndarray
     """int64 (n,), n >= 0, as sampled: never decoded and encoded again."""
     behavior_logp: np.ndarray
-    """(n,), nats: log-probability of each token in its sampling distribution, with temperature and truncation."""
+    """(n,), nats: log-probability of each token in its sampling distribution, with temperature and
+    truncation.
+    """
     finish: Finish
     eos_ids: tuple[int, ...]
     """The ids that end a completion of this policy."""
@@ -218,7 +251,8 @@ class Rollout:
     text: str
     """The completion as reward functions get it, by default without special tokens."""
     trained: np.ndarray = None  # type: ignore[assignment]
-    """bool (n,): False for tokens that the policy did not sample (tool output).  Default: all True."""
+    """bool (n,): False for tokens that the policy did not sample (tool output).  Default: all True.
+    """
     version: np.ndarray = None  # type: ignore[assignment]
     """int64 (n,): number of optimizer steps of the weights that sampled the token.  Default: 0."""
     support: tuple[np.ndarray, ...] | None = None
@@ -232,17 +266,25 @@ class Rollout:
             object.__setattr__(self, "trained", np.ones(n, dtype=bool))
         if self.version is None:
             object.__setattr__(self, "version", np.zeros(n, dtype=np.int64))
-        assert self.tokens.dtype == np.int64, f"completion tokens must be int64, got {self.tokens.dtype}"
+        assert self.tokens.dtype == np.int64, (
+            f"completion tokens must be int64, got {self.tokens.dtype}"
+        )
         for name in ("tokens", "behavior_logp", "trained", "version"):
             shape = getattr(self, name).shape
-            assert shape == (n,), f"rollout {self.prompt.id}#{self.index}: {name} has shape {shape}, expected ({n},)"
+            assert shape == (n,), (
+                f"rollout {self.prompt.id}#{self.index}: {name} has shape {shape}, expected ({n},)"
+            )
         ends_with_eos = n > 0 and int(self.tokens[-1]) in self.eos_ids
         # What ends an episode may come behind a turn that the policy has ended.
-        assert ends_with_eos == (self.finish is Finish.EOS) or (ends_with_eos and self.episode is not None), (
+        assert ends_with_eos == (self.finish is Finish.EOS) or (
+            ends_with_eos and self.episode is not None
+        ), (
             f"rollout {self.prompt.id}#{self.index}: finish is {self.finish} but its last token is "
             f"{self.tokens[-1] if n else 'missing'} and the EOS ids are {self.eos_ids}"
         )
-        assert (self.support is not None) == self.sampling.truncates, "a truncated distribution travels with its support"
+        assert (self.support is not None) == self.sampling.truncates, (
+            "a truncated distribution travels with its support"
+        )
         assert self.support is None or len(self.support) == n, "one support per token"
         if self.episode is not None:
             self._check_episode(self.episode)
@@ -256,10 +298,16 @@ class Rollout:
             )
             written[turn.begin : turn.end] = True
             end = turn.end
-        assert not (self.trained & ~written).any(), f"rollout {self.prompt.id}#{self.index}: trained tokens outside of its turns"
+        assert not (self.trained & ~written).any(), (
+            f"rollout {self.prompt.id}#{self.index}: trained tokens outside of its turns"
+        )
         begins = [branch.begin for branch in episode.branches]
-        assert begins == sorted(set(begins)), f"rollout {self.prompt.id}#{self.index}: branches begin at {begins}"
-        assert all(branch.context.dtype == np.int64 and branch.context.size for branch in episode.branches)
+        assert begins == sorted(set(begins)), (
+            f"rollout {self.prompt.id}#{self.index}: branches begin at {begins}"
+        )
+        assert all(
+            branch.context.dtype == np.int64 and branch.context.size for branch in episode.branches
+        )
 
     def __len__(self) -> int:
         return self.tokens.size
@@ -271,7 +319,9 @@ class Rollout:
 
     @property
     def place(self) -> str:
-        """For messages, behind the word completion: `3 of row 7 (epoch 0)`, `3 of held-out row 7`; all count from 0."""
+        """For messages, behind the word completion: `3 of row 7 (epoch 0)`, `3 of held-out row 7`;
+        all count from 0.
+        """
         return place_of(self.prompt.id, self.index)
 
 
@@ -289,17 +339,25 @@ def row_of(prompt: str) -> str:
     visit, _, row = prompt.rpartition("/")
     if not row.isdecimal():
         return f"prompt {prompt}"
-    return f"held-out row {row}" if visit == "eval" else f"row {row}" + (f" (epoch {visit})" if visit else "")
+    return (
+        f"held-out row {row}"
+        if visit == "eval"
+        else f"row {row}" + (f" (epoch {visit})" if visit else "")
+    )
 
 
 TIE = 2.0**-22
-"""Two units of float32's last place: numbers that lie closer together, relative to their size, are equal."""
+"""Two units of float32's last place: numbers that lie closer together, relative to their size, are
+equal.
+"""
 
 
 def alike(values: np.ndarray, summands: np.ndarray | float = 0.0) -> bool:
-    """True if the values that are known (not NaN) differ by no more than rounding does, or none is known.
+    """True if the values that are known (not NaN) differ by no more than rounding does, or none is
+    known.
 
-    summands: what the values are sums of; rounding is proportional to the largest of all these numbers.
+    summands: what the values are sums of; rounding is proportional to the largest of all these
+        numbers.
 
     >>> alike(np.array([0.1 + 0.2, 0.3, np.nan])), alike(np.array([0.3, 0.301]))
     (True, False)
@@ -313,11 +371,13 @@ def alike(values: np.ndarray, summands: np.ndarray | float = 0.0) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
 class Scored:
-    """A group with its rewards: one number per completion and function, NaN where the function does not apply.
+    """A group with its rewards: one number per completion and function, NaN where the function does
+    not apply.
 
-    `signals` holds further columns per token by name, one array (n_i,) per completion: `reference_logp`, `scored_logp` (of the
-    policy before its first update, if another engine sampled), `process` (step rewards at the last token of each step, NaN
-    elsewhere), `value` and `return` (a critic's value and its target; NaN = nothing), `teacher_logp`.
+    `signals` holds further columns per token by name, one array (n_i,) per completion:
+    `reference_logp`, `scored_logp` (of the policy before its first update, if another engine
+    sampled), `process` (step rewards at the last token of each step, NaN elsewhere), `value` and
+    `return` (a critic's value and its target; NaN = nothing), `teacher_logp`.
     """
 
     rollouts: tuple[Rollout, ...]
@@ -340,24 +400,46 @@ class Scored:
     def __repr__(self) -> str:
         """One line: the completions are not printed."""
         known = [column[~np.isnan(column)] for column in self.rewards.T]
-        means = ", ".join(f"{name} {np.mean(values):.4g}" for name, values in zip(self.names, known, strict=True) if values.size)
-        return f"Scored({len(self.rollouts)} completions of {self.prompt.place}; mean rewards: {means or 'none'})"
+        means = ", ".join(
+            f"{name} {np.mean(values):.4g}"
+            for name, values in zip(self.names, known, strict=True)
+            if values.size
+        )
+        return (
+            f"Scored({len(self.rollouts)} completions of {self.prompt.place}; mean rewards:"
+            f" {means or 'none'})"
+        )
 
     def __post_init__(self) -> None:
         size = len(self.rollouts)
         assert size >= 1, "a group has at least one completion"
         if not self.weights:
             object.__setattr__(self, "weights", (1.0,) * len(self.names))
-        assert self.rewards.shape == (size, len(self.names)), f"rewards {self.rewards.shape} for {size} x {len(self.names)}"
+        assert self.rewards.shape == (
+            size,
+            len(self.names),
+        ), f"rewards {self.rewards.shape} for {size} x {len(self.names)}"
         assert self.reward.shape == (size,) and len(self.weights) == len(self.names)
-        assert self.verdict is None or self.verdict in self.names, f"the verdict {self.verdict!r} is none of {self.names}"
-        assert len({rollout.prompt.id for rollout in self.rollouts}) == 1, "a group shares one prompt"
-        assert len({rollout.index for rollout in self.rollouts}) == size, "the completions of a group have places of their own"
-        assert not np.isinf(self.rewards).any(), "an infinite reward is an error of its function, not a reward"
-        assert all(len(column) == size for column in self.extra.values()), "an extra column has a value for each completion"
+        assert self.verdict is None or self.verdict in self.names, (
+            f"the verdict {self.verdict!r} is none of {self.names}"
+        )
+        assert len({rollout.prompt.id for rollout in self.rollouts}) == 1, (
+            "a group shares one prompt"
+        )
+        assert len({rollout.index for rollout in self.rollouts}) == size, (
+            "the completions of a group have places of their own"
+        )
+        assert not np.isinf(self.rewards).any(), (
+            "an infinite reward is an error of its function, not a reward"
+        )
+        assert all(len(column) == size for column in self.extra.values()), (
+            "an extra column has a value for each completion"
+        )
         for name, columns in self.signals.items():
             lengths = [column.shape for column in columns]
-            assert lengths == [(len(rollout),) for rollout in self.rollouts], f"signal {name}: {lengths}"
+            assert lengths == [(len(rollout),) for rollout in self.rollouts], (
+                f"signal {name}: {lengths}"
+            )
 
     @property
     def prompt(self) -> Prompt:
@@ -382,8 +464,9 @@ class Scored:
 class Sample:
     """A prompt, a completion, and the contribution of every completion token to the loss.
 
-    Rollouts, demonstrations and the sides of a preference pair become samples.  The completion's token t is predicted from all
-    tokens before it; the loss is the sum of weight x loss of the token.
+    Rollouts, demonstrations and the sides of a preference pair become samples.  The completion's
+    token t is predicted from all tokens before it; the loss is the sum of weight x loss of the
+    token.
     """
 
     group: str
@@ -406,34 +489,48 @@ class Sample:
     reference_logp: np.ndarray | None = None
     support: tuple[np.ndarray, ...] | None = None
     extra: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Further columns (n,) by name that a loss asks for: of rollouts their signals of the same names (`scored_logp`, `value`,
-    `return`), where demonstrations are mixed in a weight for each term (`weight/NAME`), of pairs and steps `pool`, `margin`, `lm`,
-    `label`."""
+    """Further columns (n,) by name that a loss asks for: of rollouts their signals of the same
+    names (`scored_logp`, `value`, `return`), where demonstrations are mixed in a weight for each
+    term (`weight/NAME`), of pairs and steps `pool`, `margin`, `lm`, `label`."""
 
     def __post_init__(self) -> None:
         for name in ("advantage", "behavior_logp"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, np.zeros(self.completion.size))
-        assert self.prompt.ndim == 1 and self.prompt.size >= 1, "a sample's prompt has at least one token"
-        assert self.temperature > 0.0, f"temperature must be positive to be scored, got {self.temperature}"
-        columns = {"weight": self.weight, "advantage": self.advantage, "behavior_logp": self.behavior_logp, **self.extra}
+        assert self.prompt.ndim == 1 and self.prompt.size >= 1, (
+            "a sample's prompt has at least one token"
+        )
+        assert self.temperature > 0.0, (
+            f"temperature must be positive to be scored, got {self.temperature}"
+        )
+        columns = {
+            "weight": self.weight,
+            "advantage": self.advantage,
+            "behavior_logp": self.behavior_logp,
+            **self.extra,
+        }
         if self.reference_logp is not None:
             columns["reference_logp"] = self.reference_logp
         for name, column in columns.items():
-            assert column.shape == self.completion.shape, f"{name} {column.shape} for {self.completion.shape} tokens"
+            assert column.shape == self.completion.shape, (
+                f"{name} {column.shape} for {self.completion.shape} tokens"
+            )
         assert self.support is None or len(self.support) == self.completion.size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Where the segments of a packed stream lie: host numbers only, so that reading it never waits for a device.
+    """Where the segments of a packed stream lie: host numbers only, so that reading it never waits
+    for a device.
 
-    Segment s covers positions start[s] .. start[s] + length[s].  Its tokens attend causally to themselves and to all of
-    segment prefix[s] (-1: to nothing else).  A prefix segment itself has no prefix and stands before those that use it.
-    Positions behind the last segment are filler: segment -1, weight 0, attended by nothing.
+    Segment s covers positions start[s] .. start[s] + length[s].  Its tokens attend causally to
+    themselves and to all of segment prefix[s] (-1: to nothing else).  A prefix segment itself has
+    no prefix and stands before those that use it. Positions behind the last segment are filler:
+    segment -1, weight 0, attended by nothing.
 
-    Two completions (3 and 2 tokens) of one prompt of 4 tokens.  The prompt's last token starts each completion's segment,
-    because it predicts a different first token in each; what remains of the prompt stands once:
+    Two completions (3 and 2 tokens) of one prompt of 4 tokens.  The prompt's last token starts each
+    completion's segment, because it predicts a different first token in each; what remains of the
+    prompt stands once:
 
     >>> Layout(start=(0, 3, 6), length=(3, 3, 2), prefix=(-1, 0, 0), total=8).segments
     3
@@ -448,9 +545,13 @@ class Layout:
     def __post_init__(self) -> None:
         assert len(self.start) == len(self.length) == len(self.prefix)
         end = 0
-        for s, (start, length, prefix) in enumerate(zip(self.start, self.length, self.prefix, strict=True)):
+        for s, (start, length, prefix) in enumerate(
+            zip(self.start, self.length, self.prefix, strict=True)
+        ):
             assert start == end and length > 0, f"segment {s} starts at {start}, expected {end}"
-            assert prefix == -1 or (prefix < s and self.prefix[prefix] == -1), f"segment {s} has prefix {prefix}"
+            assert prefix == -1 or (prefix < s and self.prefix[prefix] == -1), (
+                f"segment {s} has prefix {prefix}"
+            )
             end = start + length
         assert end <= self.total
 
@@ -461,19 +562,24 @@ class Layout:
 
     @property
     def uses(self) -> list[int]:
-        """How many sequences each position (P,) is a part of: a shared prompt's as many as share it, filler none.
+        """How many sequences each position (P,) is a part of: a shared prompt's as many as share
+        it, filler none.
 
         >>> Layout(start=(0, 3, 6), length=(3, 3, 2), prefix=(-1, 0, 0), total=9).uses
         [2, 2, 2, 1, 1, 1, 1, 1, 0]
         """
         members = [sum(prefix == s for prefix in self.prefix) or 1 for s in range(self.segments)]
-        uses = [count for count, length in zip(members, self.length, strict=True) for _ in range(length)]
+        uses = [
+            count for count, length in zip(members, self.length, strict=True) for _ in range(length)
+        ]
         return uses + [0] * (self.total - len(uses))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routing:
-    """Where the tokens of a step are sent by a mixture of experts: each sequence counts its prompt and its completion."""
+    """Where the tokens of a step are sent by a mixture of experts: each sequence counts its prompt
+    and its completion.
+    """
 
     part_KE: Tensor
     """The part of the tokens whose choice k (of k experts) is expert E, over all layers."""
@@ -483,7 +589,9 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Batch:
-    """A flat stream of P tokens.  Position p predicts `target[p]`; a position that predicts nothing has weight 0."""
+    """A flat stream of P tokens.  Position p predicts `target[p]`; a position that predicts nothing
+    has weight 0.
+    """
 
     layout: Layout
     tokens_P: Tensor
@@ -501,27 +609,43 @@ class Batch:
     """The M positions whose weight is not 0, ascending: only they get logits."""
     reference_logp_P: Tensor | None = None
     support: tuple[Tensor, Tensor] | None = None
-    """Ids that could be drawn, flat (E,), and where each trained position's begin (M + 1,); an empty stretch means all."""
+    """Ids that could be drawn, flat (E,), and where each trained position's begin (M + 1,); an
+    empty stretch means all.
+    """
     extra_P: Mapping[str, Tensor] = field(default_factory=dict)
     sequence_P: Tensor = None  # type: ignore[assignment]
-    """Which completion each position belongs to, by the first of its segments; another than `segment_P`, the default, only where a
-    sample has branches."""
+    """Which completion each position belongs to, by the first of its segments; another than
+    `segment_P`, the default, only where a sample has branches."""
     samples: tuple[int, ...] = ()
     """For each segment the index of its sample in the list that was packed; -1 for a prefix."""
     tokens: tuple[tuple[int, int], ...] = ()
-    """For each segment the tokens of its sample's completion that it predicts: the first, and one behind the last."""
+    """For each segment the tokens of its sample's completion that it predicts: the first, and one
+    behind the last.
+    """
     routing: Routing | None = None
-    """What the tokens of the whole step ask of a mixture's experts, where the loss balances them."""
+    """What the tokens of the whole step ask of a mixture's experts, where the loss balances them.
+    """
 
     def __post_init__(self) -> None:
         total = self.layout.total
         if self.sequence_P is None:
             object.__setattr__(self, "sequence_P", self.segment_P)
-        columns = [self.tokens_P, self.position_P, self.segment_P, self.target_P, self.weight_P, self.advantage_P]
+        columns = [
+            self.tokens_P,
+            self.position_P,
+            self.segment_P,
+            self.target_P,
+            self.weight_P,
+            self.advantage_P,
+        ]
         columns += [self.behavior_logp_P, self.temperature_P, *self.extra_P.values()]
         columns += [] if self.reference_logp_P is None else [self.reference_logp_P]
-        assert all(column.shape == (total,) for column in columns), [tuple(column.shape) for column in columns]
-        assert len(self.samples) in (0, self.layout.segments) and len(self.tokens) == len(self.samples)
+        assert all(column.shape == (total,) for column in columns), [
+            tuple(column.shape) for column in columns
+        ]
+        assert len(self.samples) in (0, self.layout.segments) and len(self.tokens) == len(
+            self.samples
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
@@ -531,23 +655,33 @@ class Step:
     number: int
     """Steps completed, from 1."""
     metrics: Mapping[str, float]
-    """Flat names ("reward", "completions/mean_length"); a quantity that was not computed has no key."""
+    """Flat names ("reward", "completions/mean_length"); a quantity that was not computed has no
+    key.
+    """
     timings: Mapping[str, float] = field(default_factory=dict)
     """Seconds by phase."""
     groups: Sequence[Scored] = ()
     advantages: Sequence[Sequence[np.ndarray]] = ()
     """Per group and completion (n_i,), as trained."""
     current_logp: Sequence[Sequence[np.ndarray]] = ()
-    """Per group and completion (n_i,): log-probs under the policy at the first update; empty where nothing was scored."""
+    """Per group and completion (n_i,): log-probs under the policy at the first update; empty where
+    nothing was scored.
+    """
     columns: Mapping[str, Sequence[Sequence[np.ndarray]]] = field(default_factory=dict)
-    """What the step's updates did, by name, per group and completion (n_i,); empty where nothing was computed: `weight` (of the
-    loss, first update), `entropy` (nats, first update), `last_logp` (nats, last update), `clipped` (share of the
-    updates that cut it)."""
+    """What the step's updates did, by name, per group and completion (n_i,); empty where nothing
+    was computed: `weight` (of the loss, first update), `entropy` (nats, first update), `last_logp`
+    (nats, last update), `clipped` (share of the updates that cut it)."""
     evaluation: Mapping[str, float] | None = None
     """Metrics on the held-out set, at the steps where it was evaluated."""
 
     def __repr__(self) -> str:
         """One line: the completions of a step are not printed."""
-        named = {name: self.metrics[name] for name in ("reward", "loss") if name in self.metrics} | dict(self.evaluation or {})
-        figures = "".join(f", {name} {value:.4g}" for name, value in named.items() if "/half_width" not in name)
-        return f"Step({self.number}{figures}, {len(self.groups)} groups, {len(self.metrics)} metrics)"
+        named = {
+            name: self.metrics[name] for name in ("reward", "loss") if name in self.metrics
+        } | dict(self.evaluation or {})
+        figures = "".join(
+            f", {name} {value:.4g}" for name, value in named.items() if "/half_width" not in name
+        )
+        return (
+            f"Step({self.number}{figures}, {len(self.groups)} groups, {len(self.metrics)} metrics)"
+        )

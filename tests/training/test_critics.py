@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import io
 import tokenize
 from collections.abc import Callable
@@ -16,10 +15,9 @@ import yaml
 from safetensors.torch import load_file
 
 from groupwise.algorithms import advantages as credit
-from groupwise.algorithms import kl_estimators, losses
+from groupwise.algorithms import losses
 from groupwise.algorithms.resolve import resolve
 from groupwise.algorithms.table import Algorithm
-from groupwise.config import validation
 from groupwise.config.recipes import load_recipe
 from groupwise.config.settings import CriticSettings, GroupSettings, ModelSettings, OptimizerSettings
 from groupwise.data.packing import pack
@@ -30,12 +28,11 @@ from groupwise.models.policy import Policy
 from groupwise.models.reward_head import make_scorer
 from groupwise.models.saving import save
 from groupwise.records import Scored, Step
-from groupwise.runs import policies
 from groupwise.runs.run import train
-from groupwise.training import critics, metrics
+from groupwise.training import metrics
 from groupwise.training.critics import Critic
 from groupwise.training.groups import RecordedRollouts
-from groupwise.training.loss import CriticLoss, Loss, update_critic
+from groupwise.training.loss import CriticLoss, Loss
 from groupwise.training.online import pretrain_critic, train_online
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.passes import BatchPass
@@ -383,20 +380,3 @@ def lines_of_code(source: str) -> int:
     silent = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
     tokens = [token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type not in silent]
     return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - documented)
-
-
-def test_ppo_is_under_200_lines_of_its_own() -> None:
-    parts = [
-        critics,
-        credit.Gae,
-        credit.returns,
-        losses.ValueLoss,
-        losses.clipped_value,
-        CriticLoss,
-        update_critic,
-        kl_estimators.k3_numbers,
-    ]
-    parts += [CriticSettings, policies.critic_of, metrics.value_metrics, validation._critic]
-    counts = {part.__name__: lines_of_code(inspect.getsource(part)) for part in parts}
-    print(f"PPO: {sum(counts.values())} lines of its own: {counts}")
-    assert sum(counts.values()) < 200, counts

@@ -1,7 +1,9 @@
-"""What is only looked at: numbers about a whole minibatch, read from the same vectors as the loss but never part of it.
+"""What is only looked at: numbers about a whole minibatch, read from the same vectors as the loss
+but never part of it.
 
-Every function returns flat metrics by name and waits for the device once.  A quantity that was not computed has no key, and empty
-vectors give no keys at all.  Minima and maxima are true ones, over tokens.
+Every function returns flat metrics by name and waits for the device once.  A quantity that was not
+computed has no key, and empty vectors give no keys at all.  Minima and maxima are true ones, over
+tokens.
 
 N trained tokens of a minibatch   l, old, ref log-probs of policy, old policy, reference, nats
 b those of the sampler
@@ -16,11 +18,13 @@ from groupwise.algorithms.losses import LIMIT, guarded_exp
 
 
 def ratio(log_ratio_N: Tensor, cut_N: Tensor | None = None) -> dict[str, float]:
-    """The importance ratio at the algorithm's level: its range, its effective sample size, and how much of it is clipped.
+    """The importance ratio at the algorithm's level: its range, its effective sample size, and how
+    much of it is clipped.
 
-    `ratio/kl` estimates KL(old || policy) as mean(rho - 1 - log rho).  `ratio/ess` is (sum rho)^2 / (N sum rho^2), 1 when
-    on-policy.  cut_N: bool, the tokens whose gradient the surrogate cut (`Algorithm.cut`); `clip/low` counts those
-    with a ratio below 1, `clip/high` the others, both as shares of all N.
+    `ratio/kl` estimates KL(old || policy) as mean(rho - 1 - log rho).  `ratio/ess` is (sum rho)^2 /
+    (N sum rho^2), 1 when on-policy.  cut_N: bool, the tokens whose gradient the surrogate cut
+    (`Algorithm.cut`); `clip/low` counts those with a ratio below 1, `clip/high` the others, both as
+    shares of all N.
     """
     if log_ratio_N.numel() == 0:
         return {}
@@ -42,15 +46,17 @@ def ratio(log_ratio_N: Tensor, cut_N: Tensor | None = None) -> dict[str, float]:
 def progress(logp_N: Tensor, advantage_N: Tensor) -> dict[str, float]:
     """`progress` = mean(A l): what the policy gradient raises.
 
-    The loss itself says nothing: on-policy its value is -mean(A), which is 0 for centred advantages, while its gradient is not.
-    """
+    The loss itself says nothing: on-policy its value is -mean(A), which is 0 for centred
+    advantages, while its gradient is not."""
     if logp_N.numel() == 0:
         return {}
     return _floats({"progress": (advantage_N.double() * logp_N.detach().double()).mean()})
 
 
 def reference_kl(kl_N: Tensor, logp_N: Tensor, reference_logp_N: Tensor) -> dict[str, float]:
-    """`kl` and `kl/max`, by the estimator that made `kl_N`; `kl/guarded` counts the tokens whose gap is too wide for exp."""
+    """`kl` and `kl/max`, by the estimator that made `kl_N`; `kl/guarded` counts the tokens whose
+    gap is too wide for exp.
+    """
     if kl_N.numel() == 0:
         return {}
     kl_N = kl_N.detach().double()
@@ -59,7 +65,8 @@ def reference_kl(kl_N: Tensor, logp_N: Tensor, reference_logp_N: Tensor) -> dict
 
 
 def mismatch(logp_N: Tensor, sampler_logp_N: Tensor) -> dict[str, float]:
-    """Is what was sampled what is scored?  At the first update after a rollout these are rounding errors, else something is wrong.
+    """Is what was sampled what is scored?  At the first update after a rollout these are rounding
+    errors, else something is wrong.
 
     `mismatch/mean` and `mismatch/max` of |l - b|; `mismatch/kl` estimates KL(sampler || trainer).
     """
@@ -67,13 +74,21 @@ def mismatch(logp_N: Tensor, sampler_logp_N: Tensor) -> dict[str, float]:
         return {}
     gap_N = logp_N.detach().double() - sampler_logp_N.double()
     kl = (guarded_exp(gap_N) - 1 - gap_N).mean()
-    return _floats({"mismatch/mean": gap_N.abs().mean(), "mismatch/max": gap_N.abs().max(), "mismatch/kl": kl})
+    return _floats(
+        {"mismatch/mean": gap_N.abs().mean(), "mismatch/max": gap_N.abs().max(), "mismatch/kl": kl}
+    )
 
 
 def dropped(factor_N: Tensor) -> float:
-    """Share of tokens that a mask or a correction (bool or number) takes out of the loss; NaN if there are none."""
+    """Share of tokens that a mask or a correction (bool or number) takes out of the loss; NaN if
+    there are none.
+    """
     return float((factor_N == 0).double().mean())
 
 
 def _floats(values: dict[str, Tensor]) -> dict[str, float]:
-    return dict(zip(values, torch.stack([value.double() for value in values.values()]).tolist(), strict=True))
+    return dict(
+        zip(
+            values, torch.stack([value.double() for value in values.values()]).tolist(), strict=True
+        )
+    )

@@ -1,10 +1,10 @@
 """Estimators of the KL to the reference (`group.kl`): k1, k2, k3, and k3 times the ratio.
 
-Each takes log-probs under the policy and the reference, and the token's log-ratio to the old policy, and gives the estimate per
-token.
+Each takes log-probs under the policy and the reference, and the token's log-ratio to the old
+policy, and gives the estimate per token.
 
-M trained tokens   n tokens of a completion   l log-prob under the policy   old the same under the old policy, before the step
-ref the same under the reference   rho = exp(l - old)
+M trained tokens   n tokens of a completion   l log-prob under the policy   old the same under the
+old policy, before the step ref the same under the reference   rho = exp(l - old)
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class K1(Kl):
-    """`l - ref`: unbiased as a number; its own gradient is 0 on average, so it belongs in the reward, not in the loss."""
+    """`l - ref`: unbiased as a number; its own gradient is 0 on average, so it belongs in the
+    reward, not in the loss.
+    """
 
     def __call__(self, logp_M: Tensor, reference_logp_M: Tensor, log_ratio_M: Tensor) -> Tensor:
         return logp_M - reference_logp_M
@@ -40,10 +42,11 @@ class K2(Kl):
 
 @dataclass(frozen=True)
 class K3(Kl):
-    """`exp(ref - l) - (ref - l) - 1`: never negative, low variance (Schulman, joschu.net/blog/kl-approx.html; GRPO, eq. 4).
+    """`exp(ref - l) - (ref - l) - 1`: never negative, low variance (Schulman,
+    joschu.net/blog/kl-approx.html; GRPO, eq. 4).
 
-    Beyond `LIMIT` it continues as its tangent: a gap of 100 nats stays finite, and still pulls the policy the right way.
-    """
+    Beyond `LIMIT` it continues as its tangent: a gap of 100 nats stays finite, and still pulls the
+    policy the right way."""
 
     def __call__(self, logp_M: Tensor, reference_logp_M: Tensor, log_ratio_M: Tensor) -> Tensor:
         gap_M = reference_logp_M - logp_M
@@ -53,11 +56,12 @@ class K3(Kl):
 
 @dataclass(frozen=True)
 class K3Ratio(Kl):
-    """`rho k3`, rho differentiable: unbiased in value and gradient off-policy too (DeepSeek-V3.2, 2512.02556; TRL's default).
+    """`rho k3`, rho differentiable: unbiased in value and gradient off-policy too (DeepSeek-V3.2,
+    2512.02556; TRL's default).
 
-    rho is the token's, whatever the level of the policy ratio: the KL is a sum over tokens.  Multiplied out it is
-    `exp(ref - old) - rho (1 + ref - l)`, whose first term is a constant: the gradient is `rho (l - ref)`, which no gap can
-    overflow.
+    rho is the token's, whatever the level of the policy ratio: the KL is a sum over tokens.
+    Multiplied out it is `exp(ref - old) - rho (1 + ref - l)`, whose first term is a constant: the
+    gradient is `rho (l - ref)`, which no gap can overflow.
     """
 
     def __call__(self, logp_M: Tensor, reference_logp_M: Tensor, log_ratio_M: Tensor) -> Tensor:

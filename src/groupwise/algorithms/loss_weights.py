@@ -1,9 +1,11 @@
-"""Every normalisation is a weight: what one trained token of each completion counts in `loss = sum(weight x per-token loss)`.
+"""Every normalisation is a weight: what one trained token of each completion counts in `loss =
+sum(weight x per-token loss)`.
 
-Each part takes the completions of one optimizer step, all ranks together (a minibatch is cut first and weighted second):
-`tokens_R`, trained tokens of each (0 if it is empty or masked), and `prompt_R`, the index of its group; and returns float64 (R,).
-R counts every completion of the step, also empty, masked and skipped ones, so neither skipping what has no gradient nor the
-cut into micro-batches and ranks can change an update.  A completion without trained tokens has weight 0.
+Each part takes the completions of one optimizer step, all ranks together (a minibatch is cut first
+and weighted second): `tokens_R`, trained tokens of each (0 if it is empty or masked), and
+`prompt_R`, the index of its group; and returns float64 (R,). R counts every completion of the step,
+also empty, masked and skipped ones, so neither skipping what has no gradient nor the cut into
+micro-batches and ranks can change an update.  A completion without trained tokens has weight 0.
 
 R completions of the step   n_i trained tokens of completion i   N their sum
 """
@@ -20,7 +22,8 @@ from groupwise.algorithms.parts import MaybeCount, Weights
 
 @dataclass(frozen=True)
 class SequenceMean(Weights):
-    """`1 / (R n_i)`: every completion counts the same, whatever its length (GRPO, 2402.03300, eq. 3).
+    """`1 / (R n_i)`: every completion counts the same, whatever its length (GRPO, 2402.03300, eq.
+    3).
 
     >>> SequenceMean()([4, 1, 0], [0, 0, 1]).round(3).tolist()
     [0.083, 0.333, 0.0]
@@ -33,7 +36,9 @@ class SequenceMean(Weights):
 
 @dataclass(frozen=True)
 class TokenMean(Weights):
-    """`1 / N`: every token of the step counts the same (CISPO 2506.13585; DAPO 2503.14476 as TRL and verl implement it)."""
+    """`1 / N`: every token of the step counts the same (CISPO 2506.13585; DAPO 2503.14476 as TRL
+    and verl implement it).
+    """
 
     def __call__(self, tokens_R: ArrayLike, prompt_R: ArrayLike) -> np.ndarray:
         n_R = np.asarray(tokens_R)
@@ -42,10 +47,14 @@ class TokenMean(Weights):
 
 @dataclass(frozen=True)
 class Constant(Weights):
-    """`1 / (R length)`, length = longest allowed completion: no length bias at all (Dr. GRPO, 2503.20783)."""
+    """`1 / (R length)`, length = longest allowed completion: no length bias at all (Dr. GRPO,
+    2503.20783).
+    """
 
     length: MaybeCount = None
-    """None: `rollout.max_new_tokens`, which `algorithms.resolve.resolve` fills in; the row of the table cannot run before."""
+    """None: `rollout.max_new_tokens`, which `algorithms.resolve.resolve` fills in; the row of the
+    table cannot run before.
+    """
 
     def __call__(self, tokens_R: ArrayLike, prompt_R: ArrayLike) -> np.ndarray:
         n_R = np.asarray(tokens_R)
@@ -64,7 +73,8 @@ class SequenceSum(Weights):
 
 @dataclass(frozen=True)
 class PromptMean(Weights):
-    """`1 / (prompts x tokens of the prompt's group)`: every prompt counts the same (ScaleRL 2510.13786; DAPO's eq. 8).
+    """`1 / (prompts x tokens of the prompt's group)`: every prompt counts the same (ScaleRL
+    2510.13786; DAPO's eq. 8).
 
     >>> PromptMean()([1, 3, 2, 2], [7, 7, 9, 9]).tolist()
     [0.125, 0.125, 0.125, 0.125]
@@ -78,5 +88,7 @@ class PromptMean(Weights):
 
 
 def _one_over(denominator: np.ndarray | int, n_R: np.ndarray) -> np.ndarray:
-    """1 / denominator where a completion has trained tokens (and the denominator is at least 1), else 0."""
+    """1 / denominator where a completion has trained tokens (and the denominator is at least 1),
+    else 0.
+    """
     return np.where(n_R > 0, 1.0 / np.maximum(denominator, 1), 0.0)

@@ -1,7 +1,8 @@
-"""From a recipe to an algorithm: the row that it names, with the parts and numbers that its `group` replaces.
+"""From a recipe to an algorithm: the row that it names, with the parts and numbers that its `group`
+replaces.
 
-Importing this file does not import torch: a recipe's algorithm is built, and its facts are read, when the recipe is checked.
-"""
+Importing this file does not import torch: a recipe's algorithm is built, and its facts are read,
+when the recipe is checked."""
 
 from __future__ import annotations
 
@@ -13,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter, ValidationError
 
 from groupwise.algorithms.losses import DemonstrationLoss, TeacherDivergence, ValueLoss
-from groupwise.algorithms.parts import bare, check_inputs, describe, fact, name_of, options, parameters, with_options
+from groupwise.algorithms.parts import (
+    bare,
+    check_inputs,
+    describe,
+    fact,
+    name_of,
+    options,
+    parameters,
+    with_options,
+)
 from groupwise.algorithms.table import ALGORITHMS, PARTS, Algorithm
 from groupwise.errors import ConfigError
 from groupwise.utils.imports import imported
@@ -30,12 +40,15 @@ SETTINGS = {"beta", "kl"}
 """Options of parts that are settings of their own."""
 
 
-def resolve(objective: str, group: GroupSettings, max_new_tokens: int, critic: CriticSettings | None = None) -> Algorithm:
+def resolve(
+    objective: str, group: GroupSettings, max_new_tokens: int, critic: CriticSettings | None = None
+) -> Algorithm:
     """The algorithm of a recipe: the row `objective` with the parts and numbers of `group`.
 
     max_new_tokens: the longest completion, for weights that divide by it.
     critic: the critic's settings, whose `clip` and `coefficient` are the value loss's.
-    Raises ConfigError for an unknown name, part or option, a value out of range, and settings that exclude each other.
+    Raises ConfigError for an unknown name, part or option, a value out of range, and settings that
+    exclude each other.
 
     >>> from groupwise.config.settings import GroupSettings
     >>> algorithm = resolve("grpo", GroupSettings(surrogate={"high": 0.28}, beta=0.04), max_new_tokens=256)
@@ -62,20 +75,34 @@ def row_of(objective: str) -> Algorithm:
         if objective in ALGORITHMS:
             return ALGORITHMS[objective]
         near = closest(objective, ALGORITHMS)
-        raise ConfigError(f"there is no online algorithm {objective!r}{near}; there are {', '.join(ALGORITHMS)}")
+        raise ConfigError(
+            f"there is no online algorithm {objective!r}{near}; there are {', '.join(ALGORITHMS)}"
+        )
     row = imported("objective", objective)
     if not isinstance(row, Algorithm):
-        raise ConfigError(f"objective: {objective!r} is not an Algorithm but {type(row).__name__}", key="objective")
+        raise ConfigError(
+            f"objective: {objective!r} is not an Algorithm but {type(row).__name__}",
+            key="objective",
+        )
     for kind in KINDS:
         if not callable(part := getattr(row, kind)):
             shown = repr(part) if isinstance(part, str) else f"an object of {type(part).__name__}"
-            raise ConfigError(f"objective: {kind} of {objective!r} is {shown}: give the function or object itself", key="objective")
+            raise ConfigError(
+                f"objective: {kind} of {objective!r} is {shown}: give the function or object"
+                " itself",
+                key="objective",
+            )
     if not isinstance(row.extra, tuple | list) or not all(map(callable, row.extra)):
-        raise ConfigError(f"objective: extra of {objective!r} is {row.extra!r}: give a tuple, extra=(my_term,)", key="objective")
+        raise ConfigError(
+            f"objective: extra of {objective!r} is {row.extra!r}: give a tuple, extra=(my_term,)",
+            key="objective",
+        )
     return row
 
 
-def with_group(row: Algorithm, group: GroupSettings, max_new_tokens: int, critic: CriticSettings | None = None) -> Algorithm:
+def with_group(
+    row: Algorithm, group: GroupSettings, max_new_tokens: int, critic: CriticSettings | None = None
+) -> Algorithm:
     """A row with what `group` replaces.  Raises ConfigError for the first part that is wrong."""
     beta = row.beta if group.beta is None else group.beta
     estimator = {"kl": group.kl} if group.kl in KLS_IN_REWARD else {}
@@ -102,15 +129,22 @@ def with_group(row: Algorithm, group: GroupSettings, max_new_tokens: int, critic
     )
 
 
-def _extra(row: Algorithm, group: GroupSettings, credit: Callable, critic: CriticSettings | None) -> Iterator[Callable]:
-    """A row's extra terms with what a recipe replaces, and those that its other parts bring: the value loss that trains the critic
-    of a credit, the divergence that it names, and with a teacher its demonstrations."""
+def _extra(
+    row: Algorithm, group: GroupSettings, credit: Callable, critic: CriticSettings | None
+) -> Iterator[Callable]:
+    """A row's extra terms with what a recipe replaces, and those that its other parts bring: the
+    value loss that trains the critic of a credit, the divergence that it names, and with a teacher
+    its demonstrations."""
     terms = list(row.extra)
-    if "value" in fact(credit, "reads") and not any("value" in fact(term, "reads") for term in terms):
+    if "value" in fact(credit, "reads") and not any(
+        "value" in fact(term, "reads") for term in terms
+    ):
         terms.append(ValueLoss())
     if group.divergence is not None and row.divergence is None:
         terms.append(TeacherDivergence())
-    taught = replace(row, credit=credit, extra=tuple(terms), mix=row.mix if group.mix is None else group.mix).needs_teacher
+    taught = replace(
+        row, credit=credit, extra=tuple(terms), mix=row.mix if group.mix is None else group.mix
+    ).needs_teacher
     if taught and not any(fact(term, "of_demonstrations") for term in terms):
         terms.append(DemonstrationLoss())
     for term in terms:
@@ -122,60 +156,99 @@ def _extra(row: Algorithm, group: GroupSettings, credit: Callable, critic: Criti
             yield term
 
 
-def conflicts(algorithm: Algorithm, row: Algorithm, group: GroupSettings) -> Iterator[tuple[tuple[str, ...], str]]:
+def conflicts(
+    algorithm: Algorithm, row: Algorithm, group: GroupSettings
+) -> Iterator[tuple[tuple[str, ...], str]]:
     """What cannot work together in an algorithm that a recipe asks for: the keys, and a message."""
     in_reward = row.kl_place == "reward"
     if algorithm.beta > 0.0 and in_reward and "beta" not in options(algorithm.credit):
         yield (
             ("group.beta",),
-            f"group.beta: {row.name!r} subtracts the KL from the reward, which the credit {describe(algorithm.credit)} cannot do; "
-            "use beta: 0, or objective: grpo with this credit",
+            (
+                f"group.beta: {row.name!r} subtracts the KL from the reward, which the credit"
+                f" {describe(algorithm.credit)} cannot do; use beta: 0, or objective: grpo with"
+                " this credit"
+            ),
         )
     estimators = KLS_IN_REWARD if "kl" in options(algorithm.credit) else ("k1",)
     if in_reward and group.kl not in (None, *estimators):
         yield (
             ("group.kl",),
-            f"group.kl: {row.name!r} takes the KL from the reward, as {' or '.join(estimators)}, so it cannot be {group.kl!r}; "
-            f"for a KL in the loss use objective: grpo with group.credit: {name_of(row.credit)}",
+            (
+                f"group.kl: {row.name!r} takes the KL from the reward, as"
+                f" {' or '.join(estimators)}, so it cannot be {group.kl!r}; for a KL in the loss"
+                f" use objective: grpo with group.credit: {name_of(row.credit)}"
+            ),
         )
     level = fact(algorithm.surrogate, "ratio_level")
     if level is not None and group.ratio is not None and name_of(algorithm.ratio) != level:
         yield (
             ("group.ratio", "group.surrogate"),
-            f"group.ratio: the surrogate {describe(algorithm.surrogate)} does not use a ratio level, so {group.ratio!r} would "
-            "change nothing; leave it out, or use the surrogate clipped, cispo or sapo",
+            (
+                f"group.ratio: the surrogate {describe(algorithm.surrogate)} does not use a ratio"
+                f" level, so {group.ratio!r} would change nothing; leave it out, or use the"
+                " surrogate clipped, cispo or sapo"
+            ),
         )
     if fact(algorithm.credit, "compares_siblings") and group.group_size < 2:
         yield (
             ("group.group_size",),
-            f"group.group_size must be at least 2 for {row.name!r} (its advantages compare siblings), got {group.group_size}",
+            (
+                f"group.group_size must be at least 2 for {row.name!r} (its advantages compare"
+                f" siblings), got {group.group_size}"
+            ),
         )
     if algorithm.dead_groups == "drop" and not fact(algorithm.surrogate, "reads_logp"):
         yield (
             ("group.dead_groups",),
-            f"group.dead_groups: {row.name!r} learns from no advantages, so drop would leave out every group: leave the key out",
+            (
+                f"group.dead_groups: {row.name!r} learns from no advantages, so drop would leave"
+                " out every group: leave the key out"
+            ),
         )
     if group.filter is not None and algorithm.dead_groups != "refill":
         yield (
             ("group.filter", "group.dead_groups"),
-            "group.filter says which groups are replaced, and only dead_groups: refill replaces any: set group.dead_groups: refill",
+            (
+                "group.filter says which groups are replaced, and only dead_groups: refill replaces"
+                " any: set group.dead_groups: refill"
+            ),
         )
 
 
-def chosen(kind: str, setting: Part | None, preset: Callable | None, supplied: Mapping[str, Any] | None = None) -> Callable:
-    """The part that a recipe names, with its options checked; `supplied` come from other settings.  Raises ConfigError."""
+def chosen(
+    kind: str,
+    setting: Part | None,
+    preset: Callable | None,
+    supplied: Mapping[str, Any] | None = None,
+) -> Callable:
+    """The part that a recipe names, with its options checked; `supplied` come from other settings.
+    Raises ConfigError.
+    """
     part, values, problems = _read(kind, setting, preset, supplied or {})
     for key, message in problems:
         raise ConfigError(message, key=key)
-    if lacking := [name for name, one in parameters(part).items() if one.default is one.empty and name not in values]:
-        raise ConfigError(f"group.{kind}: {name_of(part)} needs a value for {', '.join(lacking)}", key=f"group.{kind}")
+    if lacking := [
+        name
+        for name, one in parameters(part).items()
+        if one.default is one.empty and name not in values
+    ]:
+        raise ConfigError(
+            f"group.{kind}: {name_of(part)} needs a value for {', '.join(lacking)}",
+            key=f"group.{kind}",
+        )
     return with_options(part, values)
 
 
 def part_problems(
-    kind: str, setting: Part | None, preset: Callable | None, supplied: Mapping[str, Any] | None = None
+    kind: str,
+    setting: Part | None,
+    preset: Callable | None,
+    supplied: Mapping[str, Any] | None = None,
 ) -> list[tuple[str, str]]:
-    """What is wrong with a part of a recipe and its options: the key, and a message.  Somebody's own part is imported for it."""
+    """What is wrong with a part of a recipe and its options: the key, and a message.  Somebody's
+    own part is imported for it.
+    """
     return _read(kind, setting, preset, supplied or {})[2]
 
 
@@ -194,33 +267,63 @@ def _read(
     problems: list[tuple[str, str]] = []
     for name, value in keywords.items():
         if name in supplied and name in SETTINGS:
-            problems.append((f"{at}.{name}", f"{at}: {name} is a setting of its own, group.{name}; got {value!r} here"))
+            problems.append(
+                (
+                    f"{at}.{name}",
+                    f"{at}: {name} is a setting of its own, group.{name}; got {value!r} here",
+                )
+            )
         elif name not in known:
             takes = f"it takes {', '.join(settable)}" if settable else "it takes none"
-            message = f"{at}.{name}: {name_of(part)} has no such keyword ({takes}){closest(name, settable)}"
+            message = (
+                f"{at}.{name}: {name_of(part)} has no such keyword"
+                f" ({takes}){closest(name, settable)}"
+            )
             problems.append((f"{at}.{name}", message))
         else:
             annotation = known[name].annotation
-            typed = Any if annotation is inspect.Parameter.empty or isinstance(annotation, str) else annotation
+            typed = (
+                Any
+                if annotation is inspect.Parameter.empty or isinstance(annotation, str)
+                else annotation
+            )
             try:
                 values[name] = TypeAdapter(typed).validate_python(value)
             except ValidationError as error:
-                problems.append((f"{at}.{name}", f"{at}.{name}: {error.errors()[0]['msg'].lower()}, got {value!r}"))
-    unset = parameters(type(part) if is_dataclass(part) and not isinstance(part, type) else bare(part))
+                problems.append(
+                    (
+                        f"{at}.{name}",
+                        f"{at}.{name}: {error.errors()[0]['msg'].lower()}, got {value!r}",
+                    )
+                )
+    unset = parameters(
+        type(part) if is_dataclass(part) and not isinstance(part, type) else bare(part)
+    )
     for name, value in supplied.items():
-        if values.get(name) is None and name in unset and known[name].default == unset[name].default:
+        if (
+            values.get(name) is None
+            and name in unset
+            and known[name].default == unset[name].default
+        ):
             values[name] = value
     return part, values, problems
 
 
-def _named(kind: str, setting: Part | None, preset: Callable | None) -> tuple[Callable, dict[str, Any]]:
-    """The part, or its class, that a setting names, and the options beside the name; options alone are of the preset's part."""
+def _named(
+    kind: str, setting: Part | None, preset: Callable | None
+) -> tuple[Callable, dict[str, Any]]:
+    """The part, or its class, that a setting names, and the options beside the name; options alone
+    are of the preset's part.
+    """
     keywords = {"name": setting} if isinstance(setting, str) else dict(setting or {})
     names, at = PARTS[kind], f"group.{kind}"
     if "name" not in keywords:
         if preset is not None and (keywords or setting is None):
             return preset, keywords
-        raise ConfigError(f"{at}: a mapping needs `name`, e.g. {{name: {next(iter(names), 'module:function')}}}", key=at)
+        raise ConfigError(
+            f"{at}: a mapping needs `name`, e.g. {{name: {next(iter(names), 'module:function')}}}",
+            key=at,
+        )
     name = keywords.pop("name")
     if not isinstance(name, str):
         raise ConfigError(f"{at}: `name` is that of a function, got {name!r}", key=at)

@@ -1,11 +1,13 @@
-"""The table of online algorithms: one row = credit x ratio level x surrogate x weight, and what is added to them.
+"""The table of online algorithms: one row = credit x ratio level x surrogate x weight, and what is
+added to them.
 
-No code compares an algorithm's name.  Adding a loss is one part (`losses.py`, or your own module), one row, and its entry in
-`docs/algorithms/notes.yaml`: the settings of its paper, what other libraries do otherwise, when to choose it.  Importing this file
+No code compares an algorithm's name.  Adding a loss is one part (`losses.py`, or your own module),
+one row, and its entry in `docs/algorithms/notes.yaml`: the settings of its paper, what other
+libraries do otherwise, when to choose it.  Importing this file
 does not import torch: configuration, viewer and documentation read the table too.
 
-M trained tokens of one micro-batch, or of any part of it where `token_level` is true   R completions of the optimizer step
-"""
+M trained tokens of one micro-batch, or of any part of it where `token_level` is true   R
+completions of the optimizer step"""
 
 from __future__ import annotations
 
@@ -52,23 +54,29 @@ class Algorithm:
     paper: str
     """arXiv number; empty where there is none."""
     equation: str
-    """The loss in one line, as it is computed; where the paper's differs, `docs/algorithms/notes.yaml` says how."""
+    """The loss in one line, as it is computed; where the paper's differs,
+    `docs/algorithms/notes.yaml` says how.
+    """
     credit: Callable[..., Any] = credits.Standardized()  # noqa: RUF009 - frozen
     ratio: Callable[..., Any] = losses.TokenRatio()  # noqa: RUF009 - frozen
     surrogate: Callable[..., Any] = losses.Clipped()  # noqa: RUF009 - frozen
     weights: Callable[..., Any] = loss_weights.SequenceMean()  # noqa: RUF009 - frozen
     dead_groups: Literal["exact", "drop", "refill"] = "exact"
-    """What becomes of groups whose advantages are all 0.  `exact`: they count in every mean, and have no forward pass unless a KL,
-    a bonus, an extra term or a critic needs one (`samples.with_gradient`).  `drop`: the means leave them out (`samples.weigh`).
-    `refill`: further prompts are sampled in their place (`groups.SampledRollouts.collect`)."""
+    """What becomes of groups whose advantages are all 0.  `exact`: they count in every mean, and
+    have no forward pass unless a KL, a bonus, an extra term or a critic needs one
+    (`samples.with_gradient`).  `drop`: the means leave them out (`samples.weigh`). `refill`:
+    further prompts are sampled in their place (`groups.SampledRollouts.collect`)."""
     truncated: Literal["keep", "mask"] = "keep"
-    """Completions that a limit ended.  `mask`: no token of theirs is trained; means over completions count them."""
+    """Completions that a limit ended.  `mask`: no token of theirs is trained; means over
+    completions count them.
+    """
     beta: float = 0.0
     """Weight of the KL to the reference; 0: there is no reference."""
     kl: Callable[..., Any] = kl_estimators.K3()  # noqa: RUF009 - frozen
     kl_place: Literal["loss", "reward"] = "loss"
-    """In the loss it is added by `loss`.  In the reward it is subtracted by `credit`, by its own `beta`, which `resolve` sets to
-    this, and by its own estimator (k1, if it has no other); `kl` is not read then."""
+    """In the loss it is added by `loss`.  In the reward it is subtracted by `credit`, by its own
+    `beta`, which `resolve` sets to this, and by its own estimator (k1, if it has no other); `kl` is
+    not read then."""
     entropy_bonus: float = 0.0
     entropy_target: float | None = None
     """Sampled entropy, nats, below which the bonus grows: `with_bonus`; None: it stays as it is."""
@@ -76,13 +84,19 @@ class Algorithm:
     entropy_quantile: float = 0.0
     off_policy_delta: float | None = None
     extra: tuple[Callable[..., Any], ...] = ()
-    """Further terms of the loss, each with a weight of its own for every token (`losses.Terms` -> loss_M)."""
+    """Further terms of the loss, each with a weight of its own for every token (`losses.Terms` ->
+    loss_M).
+    """
     mix: float = 0.0
     """Share of the teacher in the distribution that completions are drawn from."""
     keeps: Callable[[Scored], bool] | None = None
-    """Which groups are worth training, where others can be sampled instead (`dead_groups: refill`); None: those that teach."""
+    """Which groups are worth training, where others can be sampled instead (`dead_groups: refill`);
+    None: those that teach.
+    """
     correction: losses.Correction | None = None
-    """Importance weight for an engine that computes other probabilities than the trainer; None: what sampled is what scores."""
+    """Importance weight for an engine that computes other probabilities than the trainer; None:
+    what sampled is what scores.
+    """
 
     @property
     def needs_reference(self) -> bool:
@@ -101,7 +115,9 @@ class Algorithm:
 
     @property
     def needs_teacher(self) -> bool:
-        """True if there is a teacher: for its distributions, or for its log-probs of what was drawn."""
+        """True if there is a teacher: for its distributions, or for its log-probs of what was
+        drawn.
+        """
         return self.mix > 0.0 or not self.reads.isdisjoint(("teacher", "teacher_logp"))
 
     @property
@@ -112,7 +128,10 @@ class Algorithm:
     @property
     def divergence(self) -> Callable[..., Any] | None:
         """How far the policy's next token is from the teacher's, where a term is about that."""
-        return next((term.function for term in self.extra if isinstance(term, losses.TeacherDivergence)), None)
+        return next(
+            (term.function for term in self.extra if isinstance(term, losses.TeacherDivergence)),
+            None,
+        )
 
     @property
     def of_tokens(self) -> list[Callable[..., Any]]:
@@ -121,7 +140,9 @@ class Algorithm:
 
     @property
     def of_states(self) -> list[Callable[..., Any]]:
-        """The extra terms that read a critic's values or a teacher's distributions; log-probs are constants to them."""
+        """The extra terms that read a critic's values or a teacher's distributions; log-probs are
+        constants to them.
+        """
         return [term for term in self.extra if _of_states(term)]
 
     @property
@@ -131,9 +152,16 @@ class Algorithm:
 
     @property
     def reads_tokens(self) -> bool:
-        """True if the loss of a token depends on its log-prob or its entropy, and not on a divergence alone."""
+        """True if the loss of a token depends on its log-prob or its entropy, and not on a
+        divergence alone.
+        """
         further = not all(fact(term, "of_demonstrations") for term in self.of_tokens)
-        return fact(self.surrogate, "reads_logp") or self.loss_beta > 0.0 or self.entropy_bonus != 0.0 or further
+        return (
+            fact(self.surrogate, "reads_logp")
+            or self.loss_beta > 0.0
+            or self.entropy_bonus != 0.0
+            or further
+        )
 
     @property
     def needs_reward(self) -> bool:
@@ -152,7 +180,9 @@ class Algorithm:
 
     @property
     def needs_forking(self) -> bool:
-        """True if `losses.Terms.forking_M` must be known before the first micro-batch (`losses.forking`)."""
+        """True if `losses.Terms.forking_M` must be known before the first micro-batch
+        (`losses.forking`).
+        """
         return self.entropy_quantile > 0.0
 
     @property
@@ -162,15 +192,19 @@ class Algorithm:
 
     @property
     def skips_dead(self) -> bool:
-        """True if a completion whose advantages are all 0 has no gradient: its forward and backward can be left out, exactly."""
+        """True if a completion whose advantages are all 0 has no gradient: its forward and backward
+        can be left out, exactly.
+        """
         without = self.loss_beta == 0.0 and self.entropy_bonus == 0.0 and not self.needs_value
         return without and all(fact(term, "of_demonstrations") for term in self.extra)
 
     def teaches(self, group: Scored) -> bool:
-        """False if the group's rewards give an advantage of exactly 0 to every completion, or to every one that is not masked.
+        """False if the group's rewards give an advantage of exactly 0 to every completion, or to
+        every one that is not masked.
 
-        The credit decides: GDPO learns from rewards that differ while their sum does not.  Where it reads what is not known yet
-        (a KL in the reward, values), the sum does.  `keeps`, where there is one, decides alone.
+        The credit decides: GDPO learns from rewards that differ while their sum does not.  Where it
+            reads what is not known yet (a KL in the reward, values), the sum does.  `keeps`, where
+            there is one, decides alone.
         """
         if self.keeps is not None:
             return checked_verdict(self.keeps, called("filter", self.keeps, group))
@@ -181,12 +215,16 @@ class Algorithm:
         if self.needs_value or (self.beta > 0.0 and self.kl_place == "reward"):
             return not all(one.equal_rewards for one, _ in of_agents(group))
         trained = self._trained([group])[0].rollouts
-        return any(a[one.trained].any() for a, one in zip(self.advantages([group])[0], trained, strict=True))
+        return any(
+            a[one.trained].any()
+            for a, one in zip(self.advantages([group])[0], trained, strict=True)
+        )
 
     def advantages(self, groups: Sequence[Scored]) -> credits.Advantages:
         """Per group and completion float64 (n,): the advantages of a rollout, checked.
 
-        With `truncated: mask` a completion that a limit ended has no trained token: statistics over tokens leave it out.
+        With `truncated: mask` a completion that a limit ended has no trained token: statistics over
+            tokens leave it out.
         Raises ConfigError for what a credit of your own gives.
         """
 
@@ -197,28 +235,38 @@ class Algorithm:
 
     def returns(self, groups: Sequence[Scored]) -> credits.Advantages:
         """What a value function should have said of every token (`advantages.returns`)."""
-        return by_trace(lambda trained: credits.returns(trained, self.credit), self._trained(groups), math.nan)
+        return by_trace(
+            lambda trained: credits.returns(trained, self.credit), self._trained(groups), math.nan
+        )
 
     def _trained(self, groups: Sequence[Scored]) -> list[Scored]:
         return [masked(group) if self.truncated == "mask" else group for group in groups]
 
     def token_weights(self, tokens_R: np.ndarray, prompt_R: np.ndarray) -> np.ndarray:
         """The weight of a token of each completion, float64 (R,), checked; see `loss_weights`."""
-        return checked_weights(self.weights, called("weights", self.weights, tokens_R, prompt_R), len(tokens_R))
+        return checked_weights(
+            self.weights, called("weights", self.weights, tokens_R, prompt_R), len(tokens_R)
+        )
 
     @property
     def token_level(self) -> bool:
-        """True if a token's loss depends on no other token: `loss` may then be called on any part of a micro-batch."""
-        alone = all(fact(part, "per_token") for part in (self.ratio, self.surrogate, *self.of_tokens))
+        """True if a token's loss depends on no other token: `loss` may then be called on any part
+        of a micro-batch.
+        """
+        alone = all(
+            fact(part, "per_token") for part in (self.ratio, self.surrogate, *self.of_tokens)
+        )
         by_token = self.correction is None or self.correction.level == "token"
         return alone and by_token and self.off_policy_delta is None
 
     def old_logp(
         self, before_M: Tensor, sampler_M: Tensor, segment_M: Tensor, segments: int
     ) -> tuple[Tensor, losses.Mismatch | None]:
-        """The old policy's log-probs (M,), which ratios are taken against, and what corrects the loss where another policy sampled.
+        """The old policy's log-probs (M,), which ratios are taken against, and what corrects the
+        loss where another policy sampled.
 
-        before_M: the trainer's before the step, which a correction takes; it weighs tokens by trainer over sampler.
+        before_M: the trainer's before the step, which a correction takes; it weighs tokens by
+            trainer over sampler.
         sampler_M: the sampler's, which are the old policy's where nothing is corrected.
         """
         if self.correction is None:
@@ -231,7 +279,8 @@ class Algorithm:
         return checked_loss("ratio", self.ratio, called("ratio", self.ratio, *inputs), terms.logp_M)
 
     def cut(self, terms: losses.Terms) -> Tensor:
-        """bool (M,): the tokens with an advantage whose gradient the surrogate makes 0: by clipping, a bound, a mask of its own.
+        """bool (M,): the tokens with an advantage whose gradient the surrogate makes 0: by
+        clipping, a bound, a mask of its own.
 
         It is read off the gradient itself, so that it holds of every surrogate.
 
@@ -250,15 +299,18 @@ class Algorithm:
             logp_M = terms.logp_M.detach().requires_grad_()
             terms = replace(terms, logp_M=logp_M)
             terms = replace(terms, log_ratio_M=self.log_ratio(terms))
-            loss_M = checked_loss("surrogate", self.surrogate, called("surrogate", self.surrogate, terms), logp_M)
+            loss_M = checked_loss(
+                "surrogate", self.surrogate, called("surrogate", self.surrogate, terms), logp_M
+            )
             (gradient_M,) = torch.autograd.grad(loss_M.sum(), logp_M)
         return (gradient_M == 0.0) & (terms.advantage_M != 0.0)
 
     def with_bonus(self, coefficient: float, entropy: float) -> tuple[Algorithm, float]:
-        """The algorithm of an optimizer step whose completions were drawn with a mean entropy, and the coefficient after it.
+        """The algorithm of an optimizer step whose completions were drawn with a mean entropy, and
+        the coefficient after it.
 
-        `c += step if H <= target else -step`, within 0 and `entropy_bonus`; the bonus is c where H <= target, else 0
-        (Skywork-OR1, 2505.22312).
+        `c += step if H <= target else -step`, within 0 and `entropy_bonus`; the bonus is c where H
+        <= target, else 0 (Skywork-OR1, 2505.22312).
 
         >>> row = replace(ALGORITHMS["grpo"], entropy_target=0.5, entropy_step=0.25, entropy_bonus=0.375)
         >>> [(row.with_bonus(c, H)[0].entropy_bonus, row.with_bonus(c, H)[1]) for c, H in ((0.0, 0.4), (0.25, 0.5), (0.375, 0.6))]
@@ -266,36 +318,50 @@ class Algorithm:
         """
         assert self.entropy_target is not None
         low = entropy <= self.entropy_target
-        moved = min(max(coefficient + (self.entropy_step if low else -self.entropy_step), 0.0), self.entropy_bonus)
+        moved = min(
+            max(coefficient + (self.entropy_step if low else -self.entropy_step), 0.0),
+            self.entropy_bonus,
+        )
         return replace(self, entropy_bonus=moved if low else 0.0, entropy_target=None), moved
 
     def loss(self, terms: losses.Terms) -> Tensor:
-        """Per-token loss (M,), unweighted: surrogate x off-policy mask x high-entropy mask x mismatch weight + beta KL.
+        """Per-token loss (M,), unweighted: surrogate x off-policy mask x high-entropy mask x
+        mismatch weight + beta KL.
 
-        The KL is never masked: what is not pushed by rewards must still not drift.  Its ratio is the token's at every level.
-        """
+        The KL is never masked: what is not pushed by rewards must still not drift.  Its ratio is
+        the token's at every level."""
         terms = replace(terms, log_ratio_M=self.log_ratio(terms))
-        with naming("surrogate", self.surrogate):  # not `called`: from here a reader, or a debugger, steps into the formula
+        with naming(
+            "surrogate", self.surrogate
+        ):  # not `called`: from here a reader, or a debugger, steps into the formula
             loss_M = self.surrogate(terms)
         loss_M = checked_loss("surrogate", self.surrogate, loss_M, terms.logp_M)
         if self.off_policy_delta is not None:
             loss_M = loss_M * losses.off_policy_keep(terms, delta=self.off_policy_delta)
         if self.entropy_quantile > 0.0:
-            assert terms.forking_M is not None, "a high-entropy mask is decided before the first micro-batch"
+            assert terms.forking_M is not None, (
+                "a high-entropy mask is decided before the first micro-batch"
+            )
             loss_M = loss_M * terms.forking_M
         if terms.mismatch is not None and not fact(self.surrogate, "folds_mismatch"):
             loss_M = loss_M * terms.mismatch.weight_M
         if self.loss_beta > 0.0:
-            assert terms.reference_logp_M is not None, f"{self.name} with beta {self.beta} needs the reference's log-probs"
+            assert terms.reference_logp_M is not None, (
+                f"{self.name} with beta {self.beta} needs the reference's log-probs"
+            )
             inputs = terms.logp_M, terms.reference_logp_M, terms.logp_M - terms.old_logp_M
-            loss_M = loss_M + self.loss_beta * checked_loss("kl", self.kl, called("kl", self.kl, *inputs), terms.logp_M)
+            loss_M = loss_M + self.loss_beta * checked_loss(
+                "kl", self.kl, called("kl", self.kl, *inputs), terms.logp_M
+            )
         return loss_M
 
     def bonus(self, terms: losses.Terms, tokens: Tensor | float) -> Tensor:
-        """`entropy_bonus x mean entropy`, a scalar part of the step's, to be subtracted from the loss.
+        """`entropy_bonus x mean entropy`, a scalar part of the step's, to be subtracted from the
+        loss.
 
-        The entropy has a normalisation of its own, the same for every algorithm: `tokens`, the number of tokens that it is the mean
-        of, counted over the whole step and all ranks (all trained ones, or those that a high-entropy mask keeps).
+        The entropy has a normalisation of its own, the same for every algorithm: `tokens`, the
+        number of tokens that it is the mean of, counted over the whole step and all ranks (all
+        trained ones, or those that a high-entropy mask keeps).
         """
         assert terms.entropy_M is not None, "an entropy bonus needs entropies"
         kept_M = terms.forking_M if self.entropy_quantile > 0.0 else None
@@ -311,7 +377,11 @@ def masked(group: Scored) -> Scored:
     return replace(
         group,
         rollouts=tuple(
-            replace(rollout, trained=np.zeros(len(rollout), dtype=bool)) if rollout.truncated else rollout
+            (
+                replace(rollout, trained=np.zeros(len(rollout), dtype=bool))
+                if rollout.truncated
+                else rollout
+            )
             for rollout in group.rollouts
         ),
     )
@@ -320,7 +390,10 @@ def masked(group: Scored) -> Scored:
 _ROWS = (
     Algorithm(
         name="grpo",
-        summary="Rewards standardized within the group; PPO's clipped ratio per token; every completion counts the same.",
+        summary=(
+            "Rewards standardized within the group; PPO's clipped ratio per token; every completion"
+            " counts the same."
+        ),
         paper="2402.03300",
         equation="-1/R sum_i 1/n_i sum_t min(rho A_i, clip(rho, 1 - e, 1 + e) A_i)",
     ),
@@ -334,9 +407,15 @@ _ROWS = (
     ),
     Algorithm(
         name="dapo",
-        summary="Clip higher, mean over tokens, only live groups, truncated completions masked; add the reward `soft_overlong`.",
+        summary=(
+            "Clip higher, mean over tokens, only live groups, truncated completions masked; add the"
+            " reward `soft_overlong`."
+        ),
         paper="2503.14476",
-        equation="-1/N sum_i sum_t min(rho A_i, clip(rho, 1 - 0.2, 1 + 0.28) A_i),  0 < right answers < G",
+        equation=(
+            "-1/N sum_i sum_t min(rho A_i, clip(rho, 1 - 0.2, 1 + 0.28) A_i),  0 < right"
+            " answers < G"
+        ),
         surrogate=losses.Clipped(low=0.2, high=0.28),
         weights=loss_weights.TokenMean(),
         dead_groups="refill",
@@ -351,9 +430,15 @@ _ROWS = (
     ),
     Algorithm(
         name="gspo",
-        summary="One ratio per completion, the geometric mean of its token ratios, with a much narrower clip.",
+        summary=(
+            "One ratio per completion, the geometric mean of its token ratios, with a much narrower"
+            " clip."
+        ),
         paper="2507.18071",
-        equation="-1/R sum_i min(s_i A_i, clip(s_i, 1 - 3e-4, 1 + 4e-4) A_i),  s_i = exp(mean_t(l - old))",
+        equation=(
+            "-1/R sum_i min(s_i A_i, clip(s_i, 1 - 3e-4, 1 + 4e-4) A_i),  s_i = exp(mean_t(l -"
+            " old))"
+        ),
         ratio=losses.SequenceMeanRatio(),
         surrogate=losses.Clipped(low=3e-4, high=4e-4),
     ),
@@ -383,9 +468,14 @@ _ROWS = (
     ),
     Algorithm(
         name="vespo",
-        summary="REINFORCE with a smooth weight of the completion's ratio: no clipping, off-policy completions get less weight.",
+        summary=(
+            "REINFORCE with a smooth weight of the completion's ratio: no clipping, off-policy"
+            " completions get less weight."
+        ),
         paper="2602.10693",
-        equation="-1/N sum_i sum_t sg[exp(lam + k s_i - lam exp(s_i))] A_i l,  s_i = sum_t(l - old)",
+        equation=(
+            "-1/N sum_i sum_t sg[exp(lam + k s_i - lam exp(s_i))] A_i l,  s_i = sum_t(l - old)"
+        ),
         ratio=losses.SequenceSumRatio(),
         surrogate=losses.Vespo(),
         weights=loss_weights.TokenMean(),
@@ -399,25 +489,40 @@ _ROWS = (
     ),
     Algorithm(
         name="rloo",
-        summary="The baseline is the mean reward of the other completions; one ratio per completion; the KL is part of the reward.",
+        summary=(
+            "The baseline is the mean reward of the other completions; one ratio per completion;"
+            " the KL is part of the reward."
+        ),
         paper="2402.14740",
-        equation="-1/R sum_i min(rho_i A_i, clip(rho_i) A_i),  A_i = r_i - mean of the others,  rho_i = exp(sum_t(l - old))",
+        equation=(
+            "-1/R sum_i min(rho_i A_i, clip(rho_i) A_i),  A_i = r_i - mean of the others,  rho_i ="
+            " exp(sum_t(l - old))"
+        ),
         credit=credits.LeaveOneOut(),
         ratio=losses.SequenceSumRatio(),
         kl_place="reward",
     ),
     Algorithm(
         name="reinforce_pp",
-        summary="Rewards minus the KL of the remaining tokens, whitened over the batch; one completion per prompt is enough.",
+        summary=(
+            "Rewards minus the KL of the remaining tokens, whitened over the batch; one completion"
+            " per prompt is enough."
+        ),
         paper="2501.03262",
-        equation="-1/N sum_i sum_t min(rho A_it, clip(rho) A_it),  A_it = whitened(r_i - beta sum_{s >= t}(old - ref)_s)",
+        equation=(
+            "-1/N sum_i sum_t min(rho A_it, clip(rho) A_it),  A_it = whitened(r_i - beta sum_{s >="
+            " t}(old - ref)_s)"
+        ),
         credit=credits.Whitened(),
         weights=loss_weights.TokenMean(),
         kl_place="reward",
     ),
     Algorithm(
         name="reinforce",
-        summary="The plain policy gradient: no ratio, no group; the baseline is the batch's mean reward.",
+        summary=(
+            "The plain policy gradient: no ratio, no group; the baseline is the batch's mean"
+            " reward."
+        ),
         paper="",
         equation="-1/R sum_i sum_t (r_i - mean of the batch) l",
         credit=credits.BatchCentered(),
@@ -426,8 +531,10 @@ _ROWS = (
     ),
     Algorithm(
         name="reinforce_pp_baseline",
-        summary="REINFORCE++ with the group's mean as baseline: rewards minus their group's mean, whitened over the batch; KL (k2)"
-        " in the loss.",
+        summary=(
+            "REINFORCE++ with the group's mean as baseline: rewards minus their group's mean,"
+            " whitened over the batch; KL (k2) in the loss."
+        ),
         paper="2501.03262",
         equation="-1/N sum_i sum_t min(rho A_i, clip(rho) A_i),  A_i = whitened(r_i - mean)",
         credit=credits.Whitened(baseline=True),
@@ -436,7 +543,9 @@ _ROWS = (
     ),
     Algorithm(
         name="maxrl",
-        summary="Maximises the log of the pass rate: rarely solved prompts count as much as others.",
+        summary=(
+            "Maximises the log of the pass rate: rarely solved prompts count as much as others."
+        ),
         paper="2602.02710",
         equation="-1/R sum_i sum_t min(rho A_i, clip(rho) A_i),  A_i = (r_i - mean) / mean",
         credit=credits.Maxrl(),
@@ -444,25 +553,41 @@ _ROWS = (
     ),
     Algorithm(
         name="gspo_token",
-        summary="GSPO with a gradient per token, so that advantages may differ within a completion.",
+        summary=(
+            "GSPO with a gradient per token, so that advantages may differ within a completion."
+        ),
         paper="2507.18071",
-        equation="-1/R sum_i 1/n_i sum_t min(s_it A_it, clip(s_it, 1 - 3e-4, 1 + 4e-4) A_it),  s_it = sg[s_i] exp(l - sg[l])",
+        equation=(
+            "-1/R sum_i 1/n_i sum_t min(s_it A_it, clip(s_it, 1 - 3e-4, 1 + 4e-4) A_it),  s_it ="
+            " sg[s_i] exp(l - sg[l])"
+        ),
         ratio=losses.SequenceTokenRatio(),
         surrogate=losses.Clipped(low=3e-4, high=4e-4),
     ),
     Algorithm(
         name="gdpo",
-        summary="Each reward is standardized separately within the group, then their weighted sum over the batch.",
+        summary=(
+            "Each reward is standardized separately within the group, then their weighted sum over"
+            " the batch."
+        ),
         paper="2601.05242",
-        equation="GRPO's,  A_i = standardized over the batch(sum_k w_k standardized in the group(r_ik))",
+        equation=(
+            "GRPO's,  A_i = standardized over the batch(sum_k w_k standardized in the group(r_ik))"
+        ),
         credit=credits.Decoupled(),
     ),
     Algorithm(
         name="ppo",
-        summary="A critic predicts a value per token; advantages by GAE, whitened; reward and KL per token.",
+        summary=(
+            "A critic predicts a value per token; advantages by GAE, whitened; reward and KL per"
+            " token."
+        ),
         paper="1707.06347",
-        equation="-1/N sum_i sum_t min(rho A_it, clip(rho) A_it),  A_it = whitened(sum_k (gamma lam)^k delta_{t+k}); "
-        "critic: c/N sum_i sum_t 1/2 max((V - R)^2, (clip(V, V_old -+ 0.2) - R)^2)",
+        equation=(
+            "-1/N sum_i sum_t min(rho A_it, clip(rho) A_it),  A_it = whitened(sum_k (gamma lam)^k"
+            " delta_{t+k}); critic: c/N sum_i sum_t 1/2 max((V - R)^2, (clip(V, V_old -+ 0.2) -"
+            " R)^2)"
+        ),
         credit=credits.Gae(),
         weights=loss_weights.TokenMean(),
         kl_place="reward",
@@ -470,10 +595,15 @@ _ROWS = (
     ),
     Algorithm(
         name="distill",
-        summary="On-policy distillation: the divergence from a teacher over the whole vocabulary at every sampled token.",
+        summary=(
+            "On-policy distillation: the divergence from a teacher over the whole vocabulary at"
+            " every sampled token."
+        ),
         paper="2306.13649",
-        equation="1/N sum_i sum_t beta KL(p || m) + (1 - beta) KL(q || m),  m = (1 - beta) q + beta p; beta 0: KL(p || q), 1: KL(q"
-        " || p)",
+        equation=(
+            "1/N sum_i sum_t beta KL(p || m) + (1 - beta) KL(q || m),  m = (1 - beta) q + beta p;"
+            " beta 0: KL(p || q), 1: KL(q || p)"
+        ),
         credit=credits.Nothing(),
         surrogate=losses.Silent(),
         weights=loss_weights.TokenMean(),
@@ -481,7 +611,10 @@ _ROWS = (
     ),
     Algorithm(
         name="distill_sampled",
-        summary="On-policy distillation by sampled tokens: a token's advantage is the teacher's log-prob minus the policy's.",
+        summary=(
+            "On-policy distillation by sampled tokens: a token's advantage is the teacher's"
+            " log-prob minus the policy's."
+        ),
         paper="",
         equation="-1/N sum_i sum_t [q - q_old >= -0.2] rho (log p - log q_old)",
         credit=credits.ReverseKl(gamma=0.0),
@@ -491,11 +624,15 @@ _ROWS = (
     ),
     Algorithm(
         name="minillm",
-        summary="Reverse KL to a teacher: exact for the current token, policy gradient for the following tokens; sampling"
-        " mixes in the teacher.",
+        summary=(
+            "Reverse KL to a teacher: exact for the current token, policy gradient for the"
+            " following tokens; sampling mixes in the teacher."
+        ),
         paper="2306.08543",
-        equation="1/N sum_i sum_t sg[w] KL(q || p) - min(w A_it, clip(w) A_it),  w = q / (0.2 p + 0.8 q_old),  "
-        "A_it = mean_{s > t} log(p / q_old)_s",
+        equation=(
+            "1/N sum_i sum_t sg[w] KL(q || p) - min(w A_it, clip(w) A_it),  w = q / (0.2 p + 0.8"
+            " q_old),  A_it = mean_{s > t} log(p / q_old)_s"
+        ),
         credit=credits.ReverseKl(own=False, normalize=True),
         weights=loss_weights.TokenMean(),
         extra=(losses.TeacherDivergence(importance=True), losses.DemonstrationLoss()),
@@ -509,7 +646,11 @@ ALGORITHMS: dict[str, Algorithm] = {row.name: row for row in _ROWS}
 
 def _by_name(kind: type[Part], module: ModuleType) -> dict[str, type[Part]]:
     """The parts of a kind that a module defines, in its order."""
-    return {one.name: one for one in vars(module).values() if isinstance(one, type) and issubclass(one, kind) and one is not kind}
+    return {
+        one.name: one
+        for one in vars(module).values()
+        if isinstance(one, type) and issubclass(one, kind) and one is not kind
+    }
 
 
 PARTS: dict[str, dict[str, type[Part]]] = {

@@ -1,8 +1,10 @@
-"""Episodes of several agents that are rewarded apart: each trace is judged like a completion, beside those of the same agent.
+"""Episodes of several agents that are rewarded apart: each trace is judged like a completion,
+beside those of the same agent.
 
-An episode of two players whose rewards are 1 and -1 has the reward 0: nothing could be learnt from it.  So a credit is not given
-the group of such episodes, but a group for each agent, whose completions are that agent's traces; the advantages of a trace go to
-the tokens of its turns, and what belongs to no trace gets nothing.
+An episode of two players whose rewards are 1 and -1 has the reward 0: nothing could be learnt from
+it.  So a credit is not given the group of such episodes, but a group for each agent, whose
+completions are that agent's traces; the advantages of a trace go to the tokens of its turns, and
+what belongs to no trace gets nothing.
 
 n tokens of a completion
 """
@@ -23,9 +25,12 @@ Owner = tuple[int, np.ndarray]
 
 
 def by_trace(
-    judge: Callable[[list[Scored]], list[list[np.ndarray]]], groups: Sequence[Scored], nothing: float
+    judge: Callable[[list[Scored]], list[list[np.ndarray]]],
+    groups: Sequence[Scored],
+    nothing: float,
 ) -> list[list[np.ndarray]]:
-    """What `judge` gives for every token, float64 (n,) of each completion, where traces are judged apart.
+    """What `judge` gives for every token, float64 (n,) of each completion, where traces are judged
+    apart.
 
     nothing: for tokens that belong to no trace.
     """
@@ -42,12 +47,19 @@ def by_trace(
 
 
 def of_agents(group: Scored) -> list[tuple[Scored, list[Owner]]]:
-    """The group as it is judged: of each agent a group of its traces, or the group itself where no agent is rewarded apart."""
+    """The group as it is judged: of each agent a group of its traces, or the group itself where no
+    agent is rewarded apart.
+    """
     traces = [(i, trace) for i, rollout in enumerate(group.rollouts) for trace in _traces(rollout)]
     if not traces or ENVIRONMENT not in group.names:
-        return [(group, [(i, np.ones(len(rollout), bool)) for i, rollout in enumerate(group.rollouts)])]
+        return [
+            (group, [(i, np.ones(len(rollout), bool)) for i, rollout in enumerate(group.rollouts)])
+        ]
     agents = dict.fromkeys(trace.agent for _, trace in traces)
-    return [_of_agent(group, [(i, trace) for i, trace in traces if trace.agent == agent]) for agent in agents]
+    return [
+        _of_agent(group, [(i, trace) for i, trace in traces if trace.agent == agent])
+        for agent in agents
+    ]
 
 
 def _traces(rollout: Rollout) -> tuple[Trace, ...]:
@@ -55,7 +67,13 @@ def _traces(rollout: Rollout) -> tuple[Trace, ...]:
 
 
 def _of_agent(group: Scored, traces: Sequence[tuple[int, Trace]]) -> tuple[Scored, list[Owner]]:
-    column, owners, rollouts, rewards, sums = group.names.index(ENVIRONMENT), list[Owner](), [], [], []
+    column, owners, rollouts, rewards, sums = (
+        group.names.index(ENVIRONMENT),
+        list[Owner](),
+        [],
+        [],
+        [],
+    )
     for place, (i, trace) in enumerate(traces):
         rollout, reward_K = group.rollouts[i], group.rewards[i].copy()
         assert rollout.episode is not None
@@ -69,11 +87,23 @@ def _of_agent(group: Scored, traces: Sequence[tuple[int, Trace]]) -> tuple[Score
         owners.append((i, mine_n))
         rollouts.append(replace(rollout, index=place, trained=rollout.trained & mine_n))
         rewards.append(reward_K)
-        sums.append(float((reward_K * np.array(group.weights))[known_K].sum()) if scorable else np.nan)
-    signals = {name: tuple(columns[i] for i, _ in owners) for name, columns in group.signals.items()}
+        sums.append(
+            float((reward_K * np.array(group.weights))[known_K].sum()) if scorable else np.nan
+        )
+    signals = {
+        name: tuple(columns[i] for i, _ in owners) for name, columns in group.signals.items()
+    }
     if "process" in signals:  # the rewards of others' steps are not its own
         signals["process"] = tuple(
-            np.where(mine_n, step_n, np.nan) for (_, mine_n), step_n in zip(owners, signals["process"], strict=True)
+            np.where(mine_n, step_n, np.nan)
+            for (_, mine_n), step_n in zip(owners, signals["process"], strict=True)
         )
-    scored = replace(group, rollouts=tuple(rollouts), rewards=np.array(rewards), reward=np.array(sums), signals=signals, extra={})
+    scored = replace(
+        group,
+        rollouts=tuple(rollouts),
+        rewards=np.array(rewards),
+        reward=np.array(sums),
+        signals=signals,
+        extra={},
+    )
     return scored, owners

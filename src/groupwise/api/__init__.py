@@ -1,6 +1,7 @@
-"""What `gw.` and the commands offer: runs, evaluations and trained policies, with Python objects where a recipe has names.
+"""What `gw.` and the commands offer: runs, evaluations and trained policies, with Python objects
+where a recipe has names.
 
-In: keyword arguments, paths, objects. Out: `train`'s `Training`, `evaluate`'s `EvalReport`, `load_policy`'s `LoadedPolicy`, and
-what the commands check, score, explain and replay print. `stages` trains every stage of a recipe, `progress` is what a terminal
-shows of it.
+In: keyword arguments, paths, objects. Out: `train`'s `Training`, `evaluate`'s `EvalReport`,
+    `load_policy`'s `LoadedPolicy`, and what the commands check, score, explain and replay print.
+    `stages` trains every stage of a recipe, `progress` is what a terminal shows of it.
 """

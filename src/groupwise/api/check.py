@@ -1,7 +1,8 @@
-"""`groupwise check`: are sampled and scored log-probs equal?  A minute of real sampling and scoring before hours of it.
+"""`groupwise check`: are sampled and scored log-probs equal?  A minute of real sampling and scoring
+before hours of it.
 
-Every check looks at the user's own model, tokenizer, data and rewards, reports a result, and what to do if it is wrong.
-"""
+Every check looks at the user's own model, tokenizer, data and rewards, reports a result, and what
+to do if it is wrong."""
 
 from __future__ import annotations
 
@@ -49,21 +50,29 @@ from groupwise.utils.secrets import scrubbed
 from groupwise.utils.spelling import counted
 
 PROMPTS, COMPLETIONS, TOKENS = 8, 4, 96
-"""Size of the sample that is looked at: first prompts that training draws, completions of each, longest completion in tokens."""
+"""Size of the sample that is looked at: first prompts that training draws, completions of each,
+longest completion in tokens.
+"""
 WHOLE = 4
-"""Prompts that are completed up to the recipe's own length, where TOKENS say too little about endings."""
+"""Prompts that are completed up to the recipe's own length, where TOKENS say too little about
+endings.
+"""
 FEW = 0.5
 """Share of completions that end, below which a recipe wastes most of what it samples."""
 ENTRIES = 64
 """Of a procedural data set, whose scorers are looked at."""
 GOLDS, PROBED = 64, 16
-"""Rows whose gold answers are held against the rewards, and prompts that are given as their own answers."""
+"""Rows whose gold answers are held against the rewards, and prompts that are given as their own
+answers.
+"""
 TAIL = 40
 """Characters of a prompt's end that are shown."""
 QUESTION: Mapping[str, Any] = {"prompt": [{"role": "user", "content": "1 + 1?"}]}
 """A row that stands for the prompts of an objective that learns from data."""
 GAP = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.25}
-"""Largest difference of a log-prob, nats, that rounding explains, by the type in which products run."""
+"""Largest difference of a log-prob, nats, that rounding explains, by the type in which products
+run.
+"""
 
 
 Lines = Callable[[], AbstractContextManager[None]]
@@ -80,14 +89,28 @@ class Finding:
     says: str
 
 
-def check_recipe(path: str, overrides: Sequence[str] = (), *, console: Console | None = None) -> int:
-    """Check every stage of a recipe and print a line per check.  Returns 0 if nothing is wrong, else 1."""
+def check_recipe(
+    path: str, overrides: Sequence[str] = (), *, console: Console | None = None
+) -> int:
+    """Check every stage of a recipe and print a line per check.  Returns 0 if nothing is wrong,
+    else 1.
+    """
     stages = load_stages(path, overrides).items()
-    return _report([(recipe.name, recipe, partial(with_lines, path, overrides, stage)) for stage, recipe in stages], console)
+    return _report(
+        [
+            (recipe.name, recipe, partial(with_lines, path, overrides, stage))
+            for stage, recipe in stages
+        ],
+        console,
+    )
 
 
-def check_run(origin: Origin, path: str, overrides: Sequence[str] = (), *, console: Console | None = None) -> int:
-    """The same of what a run has trained: its own recipe, with the model at `path` in place of the one that it started from."""
+def check_run(
+    origin: Origin, path: str, overrides: Sequence[str] = (), *, console: Console | None = None
+) -> int:
+    """The same of what a run has trained: its own recipe, with the model at `path` in place of the
+    one that it started from.
+    """
     recipe = overridden(origin, overrides).recipe
     trained = settings_of(recipe.model, model_folder(path))
     title = f"{origin.folder}, after step {origin.step}"
@@ -101,10 +124,23 @@ def _report(stages: Sequence[tuple[str, Recipe, Lines]], console: Console | None
     for title, recipe, lines in stages:
         console.print(Text(f"{title} ({recipe.objective})", style="bold"))
         for finding in check_stage(recipe, lines):
-            mark, style = {True: ("ok  ", "green"), False: ("FAIL", "red"), None: ("note", "yellow")}[finding.good]
-            console.print(Text.assemble((mark, style), "  ", (f"{finding.name:<12}", "bold"), safe(scrubbed(finding.says))))
+            mark, style = {
+                True: ("ok  ", "green"),
+                False: ("FAIL", "red"),
+                None: ("note", "yellow"),
+            }[finding.good]
+            console.print(
+                Text.assemble(
+                    (mark, style),
+                    "  ",
+                    (f"{finding.name:<12}", "bold"),
+                    safe(scrubbed(finding.says)),
+                )
+            )
             wrong += finding.good is False
-    console.print("nothing is wrong" if not wrong else f"{wrong} of the checks failed", style="bold")
+    console.print(
+        "nothing is wrong" if not wrong else f"{wrong} of the checks failed", style="bold"
+    )
     return 1 if wrong else 0
 
 
@@ -143,13 +179,22 @@ def check_stage(recipe: Recipe, lines: Lines = nullcontext) -> Iterator[Finding]
             yield from _world(recipe, job.prepared.world, job.prompts)
         episodes = rewards.asks("environments", "environment_rewards")  # a gold answer has none
         if rewards.golds and not episodes:
-            graded = {one.name or one.function for one in recipe.rewards if one.function in VERDICTS} | {rewards.verdict}
+            graded = {
+                one.name or one.function for one in recipe.rewards if one.function in VERDICTS
+            } | {rewards.verdict}
             yield from _golds(rewards, graded, job.prompts)
             yield from _restated(rewards, job.prompts)
         order = Order(len(job.prompts), recipe.seed, recipe.data.shuffle)
-        yield from _samples(recipe, job, rewards, [visit(job.prompts[row], epoch) for epoch, row in order.take(PROMPTS)])
+        yield from _samples(
+            recipe,
+            job,
+            rewards,
+            [visit(job.prompts[row], epoch) for epoch, row in order.take(PROMPTS)],
+        )
     except GroupwiseError as error:
-        kind = ConfigError if isinstance(error, ConfigError) else type(error)  # Problems are several of them
+        kind = (
+            ConfigError if isinstance(error, ConfigError) else type(error)
+        )  # Problems are several of them
         yield Finding(kind.__name__, False, str(error))
     finally:
         job.close()
@@ -159,18 +204,34 @@ def check_stage(recipe: Recipe, lines: Lines = nullcontext) -> Iterator[Finding]
 def _tokenizer(policy: Policy) -> Iterator[Finding]:
     tokenizer = policy.tokenizer
     rows = embedding_rows(policy.model)
-    names = ", ".join(f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in policy.eos_ids)
-    yield Finding("EOS", True, f"a completion ends with {names}; it is sampled, scored and trained like every other token")
+    names = ", ".join(
+        f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in policy.eos_ids
+    )
+    yield Finding(
+        "EOS",
+        True,
+        f"a completion ends with {names}; it is sampled, scored and trained like every other token",
+    )
     pad = tokenizer.pad_token_id
-    state = "has no PAD" if pad is None else "uses EOS as PAD" if pad in policy.eos_ids else f"has PAD {pad}"
+    state = (
+        "has no PAD"
+        if pad is None
+        else "uses EOS as PAD"
+        if pad in policy.eos_ids
+        else f"has PAD {pad}"
+    )
     yield Finding("PAD", True, f"the tokenizer {state}: no difference, nothing is ever padded")
     if rows > policy.vocabulary:
-        text = f"{rows - policy.vocabulary} embedding rows belong to no token: they are never sampled and never scored"
+        text = (
+            f"{rows - policy.vocabulary} embedding rows belong to no token: they are never sampled"
+            " and never scored"
+        )
         yield Finding("vocabulary", None, text)
 
 
 def _template(recipe: Recipe, job: Job) -> Iterator[Finding]:
-    """What the chat template does to the first prompt once it is answered; nothing where prompts are strings.
+    """What the chat template does to the first prompt once it is answered; nothing where prompts
+    are strings.
 
     Where no prompts are drawn, a question stands for them.
     """
@@ -187,7 +248,11 @@ def _template(recipe: Recipe, job: Job) -> Iterator[Finding]:
     if data.chat_template_kwargs:
         yield _variables(template, row, where)
     several = recipe.environment.talks or recipe.environment.asks
-    here = "no difference here: the policy has one turn" if job.prompts else "`read` counts the rows for which this matters"
+    here = (
+        "no difference here: the policy has one turn"
+        if job.prompts
+        else "`read` counts the rows for which this matters"
+    )
     try:
         stable = template.is_stable(row, "The answer is 2.", where)
     except DataError as error:
@@ -200,7 +265,9 @@ def _template(recipe: Recipe, job: Job) -> Iterator[Finding]:
 def _variables(template: Template, row: Mapping[str, Any], where: str) -> Finding:
     """What the recipe's variables make of a prompt: where it becomes another, and how it ends."""
     try:
-        (rendered,), (plain,) = (one.ask([one.read(row, where)]) for one in (template, replace(template, variables={})))
+        (rendered,), (plain,) = (
+            one.ask([one.read(row, where)]) for one in (template, replace(template, variables={}))
+        )
     except DataError as error:
         return Finding("variables", False, str(error))
     names = ", ".join(f"{name}: {value!r}" for name, value in template.variables.items())
@@ -208,7 +275,10 @@ def _variables(template: Template, row: Mapping[str, Any], where: str) -> Findin
         return Finding("variables", None, f"{{{names}}}: the prompt is the same without")
     ends = f"the prompt ends in {rendered.text[-TAIL:]!r}, without in {plain.text[-TAIL:]!r}"
     return Finding(
-        "variables", True, f"{{{names}}}: {ends if rendered.text[-TAIL:] != plain.text[-TAIL:] else 'the prompt is another'}"
+        "variables",
+        True,
+        f"{{{names}}}:"
+        f" {ends if rendered.text[-TAIL:] != plain.text[-TAIL:] else 'the prompt is another'}",
     )
 
 
@@ -220,7 +290,11 @@ def _prefix(stable: bool, harmless: str | None) -> Finding:
     if harmless is not None:
         return Finding("template", None, f"{says}; {harmless}")
     remedy = "use a template whose generation prompt is a prefix"
-    return Finding("template", False, f"{says}: several turns would be scored on other ids than were sampled; {remedy}")
+    return Finding(
+        "template",
+        False,
+        f"{says}: several turns would be scored on other ids than were sampled; {remedy}",
+    )
 
 
 def _turns(policy: Policy) -> Finding:
@@ -232,10 +306,17 @@ def _turns(policy: Policy) -> Finding:
     rewriting = [proof for proof in proofs if proof.verdict == "rewrites"]
     cases = ", ".join(f"{proof.case}: {proof.verdict}" for proof in proofs)
     if all(proof.verdict == "refuses" for proof in proofs):
-        return Finding("turns", None, f"the template refuses every next turn behind a lone question ({cases})")
+        return Finding(
+            "turns", None, f"the template refuses every next turn behind a lone question ({cases})"
+        )
     if not rewriting:
         return Finding("turns", True, f"a next turn leaves the past as it was sampled ({cases})")
-    return Finding("turns", None, f"the template writes the past otherwise once a conversation continues ({cases}); {rewriting[0]}")
+    return Finding(
+        "turns",
+        None,
+        f"the template writes the past otherwise once a conversation continues ({cases});"
+        f" {rewriting[0]}",
+    )
 
 
 def _procedural(recipe: Recipe) -> Iterator[Finding]:
@@ -254,22 +335,40 @@ def _world(recipe: Recipe, world: ToolWorld, prompts: Sequence[Prompt]) -> Itera
         name = kind.name or kind.title
         for schema in kind.schemas:
             names = ", ".join((schema["function"].get("parameters") or {}).get("properties") or ())
-            yield Finding("tool", True, f"{name_of(schema)}({names}): {schema['function'].get('description') or 'no description'}")
+            yield Finding(
+                "tool",
+                True,
+                f"{name_of(schema)}({names}):"
+                f" {schema['function'].get('description') or 'no description'}",
+            )
         if not kind.resets:
             continue
-        prompt = next((one for one in prompts if world.runtime.kind_of(one.row, one.place) == kind), None)
+        prompt = next(
+            (one for one in prompts if world.runtime.kind_of(one.row, one.place) == kind), None
+        )
         if prompt is None:
             yield Finding("environment", None, f"{name}: no row asks for it")
             continue
         environment, began = world.runtime.make(kind), time.monotonic()
         try:
             greeting = environment.reset(prompt.row, seed=recipe.seed, seconds=seconds)
-            says = f"{name}: reset() says {greeting!r:.80}" if greeting else f"{name}: reset() says nothing"
+            says = (
+                f"{name}: reset() says {greeting!r:.80}"
+                if greeting
+                else f"{name}: reset() says nothing"
+            )
             if kind.steps:
                 observation, reward, done = environment.step("", seconds=seconds)
-                says += f"; to an empty turn it answers {observation!r:.80}, reward {reward}, done {done}"
+                says += (
+                    f"; to an empty turn it answers {observation!r:.80}, reward {reward}, done"
+                    f" {done}"
+                )
             reward, _ = environment.end(True, seconds=seconds)
-            says += f"; reward of an episode without actions: {reward}" if not kind.steps and kind.rewarded else ""
+            says += (
+                f"; reward of an episode without actions: {reward}"
+                if not kind.steps and kind.rewarded
+                else ""
+            )
             yield Finding("environment", True, f"{says} ({time.monotonic() - began:.2f} s)")
         except EnvironmentBroken as broken:
             yield Finding("environment", False, f"{name}: {broken}")
@@ -277,21 +376,35 @@ def _world(recipe: Recipe, world: ToolWorld, prompts: Sequence[Prompt]) -> Itera
             environment.kill()
 
 
-def _golds(rewards: Rewards, graded: Collection[str | None], prompts: Sequence[Prompt]) -> Iterator[Finding]:
+def _golds(
+    rewards: Rewards, graded: Collection[str | None], prompts: Sequence[Prompt]
+) -> Iterator[Finding]:
     """Does the gold answer earn the reward it should?  In the forms in which models write answers.
 
     graded: the functions that give 1 to what is right; what others give is only shown.
     """
     for name, column in rewards.golds.items():
-        held = [prompt for prompt in prompts if as_text(prompt.row.get(column)) or prompt.row.get(column) == ""]
+        held = [
+            prompt
+            for prompt in prompts
+            if as_text(prompt.row.get(column)) or prompt.row.get(column) == ""
+        ]
         looked = held[:GOLDS]
         if not looked:
             good = False if name in graded else None
-            yield Finding("gold", good, f"no row has an answer in the column {column!r}: {name} gives None")
+            yield Finding(
+                "gold", good, f"no row has an answer in the column {column!r}: {name} gives None"
+            )
             continue
-        earned = _earned(rewards, looked, [as_text(prompt.row[column]) for prompt in looked])[:, rewards.names.index(name)]
+        earned = _earned(rewards, looked, [as_text(prompt.row[column]) for prompt in looked])[
+            :, rewards.names.index(name)
+        ]
         first = f"the gold answers of the first {counted(len(looked), 'prompt')} earn {name} ="
-        without = f"; {len(prompts) - len(held)} of {counted(len(prompts), 'row')} have none" if len(held) < len(prompts) else ""
+        without = (
+            f"; {len(prompts) - len(held)} of {counted(len(prompts), 'row')} have none"
+            if len(held) < len(prompts)
+            else ""
+        )
         if name not in graded:
             yield Finding("gold", None, f"{first} {_mean(earned)}{without}")
             continue
@@ -302,30 +415,52 @@ def _golds(rewards: Rewards, graded: Collection[str | None], prompts: Sequence[P
             (problem,) = check_gold([gold]) if name == "accuracy" else [None]
             why = f" ({problem})" if problem else ""
             says = (
-                f"{len(missed)} of {len(looked)} gold answers do not earn {name} = 1, the first in row {missed[0].id}: "
-                f"{gold[:80]!r}{why}; no completion can be right there: look at `groupwise score` or drop these rows"
+                f"{len(missed)} of {len(looked)} gold answers do not earn {name} = 1, the first in"
+                f" row {missed[0].id}: {gold[:80]!r}{why}; no completion can be right there: look"
+                " at `groupwise score` or drop these rows"
             )
         yield Finding("gold", not missed, says)
 
 
 def _restated(rewards: Rewards, prompts: Sequence[Prompt]) -> Iterator[Finding]:
-    """What the prompt itself would earn as a completion, and each half of the equation that ends the gold's derivation."""
+    """What the prompt itself would earn as a completion, and each half of the equation that ends
+    the gold's derivation.
+    """
     golds = rewards.golds
-    probes: dict[str, list[tuple[Prompt, str]]] = {"the prompt itself": [], "the left half": [], "the right half": []}
+    probes: dict[str, list[tuple[Prompt, str]]] = {
+        "the prompt itself": [],
+        "the left half": [],
+        "the right half": [],
+    }
     for prompt in prompts[:PROBED]:
         question = prompt_of(prompt)
-        probes["the prompt itself"].append((prompt, question if isinstance(question, str) else str(question[-1].get("content"))))
-        derivation = next((text for column in golds.values() if (text := as_text(prompt.row.get(column)))), "")
-        for half, text in zip(("the left half", "the right half"), halves(derivation), strict=False):
+        probes["the prompt itself"].append(
+            (prompt, question if isinstance(question, str) else str(question[-1].get("content")))
+        )
+        derivation = next(
+            (text for column in golds.values() if (text := as_text(prompt.row.get(column)))), ""
+        )
+        for half, text in zip(
+            ("the left half", "the right half"), halves(derivation), strict=False
+        ):
             probes[half].append((prompt, text))
     says, paid = [], False
     for what, pairs in probes.items():
         if pairs:
             earned = _earned(rewards, [prompt for prompt, _ in pairs], [text for _, text in pairs])
-            says.append(f"{what} earns " + ", ".join(f"{name} {_mean(earned[:, rewards.names.index(name)])}" for name in golds))
-            paid |= what != "the right half" and any((earned[:, rewards.names.index(name)] >= 1.0).any() for name in golds)
+            says.append(
+                f"{what} earns "
+                + ", ".join(
+                    f"{name} {_mean(earned[:, rewards.names.index(name)])}" for name in golds
+                )
+            )
+            paid |= what != "the right half" and any(
+                (earned[:, rewards.names.index(name)] >= 1.0).any() for name in golds
+            )
     of = "; of the gold's derivation " if len(says) > 1 else ""
-    yield Finding("restated", None if paid else True, f"as a completion {says[0]}{of}{', '.join(says[1:])}")
+    yield Finding(
+        "restated", None if paid else True, f"as a completion {says[0]}{of}{', '.join(says[1:])}"
+    )
 
 
 def halves(derivation: str) -> tuple[str, ...]:
@@ -339,10 +474,15 @@ def halves(derivation: str) -> tuple[str, ...]:
 
 
 def _earned(rewards: Rewards, prompts: Sequence[Prompt], texts: Sequence[str]) -> np.ndarray:
-    """(N, K): the best that each text earns in the forms in which models write answers; NaN where it is not judged."""
+    """(N, K): the best that each text earns in the forms in which models write answers; NaN where
+    it is not judged.
+    """
     best = np.full((len(prompts), len(rewards.names)), np.nan)
     for form in ("{}", "\\boxed{{{}}}", "#### {}"):
-        groups = [(_written(prompt, form.format(text)),) for prompt, text in zip(prompts, texts, strict=True)]
+        groups = [
+            (_written(prompt, form.format(text)),)
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
         best = np.fmax(best, [group.rewards[0] for group in rewards.score(groups)])
     return best
 
@@ -366,36 +506,76 @@ def _written(prompt: Prompt, text: str) -> Rollout:
     )  # fmt: skip
 
 
-def _samples(recipe: Recipe, job: Job, rewards: Rewards, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+def _samples(
+    recipe: Recipe, job: Job, rewards: Rewards, prompts: Sequence[Prompt]
+) -> Iterator[Finding]:
     """Sample a little with the recipe's own settings, and score it in every way that must agree."""
     policy, engine = job.policy, job.engine
     assert engine is not None
-    sampling = replace(sampling_of(recipe.rollout), max_new_tokens=min(recipe.rollout.max_new_tokens, TOKENS))
-    groups = list(engine.generate(prompts, group_size=COMPLETIONS, sampling=sampling, seed=recipe.seed))
+    sampling = replace(
+        sampling_of(recipe.rollout), max_new_tokens=min(recipe.rollout.max_new_tokens, TOKENS)
+    )
+    groups = list(
+        engine.generate(prompts, group_size=COMPLETIONS, sampling=sampling, seed=recipe.seed)
+    )
     rollouts = [rollout for group in groups for rollout in group]
     samples = [sample_of(rollout) for rollout in rollouts]
     budget = positions_of(job.recipe)
     scored = score(policy, samples, budget=budget).logp
     limit = GAP.get(torch.bfloat16 if policy.autocast else policy.dtype, 0.25)
-    how = f"temperature {sampling.temperature:g}" + (", over the truncated support" if sampling.truncates else "")
+    how = f"temperature {sampling.temperature:g}" + (
+        ", over the truncated support" if sampling.truncates else ""
+    )
     behavior = [sample.behavior_logp for sample in samples]
-    agreed = _agree("log-probs", behavior, scored, limit, f"sampled = scored at {how}", "the engine and the scorer")
+    agreed = _agree(
+        "log-probs",
+        behavior,
+        scored,
+        limit,
+        f"sampled = scored at {how}",
+        "the engine and the scorer",
+    )
     if not agreed.good:
         agreed = replace(agreed, says=f"{agreed.says}; {diagnose(policy, rollouts, scored)}")
     yield agreed
     alone = [score(policy, [sample], budget=budget).logp[0] for sample in samples]
-    yield _agree("batching", alone, scored, limit, "scores do not depend on what else is in the batch", "batched and single scores")
-    unshared = score(replace(policy, attention="packed"), samples, budget=budget).logp if policy.attention == "shared" else alone
-    yield _agree("packing", unshared, scored, limit, "shared prompts = repeated prompts", "shared and repeated prompts")
+    yield _agree(
+        "batching",
+        alone,
+        scored,
+        limit,
+        "scores do not depend on what else is in the batch",
+        "batched and single scores",
+    )
+    unshared = (
+        score(replace(policy, attention="packed"), samples, budget=budget).logp
+        if policy.attention == "shared"
+        else alone
+    )
+    yield _agree(
+        "packing",
+        unshared,
+        scored,
+        limit,
+        "shared prompts = repeated prompts",
+        "shared and repeated prompts",
+    )
     own_pass = [_own_forward(policy, rollout) for rollout in rollouts[:PROMPTS]]
     yield _agree(
-        "positions", own_pass, scored, limit, "= the model's own forward pass", "the packed and the model's own forward pass"
+        "positions",
+        own_pass,
+        scored,
+        limit,
+        "= the model's own forward pass",
+        "the packed and the model's own forward pass",
     )
     yield _endings(recipe, job, prompts, rollouts)
     yield from _spread(rewards.score(groups)) if rewards.names else ()
 
 
-def _endings(recipe: Recipe, job: Job, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> Finding:
+def _endings(
+    recipe: Recipe, job: Job, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
+) -> Finding:
     """How many completions end by themselves within the recipe's own length.
 
     A shorter sample that ends is enough; else a few prompts are completed up to that length.
@@ -406,30 +586,61 @@ def _endings(recipe: Recipe, job: Job, prompts: Sequence[Prompt], rollouts: Sequ
     if within < length and share < FEW:
         assert job.engine is not None
         sampling = sampling_of(recipe.rollout)
-        groups = list(job.engine.generate(prompts[:WHOLE], group_size=1, sampling=sampling, seed=recipe.seed))
+        groups = list(
+            job.engine.generate(prompts[:WHOLE], group_size=1, sampling=sampling, seed=recipe.seed)
+        )
         rollouts, within = [rollout for group in groups for rollout in group], length
         share = float(np.mean([not rollout.truncated for rollout in rollouts]))
     says = f"{share:.0%} of {counted(len(rollouts), 'completion')} ended within {within} tokens"
-    says += " (rollout.max_new_tokens)" if within == length else f" (rollout.max_new_tokens is {length})"
+    says += (
+        " (rollout.max_new_tokens)"
+        if within == length
+        else f" (rollout.max_new_tokens is {length})"
+    )
     if share == 0:
-        return Finding("endings", False, f"{says}: warm the model up with SFT, or raise rollout.max_new_tokens")
+        return Finding(
+            "endings", False, f"{says}: warm the model up with SFT, or raise rollout.max_new_tokens"
+        )
     if share < FEW:
         return Finding(
-            "endings", None, f"{says}: the others are truncated; raise rollout.max_new_tokens, or ask for shorter answers"
+            "endings",
+            None,
+            f"{says}: the others are truncated; raise rollout.max_new_tokens, or ask for shorter"
+            " answers",
         )
     return Finding("endings", True, says)
 
 
-def _agree(name: str, scored: Sequence[np.ndarray], expected: Sequence[np.ndarray], limit: float, says: str, what: str) -> Finding:
-    gaps = np.concatenate([np.abs(a - b) for a, b in zip(scored, expected, strict=False)] or [np.zeros(1)])
+def _agree(
+    name: str,
+    scored: Sequence[np.ndarray],
+    expected: Sequence[np.ndarray],
+    limit: float,
+    says: str,
+    what: str,
+) -> Finding:
+    gaps = np.concatenate(
+        [np.abs(a - b) for a, b in zip(scored, expected, strict=False)] or [np.zeros(1)]
+    )
     gap = float(gaps.max(initial=0.0))
     if gap <= limit:
-        return Finding(name, True, f"{says} (largest difference {gap:.1e} nats over {counted(gaps.size, 'token')})")
-    return Finding(name, False, f"{what} differ by up to {gap:.2g} nats, more than rounding ({limit:g}): do not train; report it")
+        return Finding(
+            name,
+            True,
+            f"{says} (largest difference {gap:.1e} nats over {counted(gaps.size, 'token')})",
+        )
+    return Finding(
+        name,
+        False,
+        f"{what} differ by up to {gap:.2g} nats, more than rounding ({limit:g}): do not train;"
+        " report it",
+    )
 
 
 def _own_forward(policy: Policy, rollout: Rollout) -> np.ndarray:
-    """Log-probs by the model's own pass in the distribution that was sampled; 0 where nothing is trained."""
+    """Log-probs by the model's own pass in the distribution that was sampled; 0 where nothing is
+    trained.
+    """
     logp_N = np.zeros(len(rollout))
     if not len(rollout):  # an episode that failed before its first turn
         return logp_N
@@ -443,12 +654,19 @@ def _spread(groups: Sequence[Scored]) -> Iterator[Finding]:
     rewards = np.concatenate([group.reward for group in groups])
     dead = sum(group.equal_rewards for group in groups)
     if np.isnan(rewards).all():
-        yield Finding("rewards", False, "no completion can be scored: each reward function returned None for all of them")
+        yield Finding(
+            "rewards",
+            False,
+            "no completion can be scored: each reward function returned None for all of them",
+        )
         return
-    spread = f"mean {np.nanmean(rewards):.3f}, from {np.nanmin(rewards):.3g} to {np.nanmax(rewards):.3g}"
+    spread = (
+        f"mean {np.nanmean(rewards):.3f}, from {np.nanmin(rewards):.3g} to {np.nanmax(rewards):.3g}"
+    )
     says = f"{spread}; {dead} of {counted(len(groups), 'group')} without differences"
     if dead == len(groups):
         says += (
-            ": nothing to learn from them; use easier (or harder) prompts, a better start, a larger group_size, or a finer reward"
+            ": nothing to learn from them; use easier (or harder) prompts, a better start, a larger"
+            " group_size, or a finer reward"
         )
     yield Finding("rewards", None if dead == len(groups) else True, says)

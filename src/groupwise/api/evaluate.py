@@ -1,4 +1,5 @@
-"""Evaluation of a trained model on held-out prompts: a run knows its data and rewards, for any other model they are given.
+"""Evaluation of a trained model on held-out prompts: a run knows its data and rewards, for any
+other model they are given.
 
 gw.evaluate("runs/mine")                                         # as the run evaluated itself
 gw.evaluate("my/model", data="test.jsonl", rewards="accuracy")   # another model, on rows of a file
@@ -51,7 +52,9 @@ from groupwise.utils.spelling import counted
 JUDGES = ("reward", "prm")
 """Objectives whose models write no completions."""
 LENGTH, SAMPLES, ROWS = 256, 8, 256
-"""Of a model that no run made: longest completion in tokens, samples per prompt; completions decoded at the same time."""
+"""Of a model that no run made: longest completion in tokens, samples per prompt; completions
+decoded at the same time.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +70,35 @@ class EvalReport:
         """Plain text."""
         evaluation = self.evaluation
         lines = [
-            f"{self.checkpoint}: {counted(evaluation.prompts, 'prompt')}, {counted(evaluation.k, 'sample')} each "
-            "(± is half of a 95% interval)",
+            (
+                f"{self.checkpoint}: {counted(evaluation.prompts, 'prompt')},"
+                f" {counted(evaluation.k, 'sample')} each (± is half of a 95% interval)"
+            ),
             f"  {self.about}",
-            *(f"  {label:16}  {text}" for label, text in evaluation.summary().items() if label != "tokens"),
-            f"  mean length       {evaluation.length:.1f} tokens, {evaluation.truncated:.1%} truncated",
+            *(
+                f"  {label:16}  {text}"
+                for label, text in evaluation.summary().items()
+                if label != "tokens"
+            ),
+            (
+                f"  mean length       {evaluation.length:.1f} tokens, {evaluation.truncated:.1%}"
+                " truncated"
+            ),
         ]
         for column, shares in evaluation.by_column.items():
-            lines.append(f"  greedy by {column}: " + ", ".join(f"{value} {share:.3f}" for value, share in shares.items()))
+            lines.append(
+                f"  greedy by {column}: "
+                + ", ".join(f"{value} {share:.3f}" for value, share in shares.items())
+            )
         return "\n".join(lines)
 
     def to_json(self) -> str:
         """One JSON object."""
-        figures = {"checkpoint": self.checkpoint, "prompts": self.evaluation.prompts, "k": self.evaluation.k}
+        figures = {
+            "checkpoint": self.checkpoint,
+            "prompts": self.evaluation.prompts,
+            "k": self.evaluation.k,
+        }
         return json.dumps(figures | self.evaluation.metrics(), indent=1)
 
 
@@ -105,19 +124,25 @@ def evaluate(
     overrides: Sequence[str] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> EvalReport:
-    """Greedy accuracy, sampled accuracy and pass@k of a run, a checkpoint, a model folder or a hub name.
+    """Greedy accuracy, sampled accuracy and pass@k of a run, a checkpoint, a model folder or a hub
+    name.
 
-    Without a verdict there are only rewards.  A run has its own evaluation settings: held-out prompts, reward functions,
-    environment, template, length and number of samples.  Arguments override them.  A model without a run needs `data` or `task`.
-    data: a file or hub name, or rows.  All are used, except that of a run's training rows only the held-out ones are.
+    Without a verdict there are only rewards.  A run has its own evaluation settings: held-out
+    prompts, reward functions, environment, template, length and number of samples.  Arguments
+    override them.  A model without a run needs `data` or `task`.
+    data: a file or hub name, or rows.  All are used, except that of a run's training rows only the
+        held-out ones are.
     task: a built-in task, whose held-out prompts are used.
     rewards: reward functions, as in `train`.
-    verdict: name of the reward that is 1 for right completions; default: the run's, else the first built-in accuracy, exact or
-    number.
+    verdict: name of the reward that is 1 for right completions; default: the run's, else the first
+        built-in accuracy, exact or number.
     environment: as in `train`; an empty mapping: none.
-    k: samples per prompt.   max_new_tokens: longest completion.   limit: first prompts only.   seed: of the samples.
-    overrides: `KEY=VALUE` for keys of the run's recipe, e.g. for a secret that its config.yaml does not hold.
-    progress: called with the number of sampled prompts and of all prompts, first for the greedy completions, then for the samples.
+    k: samples per prompt.   max_new_tokens: longest completion.   limit: first prompts only.
+        seed: of the samples.
+    overrides: `KEY=VALUE` for keys of the run's recipe, e.g. for a secret that its config.yaml does
+        not hold.
+    progress: called with the number of sampled prompts and of all prompts, first for the greedy
+        completions, then for the samples.
     Raises ConfigError, DataError, RewardError, EnvironmentFailure, CheckpointError.
     """
     path = os.fspath(path)
@@ -125,19 +150,42 @@ def evaluate(
         raise ConfigError(f"say what to evaluate on: data or task ({task!r}), not both")
     rows = None if data is None else objects.data_keys({"path": data})["path"]
     keys = None if environment is None else objects.environment_keys(environment, None)
-    named = None if rewards is None else tuple(RewardSettings(**entry) for entry in objects.reward_entries(rewards))
-    replaced = {"data": data is not None or task is not None, "rewards": named is not None, "environment": keys is not None}
+    named = (
+        None
+        if rewards is None
+        else tuple(RewardSettings(**entry) for entry in objects.reward_entries(rewards))
+    )
+    replaced = {
+        "data": data is not None or task is not None,
+        "rewards": named is not None,
+        "environment": keys is not None,
+    }
     origin = _origin(path, overrides, [part for part, changed in replaced.items() if not changed])
     run = _plain_recipe() if origin is None else origin.recipe
     if run.objective in JUDGES:
-        raise ConfigError(f"{path} holds a model of the objective {run.objective!r}, which writes no completions to evaluate")
+        raise ConfigError(
+            f"{path} holds a model of the objective {run.objective!r}, which writes no completions"
+            " to evaluate"
+        )
     if keys is not None:
         run = replace(run, environment=environment_of(keys))
     demand_values(run.environment, "environment")
     run = with_environment_data(run)
-    held_out = _data_of(path, origin and run, rows if isinstance(rows, str | None) else os.fspath(rows), task, task_args, split)
-    held_out = _with(held_out, columns=columns, template=template, chat=chat, system=system, eval_limit=limit)
-    model, how = model_folder(path), _with(run.eval, k=k, temperature=temperature, max_new_tokens=max_new_tokens)
+    held_out = _data_of(
+        path,
+        origin and run,
+        rows if isinstance(rows, str | None) else os.fspath(rows),
+        task,
+        task_args,
+        split,
+    )
+    held_out = _with(
+        held_out, columns=columns, template=template, chat=chat, system=system, eval_limit=limit
+    )
+    model, how = (
+        model_folder(path),
+        _with(run.eval, k=k, temperature=temperature, max_new_tokens=max_new_tokens),
+    )
     length = how.max_new_tokens or run.rollout.max_new_tokens
     recipe = replace(
         _plain_recipe(),  # what only training reads need not be there any more
@@ -167,7 +215,9 @@ def _plain_recipe() -> Recipe:
     return replace(plain, rewards=(), rollout=rollout, eval=replace(plain.eval, k=SAMPLES))
 
 
-def _evaluated(recipe: Recipe, progress: Callable[[int, int], None] | None) -> tuple[Sequence[str], Evaluation]:
+def _evaluated(
+    recipe: Recipe, progress: Callable[[int, int], None] | None
+) -> tuple[Sequence[str], Evaluation]:
     """The names of the reward functions, and what they say of a recipe's model on what is held out."""
     prepared = Prepared.of(recipe, train=False)
     assert prepared.prompts is not None and prepared.rewards is not None
@@ -187,23 +237,34 @@ def _evaluated(recipe: Recipe, progress: Callable[[int, int], None] | None) -> t
 def _origin(path: str, overrides: Sequence[str], parts: Sequence[str]) -> Origin | None:
     """Where a model comes from, its recipe changed as asked; None if no run made it.
 
-    parts: of the recipe, which are used as they are: their code would run, and a change of what they name is warned of.
-    """
+    parts: of the recipe, which are used as they are: their code would run, and a change of what
+        they name is warned of."""
     origin = origin_of(path)
     if origin is None:
         if overrides:
-            raise ConfigError(f"{path} is no run, so there is no recipe to override: {overrides[0]}")
+            raise ConfigError(
+                f"{path} is no run, so there is no recipe to override: {overrides[0]}"
+            )
         return None
     origin = overridden(origin, overrides)
     demand_trust(origin, ("model", *parts))
-    read = replace(origin.recipe, model=ModelSettings(), critic=CriticSettings(), teacher=TeacherSettings())
-    now = {key: content for key, content in inputs_of(read).items() if key.partition(".")[0] in parts}
+    read = replace(
+        origin.recipe, model=ModelSettings(), critic=CriticSettings(), teacher=TeacherSettings()
+    )
+    now = {
+        key: content for key, content in inputs_of(read).items() if key.partition(".")[0] in parts
+    }
     warn_of_changed_inputs(origin.folder, now)
     return origin
 
 
 def _data_of(
-    path: str, run: Recipe | None, data: str | None, task: str | None, task_args: Mapping[str, Any] | None, split: str | None
+    path: str,
+    run: Recipe | None,
+    data: str | None,
+    task: str | None,
+    task_args: Mapping[str, Any] | None,
+    split: str | None,
 ) -> DataSettings:
     """What to evaluate on: what is given, else what the run held out."""
     if run is not None and isinstance(data, Live) and data == run.data.path and run.data.parts:
@@ -211,19 +272,44 @@ def _data_of(
     if data is not None or task is not None:
         # All rows of a file are held-out rows; the same rows, to train on, are not read.
         known = DataSettings() if run is None else run.data
-        source = {"eval_path": data, "path": data} if data is not None else {"eval_path": None, "path": None}
-        alone = replace(known, task=task, task_args=task_args or {}, eval_fraction=0.0, eval_limit=None, **source)
-        return replace(alone, split=split or "test", eval_split=split or "test", limit=1 if task is not None else None)
+        source = (
+            {"eval_path": data, "path": data}
+            if data is not None
+            else {"eval_path": None, "path": None}
+        )
+        alone = replace(
+            known,
+            task=task,
+            task_args=task_args or {},
+            eval_fraction=0.0,
+            eval_limit=None,
+            **source,
+        )
+        return replace(
+            alone,
+            split=split or "test",
+            eval_split=split or "test",
+            limit=1 if task is not None else None,
+        )
     if run is None:
         if wrong := wrong_model(path):
             raise ConfigError(wrong)
-        raise ConfigError(f"no run made {path}, so nothing says what to evaluate it on: give data=FILE or task=NAME")
+        raise ConfigError(
+            f"no run made {path}, so nothing says what to evaluate it on: give data=FILE or"
+            " task=NAME"
+        )
     held = run.data
     for name in (held.path, held.eval_path):
         if name is not None and name.startswith(LIVE) and not isinstance(name, Live):
-            raise ConfigError(f"{path} was evaluated on rows of the program that trained it ({name}): give data=ROWS")
+            raise ConfigError(
+                f"{path} was evaluated on rows of the program that trained it ({name}): give"
+                " data=ROWS"
+            )
     if held.task is None and held.eval_path is None and not held.parts:
-        raise ConfigError(f"{path} held nothing out of {held.path}, on which it was trained: give data=FILE or task=NAME")
+        raise ConfigError(
+            f"{path} held nothing out of {held.path}, on which it was trained: give data=FILE or"
+            " task=NAME"
+        )
     return held if task_args is None else replace(held, task_args=task_args)
 
 
@@ -232,9 +318,16 @@ def _judges_of(path: str, run: Recipe) -> tuple[RewardSettings, ...]:
     for reward in run.rewards:
         if reward.function.startswith(LIVE) and not isinstance(reward.function, Live):
             raise ConfigError(
-                f"{path} was judged by a function of the program that trained it ({reward.function}): give rewards=[FUNCTION]"
+                f"{path} was judged by a function of the program that trained it"
+                f" ({reward.function}): give rewards=[FUNCTION]"
             )
-    alone = replace(run, model=ModelSettings(), data=DataSettings(), critic=CriticSettings(), teacher=TeacherSettings())
+    alone = replace(
+        run,
+        model=ModelSettings(),
+        data=DataSettings(),
+        critic=CriticSettings(),
+        teacher=TeacherSettings(),
+    )
     return resolved(alone).rewards
 
 
@@ -251,8 +344,14 @@ def _about(origin: Origin | None, recipe: Recipe, rewards: Sequence[str]) -> str
     settings, sampling = recipe.data, eval_sampling(recipe)
     source = settings.eval_path or settings.path or f"task {settings.task}"
     held = "" if settings.eval_path or settings.task else ", held out"
-    parts = [f"data {source}{held}", f"rewards {', '.join(rewards)}", f"at most {counted(sampling.max_new_tokens, 'token')}"]
+    parts = [
+        f"data {source}{held}",
+        f"rewards {', '.join(rewards)}",
+        f"at most {counted(sampling.max_new_tokens, 'token')}",
+    ]
     parts += ["chat template"] if settings.chat else []
     parts += [f"template {settings.template!r}"] if settings.template else []
     parts += [f"temperature {sampling.temperature:g}"] if sampling.temperature != 1.0 else []
-    return "; ".join(parts) + ("" if origin is None else f" (the recipe is {Path(origin.folder) / 'config.yaml'})")
+    return "; ".join(parts) + (
+        "" if origin is None else f" (the recipe is {Path(origin.folder) / 'config.yaml'})"
+    )

@@ -1,8 +1,11 @@
-"""One step worked through in numbers: rewards -> advantages -> weights -> ratios -> loss -> gradient, by what training calls.
+"""One step worked through in numbers: rewards -> advantages -> weights -> ratios -> loss ->
+gradient, by what training calls.
 
-No formula stands here: credit, weights, ratio level, surrogate and KL are the ones that training calls.  What is made up is the
-policy: every token has one of its own, one number z with p = sigmoid(z), so that a gradient step moves its log-prob and nothing
-else, and can be followed by hand.  So are the completions, where none of a run's fit into a table.
+No formula stands here: credit, weights, ratio level, surrogate and KL are the ones that training
+calls.  What is made up is the
+policy: every token has one of its own, one number z with p = sigmoid(z), so that a gradient step
+    moves its log-prob and nothing else, and can be followed by hand.  So are the completions, where
+    none of a run's fit into a table.
 
 M trained tokens, one completion after the other   K reward functions (here 1)
 """
@@ -32,7 +35,9 @@ from groupwise.training.samples import weigh
 from groupwise.utils.spelling import counted
 
 PROBABILITIES = (0.5, 0.8, 0.6, 0.9, 0.3, 0.7)
-"""What the policy that sampled gave to the first token, the second, ... of all completions; then again from the first."""
+"""What the policy that sampled gave to the first token, the second, ... of all completions; then
+again from the first.
+"""
 REFERENCE = (0.55, 0.7, 0.6, 0.9, 0.4, 0.65)
 """The same under the reference."""
 VALUES = (0.4, 0.5, 0.6, 0.5, 0.3, 0.2)
@@ -94,17 +99,22 @@ def work(
 ) -> WorkedExample:
     """Work a step of `preset` (default grpo) through, on one group.
 
-    rewards: one per completion, None = unscorable; default 1, 0, 0.5.   lengths: tokens of each, EOS included; default 2, 3, 4 and
-    so on in turn.   mu: passes over the rollout (default 2), each with a gradient step of size `lr` on the toy policy.
+    rewards: one per completion, None = unscorable; default 1, 0, 0.5.   lengths: tokens of each,
+        EOS included; default 2, 3, 4 and so on in turn.   mu: passes over the rollout (default 2),
+        each with a gradient step of size `lr` on the toy policy.
     beta: weight of the KL.
-    longest: what Dr. GRPO divides by.   group: further settings of the algorithm, of which `mu`, `beta` and the rewards take
-    precedence.   Raises ConfigError for what the algorithm refuses, and for lengths that do not fit.
+    longest: what Dr. GRPO divides by.   group: further settings of the algorithm, of which `mu`,
+        `beta` and the rewards take precedence.   Raises ConfigError for what the algorithm refuses,
+        and for lengths that do not fit.
     """
     rewards = (1.0, 0.0, 0.5) if rewards is None else rewards
     preset, mu = "grpo" if preset is None else preset, 2 if mu is None else mu
     sizes = tuple(lengths) if lengths is not None else tuple(2 + i % 3 for i in range(len(rewards)))
     if len(sizes) != len(rewards) or not all(1 <= n <= longest for n in sizes):
-        raise ConfigError(f"{len(rewards)} rewards need as many lengths, each 1 to {longest}, got {', '.join(map(str, sizes))}")
+        raise ConfigError(
+            f"{len(rewards)} rewards need as many lengths, each 1 to {longest}, got"
+            f" {', '.join(map(str, sizes))}"
+        )
     if not 1 <= mu <= MOST_PASSES:
         raise ConfigError(f"mu must be at least 1 and at most {MOST_PASSES}, got {mu}")
     if not 0 < lr < np.inf:
@@ -112,34 +122,56 @@ def work(
     if beta is not None and not beta >= 0:
         raise ConfigError(f"beta must be at least 0, got {beta:g}")
     if any(reward is not None and not np.isfinite(reward) for reward in rewards):
-        raise ConfigError(f"a reward is a finite number or none, got {', '.join(map(str, rewards))}")
+        raise ConfigError(
+            f"a reward is a finite number or none, got {', '.join(map(str, rewards))}"
+        )
     known = group or GroupSettings()
     settings = replace(
-        known, group_size=len(rewards), updates_per_rollout=mu, minibatches=1, beta=known.beta if beta is None else beta
+        known,
+        group_size=len(rewards),
+        updates_per_rollout=mu,
+        minibatches=1,
+        beta=known.beta if beta is None else beta,
     )
     if preset in DATASET:
-        raise ConfigError(f"{preset!r} learns from a data set; explain is for what samples completions: grpo, dapo, rloo ...")
+        raise ConfigError(
+            f"{preset!r} learns from a data set; explain is for what samples completions: grpo,"
+            " dapo, rloo ..."
+        )
     algorithm = resolve(preset, settings, longest)
     if algorithm.needs_forking:
-        raise ConfigError("group.entropy_quantile asks for entropies, which a made-up policy does not have: explain --preset NAME")
+        raise ConfigError(
+            "group.entropy_quantile asks for entropies, which a made-up policy does not have:"
+            " explain --preset NAME"
+        )
     if algorithm.divergence is not None:
         raise ConfigError(
-            f"{preset!r} learns from whole distributions, which do not fit a table of tokens: explain distill_sampled"
+            f"{preset!r} learns from whole distributions, which do not fit a table of tokens:"
+            " explain distill_sampled"
         )
     return _worked(algorithm, _group(rewards, sizes, longest), None, mu, lr)
 
 
-def _worked(algorithm: Algorithm, group: Scored, advantages: list[np.ndarray] | None, mu: int, lr: float) -> WorkedExample:
+def _worked(
+    algorithm: Algorithm, group: Scored, advantages: list[np.ndarray] | None, mu: int, lr: float
+) -> WorkedExample:
     """advantages: as a run gave them; None: those of this group alone."""
     per_token = algorithm.advantages([group])[0] if advantages is None else advantages
     samples = weigh([group], [per_token], algorithm)
     return WorkedExample(
-        algorithm=algorithm, group=group, advantages=per_token, samples=samples, passes=_passes(algorithm, samples, mu, lr), lr=lr
+        algorithm=algorithm,
+        group=group,
+        advantages=per_token,
+        samples=samples,
+        passes=_passes(algorithm, samples, mu, lr),
+        lr=lr,
     )
 
 
 SHOWN, LONGEST = 8, 8
-"""Completions of a recorded group that are worked through, and tokens of the longest that a table has room for."""
+"""Completions of a recorded group that are worked through, and tokens of the longest that a table
+has room for.
+"""
 
 
 def work_of_run(
@@ -153,17 +185,22 @@ def work_of_run(
     beta: float | None = None,
     lr: float = 5.0,
 ) -> tuple[str, WorkedExample]:
-    """The same with a run's algorithm, on the first group of a recorded step whose rewards differ; and what of it was recorded.
+    """The same with a run's algorithm, on the first group of a recorded step whose rewards differ;
+    and what of it was recorded.
 
-    What is given takes the place of the run's.  step: default the newest.  A group that fits into a table is worked through as it
-    was recorded, with its log-probs, what reference, critic and teacher said, and its advantages; of any other only the rewards are
-    the run's.   Raises ConfigError, DataError.
+    What is given takes the place of the run's.  step: default the newest.  A group that fits into a
+    table is worked through as it was recorded, with its log-probs, what reference, critic and
+    teacher said, and its advantages; of any other only the rewards are the run's.   Raises
+    ConfigError, DataError.
     """
     origin = run_of(path, "; groupwise explain --preset NAME works a made-up step through")
     demand_trust(origin, ("objective", "group"))
     recipe = origin.recipe
     if preset is None and not is_online(recipe.objective):
-        raise ConfigError(f"{path} was trained by {recipe.objective!r}, which has no rollouts: groupwise explain --preset NAME")
+        raise ConfigError(
+            f"{path} was trained by {recipe.objective!r}, which has no rollouts: groupwise explain"
+            " --preset NAME"
+        )
     says, mu = f"{origin.folder}: {recipe.objective}", mu or recipe.group.updates_per_rollout
     settings = recipe.group if preset is None else None
     chosen, recorded = None, None
@@ -188,17 +225,29 @@ def work_of_run(
     if chosen is None or recorded is None:
         return says, example
     shown = chosen.rollouts[:SHOWN]
-    whole = all(rollout.episode is None and rollout.trained.all() for rollout in shown)  # of an episode a part is the policy's
+    whole = all(
+        rollout.episode is None and rollout.trained.all() for rollout in shown
+    )  # of an episode a part is the policy's
     fits = whole and lengths == [len(rollout) for rollout in shown]
     if fits and all(name in chosen.signals for name in _signals_of(example.algorithm)):
         as_it_was = preset is None and beta is None and len(recorded.advantages) > place
         advantages = list(recorded.advantages[place])[:SHOWN] if as_it_was else None
         known = ["log-probs", *_signals_of(example.algorithm).values()] + ["advantages"] * as_it_was
         alone = "" if as_it_was else "; advantages are those of this group alone"
-        says += f"\nAs recorded: rewards, {', '.join(known)}{alone}; weights and loss are those of these completions alone"
+        says += (
+            f"\nAs recorded: rewards, {', '.join(known)}{alone}; weights and loss are those of"
+            " these completions alone"
+        )
         return says, _worked(example.algorithm, _cut(chosen), advantages, mu, lr)
-    made_up = ["log-probs", *(["lengths"] if not fits else []), *_signals_of(example.algorithm).values()]
-    return f"{says}\nMade up: {', '.join(made_up)}; advantages are those of this group alone", example
+    made_up = [
+        "log-probs",
+        *(["lengths"] if not fits else []),
+        *_signals_of(example.algorithm).values(),
+    ]
+    return (
+        f"{says}\nMade up: {', '.join(made_up)}; advantages are those of this group alone",
+        example,
+    )
 
 
 def _signals_of(algorithm: Algorithm) -> dict[str, str]:
@@ -215,7 +264,9 @@ def _cut(group: Scored) -> Scored:
     """Its first completions."""
     signals = {name: tuple(columns[:SHOWN]) for name, columns in group.signals.items()}
     rollouts, rewards, reward = group.rollouts[:SHOWN], group.rewards[:SHOWN], group.reward[:SHOWN]
-    return replace(group, rollouts=rollouts, rewards=rewards, reward=reward, signals=signals, extra={})
+    return replace(
+        group, rollouts=rollouts, rewards=rewards, reward=reward, signals=signals, extra={}
+    )
 
 
 def _group(rewards: Sequence[float | None], lengths: Sequence[int], longest: int) -> Scored:
@@ -230,7 +281,9 @@ def _group(rewards: Sequence[float | None], lengths: Sequence[int], longest: int
                 prompt=prompt,
                 index=index,
                 tokens=tokens,
-                behavior_logp=np.log([PROBABILITIES[place % len(PROBABILITIES)] for place in places]),
+                behavior_logp=np.log(
+                    [PROBABILITIES[place % len(PROBABILITIES)] for place in places]
+                ),
                 finish=Finish.EOS,
                 eos_ids=(EOS,),
                 sampling=Sampling(max_new_tokens=longest),
@@ -240,11 +293,23 @@ def _group(rewards: Sequence[float | None], lengths: Sequence[int], longest: int
         references.append(np.log([REFERENCE[place % len(REFERENCE)] for place in places]))
         values.append(np.array([VALUES[place % len(VALUES)] for place in places]))
     reward = np.array([np.nan if r is None else r for r in rewards], dtype=np.float64)
-    signals = {"reference_logp": tuple(references), "value": tuple(values), "teacher_logp": tuple(references)}
-    return Scored(rollouts=tuple(rollouts), names=("reward",), rewards=reward[:, None], reward=reward, signals=signals)
+    signals = {
+        "reference_logp": tuple(references),
+        "value": tuple(values),
+        "teacher_logp": tuple(references),
+    }
+    return Scored(
+        rollouts=tuple(rollouts),
+        names=("reward",),
+        rewards=reward[:, None],
+        reward=reward,
+        signals=signals,
+    )
 
 
-def _passes(algorithm: Algorithm, samples: Sequence[Sample], mu: int, lr: float) -> tuple[Pass, ...]:
+def _passes(
+    algorithm: Algorithm, samples: Sequence[Sample], mu: int, lr: float
+) -> tuple[Pass, ...]:
     """Visits of all tokens.  Further terms of a row's loss are left out."""
     algorithm = replace(algorithm, extra=())
     if not samples:
@@ -254,7 +319,9 @@ def _passes(algorithm: Algorithm, samples: Sequence[Sample], mu: int, lr: float)
     passes = []
     for _ in range(mu):
         logp_M = logsigmoid(z_M)
-        logp = [column.numpy() for column in logp_M.split([sample.weight.size for sample in samples])]
+        logp = [
+            column.numpy() for column in logp_M.split([sample.weight.size for sample in samples])
+        ]
         recorded = RecordedLoss(algorithm, samples, logp)
         total, gradient_M = recorded.gradient()
         terms, weight_M = recorded.terms, recorded.column([sample.weight for sample in samples])
@@ -303,12 +370,18 @@ def render(example: WorkedExample) -> str:
 
 
 def _head(algorithm: Algorithm) -> list[str]:
-    """Name, parts and equation.  A row made of another one, with a part changed, still has the other one's equation."""
+    """Name, parts and equation.  A row made of another one, with a part changed, still has the
+    other one's equation.
+    """
     parts, equation = (
         _parts(algorithm),
-        f"  loss = {algorithm.equation}" + (f"  (arXiv {algorithm.paper})" if algorithm.paper else ""),
+        f"  loss = {algorithm.equation}"
+        + (f"  (arXiv {algorithm.paper})" if algorithm.paper else ""),
     )
-    names, rows = list(map(name_of, parts)), [row for row in ALGORITHMS.values() if row.equation == algorithm.equation]
+    names, rows = (
+        list(map(name_of, parts)),
+        [row for row in ALGORITHMS.values() if row.equation == algorithm.equation],
+    )
     line = f"  {' x '.join(map(describe, parts))}"
     if not rows or names in [list(map(name_of, _parts(row))) for row in rows]:
         return [f"{algorithm.name}: {algorithm.summary}", line, equation]
@@ -342,7 +415,9 @@ def _advantage_rows(example: WorkedExample) -> list[str]:
     rows = [_row("advantage", shown(example.advantages))]
     known = options(example.algorithm.credit)
     alone = example.algorithm.advantages([example.group])[0]
-    if known.get("ddof") == 1 and all(map(np.allclose, alone, example.advantages)):  # otherwise they are those of a whole rollout
+    if known.get("ddof") == 1 and all(
+        map(np.allclose, alone, example.advantages)
+    ):  # otherwise they are those of a whole rollout
         other = with_options(example.algorithm.credit, {"ddof": 0, "eps": 0.0})
         rows.append(_row("with ddof 0, eps 0", shown(other([example.group])[0])))
     if any(np.ptp(a) > 0 for a in example.advantages):
@@ -356,13 +431,28 @@ def _weights(example: WorkedExample) -> list[str]:
 
 
 def _pass(example: WorkedExample, number: int, seen: Pass) -> list[str]:
-    weight, advantage, old = (example.column(name) for name in ("weight", "advantage", "behavior_logp"))
+    weight, advantage, old = (
+        example.column(name) for name in ("weight", "advantage", "behavior_logp")
+    )
     first = "the policy is still the one that sampled: every ratio is 1"
     moved = f"after {counted(number - 1, 'gradient step')} of size {example.lr:g}"
-    names = ["old", "l", "ratio", "A", *(["KL"] if seen.kl is not None else []), "loss", "weight", "dloss/dl"]
+    names = [
+        "old",
+        "l",
+        "ratio",
+        "A",
+        *(["KL"] if seen.kl is not None else []),
+        "loss",
+        "weight",
+        "dloss/dl",
+    ]
     lines = [
         f"{number + 3}. Pass {number}: {first if number == 1 else moved}",
-        *(["  (old, l: log-prob when it was sampled, and now; A: advantage)"] if number == 1 else []),
+        *(
+            ["  (old, l: log-prob when it was sampled, and now; A: advantage)"]
+            if number == 1
+            else []
+        ),
         "  completion token" + "".join(f"{name:>10}" for name in names),
     ]
     owners = [(i, t) for i, sample in enumerate(example.samples) for t in range(sample.weight.size)]
@@ -373,11 +463,18 @@ def _pass(example: WorkedExample, number: int, seen: Pass) -> list[str]:
         values += [seen.loss[m], weight[m], seen.gradient[m]]
         cells = "".join(f"{_number(value):>10}" for value in values)
         lines.append(
-            f"  {places[id(example.samples[i].completion)]:>10} {t + 1:>5}{cells}" + ("  clipped" if seen.clipped[m] else "")
+            f"  {places[id(example.samples[i].completion)]:>10} {t + 1:>5}{cells}"
+            + ("  clipped" if seen.clipped[m] else "")
         )
     advantage_M = torch.from_numpy(advantage)
-    figures = diagnostics.ratio(torch.from_numpy(np.log(seen.ratio)), torch.from_numpy(seen.clipped))
+    figures = diagnostics.ratio(
+        torch.from_numpy(np.log(seen.ratio)), torch.from_numpy(seen.clipped)
+    )
     figures |= diagnostics.progress(torch.from_numpy(seen.logp), advantage_M)
-    shown = [f"{name} {figures[name]:.4f}" for name in ("clip/low", "clip/high", "progress") if name in figures]
+    shown = [
+        f"{name} {figures[name]:.4f}"
+        for name in ("clip/low", "clip/high", "progress")
+        if name in figures
+    ]
     lines.append(f"  loss = sum(weight x loss) = {_number(seen.total)};  " + ", ".join(shown))
     return lines

@@ -1,4 +1,6 @@
-"""Objects where a recipe has names: what Python code gives, as the keys of a recipe whose names hold the objects (`Live`)."""
+"""Objects where a recipe has names: what Python code gives, as the keys of a recipe whose names
+hold the objects (`Live`).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from groupwise.config import settings
 from groupwise.config.live_objects import Live
-from groupwise.config.settings import DataSettings, EnvironmentSettings, ModelSettings, RewardSettings
+from groupwise.config.settings import (
+    DataSettings,
+    EnvironmentSettings,
+    ModelSettings,
+    RewardSettings,
+)
 from groupwise.data.sources import kind_of, live_rows
 from groupwise.errors import ConfigError, DataError
 from groupwise.models.loading import live_model
@@ -34,9 +41,13 @@ Environment: TypeAlias = str | Callable[..., Any]
 
 
 def recipe_keys(
-    keywords: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None, tools: Sequence[object] | None
+    keywords: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase | None,
+    tools: Sequence[object] | None,
 ) -> dict[str, Any]:
-    """The keys of a recipe that keywords of `train` mean, as a file could hold them.   Raises ConfigError, DataError."""
+    """The keys of a recipe that keywords of `train` mean, as a file could hold them.   Raises
+    ConfigError, DataError.
+    """
     keys = dict(keywords)
     if "model" in keys:
         keys["model"] = model_keys(keys["model"], tokenizer)
@@ -52,7 +63,9 @@ def recipe_keys(
 
 
 def model_keys(value: object, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
-    """The keys of `model`; `path` is a `Live` name where a loaded model was given.   Raises ConfigError."""
+    """The keys of `model`; `path` is a `Live` name where a loaded model was given.   Raises
+    ConfigError.
+    """
     keys = _keys(value)
     if keys is None:
         keys = {"path": value}
@@ -64,17 +77,27 @@ def model_keys(value: object, tokenizer: PreTrainedTokenizerBase | None) -> dict
     if isinstance(model, PreTrainedModel):
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise ConfigError(
-                f"a loaded model needs its tokenizer: tokenizer=AutoTokenizer.from_pretrained(...), got {kind_of(tokenizer)}"
+                "a loaded model needs its tokenizer: tokenizer=AutoTokenizer.from_pretrained(...),"
+                f" got {kind_of(tokenizer)}"
             )
         return {**_own_dtype(model, keys), **keys, "path": live_model(model, tokenizer)}
     if model is not None and not isinstance(model, str | os.PathLike):
         hint = ""
         if hasattr(model, "merge_and_unload"):
-            hint = ": merge its adapter first, or give the model under it with model={'path': model, 'lora': {'rank': 16}}"
-        wanted = "a checkpoint's folder or hub name, a loaded transformers model, a Policy, or a mapping of the keys of `model`"
+            hint = (
+                ": merge its adapter first, or give the model under it with model={'path': model,"
+                " 'lora': {'rank': 16}}"
+            )
+        wanted = (
+            "a checkpoint's folder or hub name, a loaded transformers model, a Policy, or a mapping"
+            " of the keys of `model`"
+        )
         raise ConfigError(f"model is {wanted}, got {kind_of(model)}{hint}")
     if tokenizer is not None:
-        raise ConfigError(f"tokenizer belongs to a loaded model, and model is {kind_of(model)}; a checkpoint brings its own")
+        raise ConfigError(
+            f"tokenizer belongs to a loaded model, and model is {kind_of(model)}; a checkpoint"
+            " brings its own"
+        )
     return keys
 
 
@@ -83,21 +106,28 @@ def _own_dtype(model: PreTrainedModel, keys: Mapping[str, Any]) -> dict[str, str
     dtype = str(model.dtype).removeprefix("torch.")
     if "dtype" not in keys and dtype not in ("float32", "bfloat16"):
         raise ConfigError(
-            f"the model's weights are {dtype}: say in which type to train them, model={{'path': model, 'dtype': 'float32'}}, or "
-            "load it with dtype=torch.float32 or torch.bfloat16"
+            f"the model's weights are {dtype}: say in which type to train them, model={{'path':"
+            " model, 'dtype': 'float32'}, or load it with dtype=torch.float32 or torch.bfloat16"
         )
     return {"dtype": dtype}
 
 
 def data_keys(section: object) -> dict[str, Any]:
-    """The keys of `data`; `path` and `eval_path` are `Live` names where rows were given.   Raises DataError."""
+    """The keys of `data`; `path` and `eval_path` are `Live` names where rows were given.   Raises
+    DataError.
+    """
     keys = _keys(section)
     if keys is None:
         keys = {"path": section}
-    elif keys and not set(keys) & set(_DATA) and all(isinstance(value, list | tuple | np.ndarray) for value in keys.values()):
+    elif (
+        keys
+        and not set(keys) & set(_DATA)
+        and all(isinstance(value, list | tuple | np.ndarray) for value in keys.values())
+    ):
         named = ", ".join(map(repr, keys))
         raise DataError(
-            f"data is {kind_of(section)} with the columns {named}: give rows, datasets.Dataset.from_dict(data).to_list()"
+            f"data is {kind_of(section)} with the columns {named}: give rows,"
+            " datasets.Dataset.from_dict(data).to_list()"
         )
     for key, name in (("path", "data"), ("eval_path", "eval_data")):
         if key in keys and not isinstance(keys[key], str | os.PathLike | None):
@@ -109,7 +139,9 @@ def reward_entries(value: object) -> list[dict[str, Any]]:
     """The entries of `rewards`; a function itself is a `Live` name.   Raises ConfigError."""
     single = isinstance(value, str | Mapping | LiveReward | RewardSettings) or callable(value)
     if not single and not isinstance(value, Sequence):
-        raise ConfigError(f"rewards is a function, its name, or a list of them, got {kind_of(value)}")
+        raise ConfigError(
+            f"rewards is a function, its name, or a list of them, got {kind_of(value)}"
+        )
     entries = [value] if single else list(value)  # type: ignore[call-overload]
     return [_reward(entry, place) for place, entry in enumerate(entries)]
 
@@ -125,16 +157,22 @@ def _reward(entry: Any, place: int) -> dict[str, Any]:
         keys = _keys(entry)
         function: Any = entry if keys is None else keys.get("function")
         if isinstance(function, LiveReward):
-            raise ConfigError(f"rewards.{place}.function is a LiveReward: give it as the entry itself")
+            raise ConfigError(
+                f"rewards.{place}.function is a LiveReward: give it as the entry itself"
+            )
         if keys is not None and not callable(function):
             return keys  # by name
         live, others = LiveReward(function=function), dict(keys or {})
     if isinstance(live.function, type):
-        raise ConfigError(f"rewards.{place} is the class {live.function.__name__}: give an instance of it")
+        raise ConfigError(
+            f"rewards.{place} is the class {live.function.__name__}: give an instance of it"
+        )
     if not callable(live.function):
         wanted = "a function, the name of one, a LiveReward, or a mapping with `function`"
         raise ConfigError(f"rewards.{place} is {wanted}, got {kind_of(live.function)}")
-    others = {key: value for key, value in others.items() if key != "function" and value is not None}
+    others = {
+        key: value for key, value in others.items() if key != "function" and value is not None
+    }
     if getattr(live.function, "__name__", "") == "<lambda>":
         others.setdefault("name", live.name or f"reward_{place + 1}")
     written = live.settings()
@@ -147,14 +185,21 @@ def environment_keys(environment: object, tools: Sequence[object] | None) -> dic
     section = isinstance(environment, EnvironmentSettings) or (
         isinstance(environment, Mapping) and bool(set(environment) & set(_ENVIRONMENT))
     )
-    keys: dict[str, Any] = {"factory": environment} if environment is not None and not section else dict(_keys(environment) or {})
+    keys: dict[str, Any] = (
+        {"factory": environment}
+        if environment is not None and not section
+        else dict(_keys(environment) or {})
+    )
     if tools is not None and (isinstance(tools, str) or not isinstance(tools, Sequence)):
         raise ConfigError(f"tools is a list of functions or their names, got {kind_of(tools)}")
     named = [*(keys.get("tools") or ()), *(tools or ())]
     keys["tools"] = [_callable(tool, f"tools.{place}") for place, tool in enumerate(named)]
     factory = keys.get("factory")
     if isinstance(factory, Mapping):
-        keys["factory"] = {str(name): _callable(one, f"environment.factory.{name}") for name, one in factory.items()}
+        keys["factory"] = {
+            str(name): _callable(one, f"environment.factory.{name}")
+            for name, one in factory.items()
+        }
     elif factory is not None:
         keys["factory"] = _callable(factory, "environment.factory")
     if callable(keys.get("harness")):
@@ -167,7 +212,9 @@ def _callable(value: object, where: str) -> str:
     if isinstance(value, str):
         return value
     if not callable(value):
-        raise ConfigError(f"{where} is a function or a class, or the name of one, got {kind_of(value)}")
+        raise ConfigError(
+            f"{where} is a function or a class, or the name of one, got {kind_of(value)}"
+        )
     inner = value
     while isinstance(inner, functools.partial):
         inner = inner.func
@@ -182,12 +229,20 @@ def _keys(section: object) -> dict[str, Any] | None:
     """The keys of a section that was given as a mapping or as its dataclass; None if it is neither."""
     if isinstance(section, ModelSettings | DataSettings | RewardSettings | EnvironmentSettings):
         return dataclasses.asdict(section)
-    splits = type(section).__module__.partition(".")[0] == "datasets"  # a DatasetDict is a mapping, too
-    return {str(key): value for key, value in section.items()} if isinstance(section, Mapping) and not splits else None
+    splits = (
+        type(section).__module__.partition(".")[0] == "datasets"
+    )  # a DatasetDict is a mapping, too
+    return (
+        {str(key): value for key, value in section.items()}
+        if isinstance(section, Mapping) and not splits
+        else None
+    )
 
 
 def plain(value: object, key: str) -> object:
-    """A value as a file could hold it: dataclasses become mappings, numpy's numbers Python's.  Raises ConfigError for an object."""
+    """A value as a file could hold it: dataclasses become mappings, numpy's numbers Python's.
+    Raises ConfigError for an object.
+    """
     match value:
         case None | bool() | int() | float() | str():
             return value
@@ -202,7 +257,8 @@ def plain(value: object, key: str) -> object:
     if dataclasses.is_dataclass(value) and type(value).__module__ == settings.__name__:
         return plain(dataclasses.asdict(value), key)  # type: ignore[call-overload]
     raise ConfigError(
-        f"{key} is {kind_of(value)}, which no recipe can hold: {_REMEDY.get(key.partition('.')[0], 'give plain values')}"
+        f"{key} is {kind_of(value)}, which no recipe can hold:"
+        f" {_REMEDY.get(key.partition('.')[0], 'give plain values')}"
     )
 
 

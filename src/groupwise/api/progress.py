@@ -1,8 +1,9 @@
 """A run's output in the terminal: the plan, one live line, the summary with its warnings.
 
-Reward, signal, KL and entropy come first and the loss not at all: a policy-gradient loss says nothing about progress.  Without a
-terminal (a log file, a pipe) every step is a line of its own, which is never wrapped.  Whatever a model wrote is shown with its
-control characters as escapes, and never read as markup.
+Reward, signal, KL and entropy come first and the loss not at all: a policy-gradient loss says
+nothing about progress.  Without a terminal (a log file, a pipe) every step is a line of its own,
+which is never wrapped.  Whatever a model wrote is shown with its control characters as escapes, and
+never read as markup.
 """
 
 from __future__ import annotations
@@ -29,8 +30,14 @@ Plan = Sequence[tuple[str, str]]
 
 
 def safe(text: str, limit: int | None = None, style: str = "") -> Text:
-    """Model-written text for rich: no markup is read in it, control characters are escapes, at most `limit` characters."""
-    cut = text if limit is None or len(text) <= limit else text[:limit] + f"... ({len(text):,} characters)"
+    """Model-written text for rich: no markup is read in it, control characters are escapes, at most
+    `limit` characters.
+    """
+    cut = (
+        text
+        if limit is None or len(text) <= limit
+        else text[:limit] + f"... ({len(text):,} characters)"
+    )
     return Text(escaped(cut), style=style)
 
 
@@ -45,16 +52,31 @@ class _Output(Console):
 
 
 def make_console(*, quiet: bool = False) -> Console:
-    """Standard output: as wide as the terminal, or without an end where it is none.  Raises OSError when nobody reads it."""
+    """Standard output: as wide as the terminal, or without an end where it is none.  Raises OSError
+    when nobody reads it.
+    """
     console = _Output(highlight=False, quiet=quiet)
-    return console if console.is_terminal or console.is_jupyter else _Output(highlight=False, quiet=quiet, width=WIDE)
+    return (
+        console
+        if console.is_terminal or console.is_jupyter
+        else _Output(highlight=False, quiet=quiet, width=WIDE)
+    )
 
 
 # ---------------------------------------------------------------- what is shown
 
 
 COLUMNS = tuple(
-    ROWS[name] for name in ("reward", "groups/dead", "kl", "entropy", "completions/mean_length", "accuracy", "tokens/per_second")
+    ROWS[name]
+    for name in (
+        "reward",
+        "groups/dead",
+        "kl",
+        "entropy",
+        "completions/mean_length",
+        "accuracy",
+        "tokens/per_second",
+    )
 )
 """The metrics of the progress line."""
 LOSS = ROWS["loss"]
@@ -128,7 +150,11 @@ class Progress:
     def plan(self, rows: Plan) -> None:
         """The table before step 1; the time of the steps counts from here."""
         table = Table(
-            title=safe(self._title) if self._title else None, show_header=False, box=None, pad_edge=False, title_justify="left"
+            title=safe(self._title) if self._title else None,
+            show_header=False,
+            box=None,
+            pad_edge=False,
+            title_justify="left",
         )
         for label, value in rows:
             table.add_row(Text(label, style="dim"), safe(str(value)))
@@ -141,7 +167,9 @@ class Progress:
         self._ticks = [self._began]
 
     def update(self, step: Step) -> None:
-        """Show a step: the live line in a terminal, else a line of its own.  A step with an evaluation keeps its line."""
+        """Show a step: the live line in a terminal, else a line of its own.  A step with an
+        evaluation keeps its line.
+        """
         self._history.append(dict(step.metrics))
         self._numbers.append(step.number)
         self._last = step if step.groups or self._last is None else self._last
@@ -155,7 +183,9 @@ class Progress:
                 self._live = Live(console=self.console, refresh_per_second=4, transient=True)
                 self._live.start()
             line.no_wrap, line.overflow = True, "ellipsis"
-            self._live.update(line, refresh=True)  # here, and not in Live's thread, an output that is gone is noticed
+            self._live.update(
+                line, refresh=True
+            )  # here, and not in Live's thread, an output that is gone is noticed
         if step.evaluation or not self.console.is_terminal:
             self.console.print(line, soft_wrap=True)
 
@@ -167,10 +197,14 @@ class Progress:
         if len(self._ticks) > 1 and step.number < self._steps:
             each = (self._ticks[-1] - self._ticks[0]) / (len(self._ticks) - 1)
             parts.append(f"left {duration(each * (self._steps - step.number))}")
-        parts += [f"{one.column} {one.shown(metrics[one.name])}" for one in columns if one.name in metrics]
+        parts += [
+            f"{one.column} {one.shown(metrics[one.name])}" for one in columns if one.name in metrics
+        ]
         if step.evaluation:
             shown = {name.removeprefix("eval/"): value for name, value in step.evaluation.items()}
-            parts += [f"eval {name} {value:.3f}" for name, value in shown.items() if "/" not in name]
+            parts += [
+                f"eval {name} {value:.3f}" for name, value in shown.items() if "/" not in name
+            ]
         return safe("  ".join(parts))
 
     def stop(self) -> None:
@@ -180,8 +214,8 @@ class Progress:
             self._live = None
 
     def summary(self, rows: Plan = ()) -> None:
-        """The end of the run: first and last figures side by side, `rows` of the caller's, warnings, and the best and the worst
-        completion of the last step."""
+        """The end of the run: first and last figures side by side, `rows` of the caller's,
+        warnings, and the best and the worst completion of the last step."""
         self.stop()
         if self._history and not self._quiet:
             self.console.print(self._table(rows))
@@ -193,28 +227,46 @@ class Progress:
             self._sample(self._last)
 
     def _table(self, rows: Plan) -> Table:
-        first = 1 if self._numbers[0] == 0 and len(self._numbers) > 1 else 0  # step 0 is an evaluation
+        first = (
+            1 if self._numbers[0] == 0 and len(self._numbers) > 1 else 0
+        )  # step 0 is an evaluation
         history, numbers = self._history[first:], self._numbers[first:]
         size = min(RECENT, max(len(history) // 2, 1))
         begin, end = slice(None, size), slice(-size, None)
         spans = [begin, end] if len(history) > 1 else [end]  # two columns never show the same steps
-        table = Table(box=None, pad_edge=False, title=safe(self._title) if self._title else None, title_justify="left")
+        table = Table(
+            box=None,
+            pad_edge=False,
+            title=safe(self._title) if self._title else None,
+            title_justify="left",
+        )
         table.add_column("")
         for span in spans:
             first, last = numbers[span][0], numbers[span][-1]
-            table.add_column(f"step {first}" if first == last else f"steps {first}-{last}", justify="right")
-        columns = COLUMNS if any("reward" in metrics for metrics in history[end]) else (LOSS, *COLUMNS)
+            table.add_column(
+                f"step {first}" if first == last else f"steps {first}-{last}", justify="right"
+            )
+        columns = (
+            COLUMNS if any("reward" in metrics for metrics in history[end]) else (LOSS, *COLUMNS)
+        )
         for column in columns:
-            figures = [[metrics[column.name] for metrics in history[span] if column.name in metrics] for span in spans]
+            figures = [
+                [metrics[column.name] for metrics in history[span] if column.name in metrics]
+                for span in spans
+            ]
             if all(figures):
-                table.add_row(column.column, *(column.shown(sum(values) / len(values)) for values in figures))
+                table.add_row(
+                    column.column, *(column.shown(sum(values) / len(values)) for values in figures)
+                )
         for label, value in [("time", duration(self._now() - self._began)), *rows]:
             table.add_row(safe(label), *[""] * (len(spans) - 1), safe(str(value)))
         return table
 
     def _sample(self, step: Step) -> None:
         scored = [
-            (float(reward), rollout) for group in step.groups for reward, rollout in zip(group.reward, group.rollouts, strict=True)
+            (float(reward), rollout)
+            for group in step.groups
+            for reward, rollout in zip(group.reward, group.rollouts, strict=True)
         ]
         scored = [pair for pair in scored if not math.isnan(pair[0])]
         if not scored:
@@ -224,4 +276,6 @@ class Progress:
         for label, (reward, rollout) in chosen:
             about = f"reward {reward:g}, {counted(len(rollout), 'token')}, {rollout.finish}"
             self.console.print(Text(f"{label} of step {step.number}: {about}", style="dim"))
-            self.console.print(safe(rollout.prompt.text, limit=200, style="dim") + safe(rollout.text, limit=400))
+            self.console.print(
+                safe(rollout.prompt.text, limit=200, style="dim") + safe(rollout.text, limit=400)
+            )

@@ -14,7 +14,16 @@ from groupwise.runs.replay import TIMES, Figure, Replay, ReplayedStep
 from groupwise.utils.spelling import counted
 
 SHOWN = (
-    *("rewards, added up", "advantages", "loss, closed form", "log-probs", "reference_logp", "scored_logp", "loss", "grad_norm"),
+    *(
+        "rewards, added up",
+        "advantages",
+        "loss, closed form",
+        "log-probs",
+        "reference_logp",
+        "scored_logp",
+        "loss",
+        "grad_norm",
+    ),
     *("kl", "weights after the step", "optimizer after the step"),
 )
 """Figures that are always printed; of the others, those that differ."""
@@ -28,15 +37,23 @@ def render(replayed: Replay) -> str:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     tokens = sum(int(rollout.trained.sum()) for rollout in rollouts)
     lines = [
-        f"step {replayed.number} of {replayed.folder}: {counted(len(rollouts), 'completion')} of {counted(len(groups), 'prompt')}, "
-        f"{counted(tokens, 'token')}",
+        (
+            f"step {replayed.number} of {replayed.folder}: {counted(len(rollouts), 'completion')}"
+            f" of {counted(len(groups), 'prompt')}, {counted(tokens, 'token')}"
+        ),
         algorithm_line(again.algorithm),
         _beginning(replayed),
-        "compared bit for bit" if replayed.apart is None else f"compared within a tolerance: {replayed.apart}",
+        (
+            "compared bit for bit"
+            if replayed.apart is None
+            else f"compared within a tolerance: {replayed.apart}"
+        ),
         "",
     ]
     shown = [figure for figure in replayed.figures if figure.name in SHOWN or not figure.same]
-    lines += _table(["", "recorded", "replayed", "largest difference"], [_row(figure) for figure in shown])
+    lines += _table(
+        ["", "recorded", "replayed", "largest difference"], [_row(figure) for figure in shown]
+    )
     if others := len(replayed.figures) - len(shown):
         lines.append(f"other metrics that are the same: {others}")
     lines += ["", *_gradient("gradient by log-prob", again)]
@@ -44,14 +61,22 @@ def render(replayed: Replay) -> str:
         lines += ["", f"changed: {algorithm_line(changed.algorithm)}"]
         lines += [f"not computed of the change: {changed.without}"] if changed.without else []
         pairs = compared(again, changed).items()
-        lines += _table(["", "recorded", "changed"], [[name, _number(one), _number(other)] for name, (one, other) in pairs])
+        lines += _table(
+            ["", "recorded", "changed"],
+            [[name, _number(one), _number(other)] for name, (one, other) in pairs],
+        )
         if changed.parts and again.parts:
             lines += _gradient("changed gradient by log-prob", changed)
-            lines.append(f"  tokens: {', '.join(f'{count} {name}' for name, count in pushes(again, changed).items())}")
+            lines.append(
+                "  tokens:"
+                f" {', '.join(f'{count} {name}' for name, count in pushes(again, changed).items())}"
+            )
     lines += ["", *(f"not computed: {note}" for note in replayed.notes)] if replayed.notes else []
     lines += ["", replayed.mismatch] if replayed.mismatch is not None else []
     wrong = [figure.name for figure in replayed.figures if not figure.same]
-    whole = "the recorded step computed again is the same" + (", as far as it was computed" if replayed.notes else "")
+    whole = "the recorded step computed again is the same" + (
+        ", as far as it was computed" if replayed.notes else ""
+    )
     return "\n".join([*lines, "", f"NOT the same: {', '.join(wrong)}" if wrong else whole])
 
 
@@ -59,14 +84,21 @@ def _beginning(replayed: Replay) -> str:
     if replayed.begun is None:
         return "without a model: from the recorded log-probs"
     way = replayed.number - 1 - replayed.begun
-    begin = f"checkpoint {replayed.begun}" if replayed.begun else "the model that the run began with"
+    begin = (
+        f"checkpoint {replayed.begun}" if replayed.begun else "the model that the run began with"
+    )
     return f"from {begin}" + (f", by way of {counted(way, 'recorded step')}" if way else "")
 
 
 def _row(figure: Figure) -> list[str]:
     limit = "" if figure.same or not figure.limit else f" (at most {figure.limit:.2g})"
     difference = "0" if figure.difference == 0.0 else f"{figure.difference:.2g}"
-    return [figure.name, _number(figure.recorded), _number(figure.replayed), difference + limit + ("" if figure.same else "  <--")]
+    return [
+        figure.name,
+        _number(figure.recorded),
+        _number(figure.replayed),
+        difference + limit + ("" if figure.same else "  <--"),
+    ]
 
 
 def _gradient(title: str, outcome: ReplayedStep) -> list[str]:
@@ -76,11 +108,16 @@ def _gradient(title: str, outcome: ReplayedStep) -> list[str]:
     total = sum(outcome.gradient)
     largest = sorted(enumerate(outcome.gradient), key=lambda pair: -pair[1])[:MOST]
     shares = ", ".join(f"{place}: {size / total:.1%}" for place, size in largest if size > 0.0)
-    return [f"{title}: sum of |dLoss/dlog-prob| {_number(total)}", *([f"  largest groups: {shares}"] if shares else [])]
+    return [
+        f"{title}: sum of |dLoss/dlog-prob| {_number(total)}",
+        *([f"  largest groups: {shares}"] if shares else []),
+    ]
 
 
 def compared(again: ReplayedStep, changed: ReplayedStep) -> dict[str, tuple[float, float]]:
-    """What both make of the completions, by name: loss and gradient, and where there was a model the metrics that differ."""
+    """What both make of the completions, by name: loss and gradient, and where there was a model
+    the metrics that differ.
+    """
     figures = {"mean |advantage|": (_size(again.advantages), _size(changed.advantages))}
     if again.parts and changed.parts:
         figures[f"loss, {again.which} pass"] = (again.loss, changed.loss)
@@ -108,7 +145,9 @@ def pushes(again: ReplayedStep, changed: ReplayedStep) -> dict[str, int]:
 
 
 def _gradients(outcome: ReplayedStep) -> list[list[np.ndarray]]:
-    """Of each group and completion: dLoss/dlog-prob of its tokens, 0 at those of completions that were not trained."""
+    """Of each group and completion: dLoss/dlog-prob of its tokens, 0 at those of completions that
+    were not trained.
+    """
 
     def whole(column: np.ndarray, rollout: Rollout) -> np.ndarray:
         return column if column.size else np.zeros(len(rollout))
@@ -129,7 +168,12 @@ def _number(value: float) -> str:
 def _table(head: list[str], rows: Sequence[list[str]]) -> list[str]:
     widths = [max(len(row[place]) for row in [head, *rows]) for place in range(len(head))]
     return [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]).rstrip()
+        "  ".join(
+            [
+                row[0].ljust(widths[0]),
+                *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)),
+            ]
+        ).rstrip()
         for row in [head, *rows]
     ]
 
@@ -160,7 +204,11 @@ def as_dict(replayed: Replay) -> dict[str, Any]:
         "figures": figures,
         "recorded": _outcome(again),
         "changed": None if changed is None else _outcome(changed),
-        "pushes": pushes(again, changed) if changed is not None and changed.parts and again.parts else None,
+        "pushes": (
+            pushes(again, changed)
+            if changed is not None and changed.parts and again.parts
+            else None
+        ),
         "pass": again.which,
         "mismatch": replayed.mismatch,
         "notes": replayed.notes,
@@ -168,7 +216,8 @@ def as_dict(replayed: Replay) -> dict[str, Any]:
 
 
 def token_gradients(replayed: Replay) -> list[list[dict[str, Any]]]:
-    """Of each group and completion: dLoss/dlog-prob of its tokens, recorded and changed; null if there is none.
+    """Of each group and completion: dLoss/dlog-prob of its tokens, recorded and changed; null if
+    there is none.
 
     0 at the tokens of completions that were not trained.
     """
@@ -176,9 +225,14 @@ def token_gradients(replayed: Replay) -> list[list[dict[str, Any]]]:
     def columns(outcome: ReplayedStep | None) -> list[list[list[float] | None]]:
         if outcome is None or not outcome.parts:
             return [[None] * len(group.rollouts) for group in replayed.recorded.groups]
-        return [[[float(f"{value:.6g}") for value in column] for column in row] for row in _gradients(outcome)]
+        return [
+            [[float(f"{value:.6g}") for value in column] for column in row]
+            for row in _gradients(outcome)
+        ]
 
-    both = zip(replayed.recorded.groups, columns(replayed.again), columns(replayed.changed), strict=True)
+    both = zip(
+        replayed.recorded.groups, columns(replayed.again), columns(replayed.changed), strict=True
+    )
     return [
         [
             {"index": rollout.index, "recorded": one, "changed": other}
@@ -193,7 +247,10 @@ def _outcome(outcome: ReplayedStep) -> dict[str, Any]:
         "algorithm": algorithm_line(outcome.algorithm),
         "loss": _json(outcome.loss),
         "without": outcome.without,
-        "metrics": {name: _json(value) for name, value in (outcome.step.metrics if outcome.step is not None else {}).items()},
+        "metrics": {
+            name: _json(value)
+            for name, value in (outcome.step.metrics if outcome.step is not None else {}).items()
+        },
         "gradient": outcome.gradient if outcome.parts else None,
     }
 

@@ -1,4 +1,5 @@
-"""Reward functions over completions that exist already: what `groupwise score` does, before any compute is spent.
+"""Reward functions over completions that exist already: what `groupwise score` does, before any
+compute is spent.
 
 N rows   K reward functions
 """
@@ -27,7 +28,9 @@ from groupwise.utils.files import expanded
 from groupwise.utils.spelling import counted
 
 TOKEN_COLUMNS = ("prompt_ids", "completion_ids", "finish_reason")
-"""Columns of recorded runs that functions are given beside those of the data (the last as `finish_reasons`)."""
+"""Columns of recorded runs that functions are given beside those of the data (the last as
+`finish_reasons`).
+"""
 RECORDED = {"prompt_text", "completion_text", "row", "finish"}
 """Columns by which a recorded step is known."""
 BARS = 40
@@ -75,9 +78,11 @@ class ScoreReport:
     """Every call of every function."""
 
     def render(self, *, rows: int = 10) -> str:
-        """Plain text: per function mean, spread, share of None and histogram; the first `rows` rows; the slowest calls.
+        """Plain text: per function mean, spread, share of None and histogram; the first `rows`
+        rows; the slowest calls.
 
-        Control characters of completions are shown as escapes: what a model wrote must not steer a terminal.
+        Control characters of completions are shown as escapes: what a model wrote must not steer a
+        terminal.
         """
         lines = [f"{counted(len(self.rows), 'completion')}{self.source and f' of {self.source}'}"]
         columns = list(zip(self.names, self.rewards.T, strict=True))
@@ -86,15 +91,22 @@ class ScoreReport:
         for name, column in columns:
             lines += ["", *_summary(name, column)]
         lines += ["", *self._differing()] if self.groups else []
-        shown = [("prompt", self.prompts, 24), ("gold", self.golds, 16), ("completion", self.texts, 60)]
+        shown = [
+            ("prompt", self.prompts, 24),
+            ("gold", self.golds, 16),
+            ("completion", self.texts, 60),
+        ]
         shown = [(title, cells[:rows], width) for title, cells, width in shown if cells and rows]
         heads = [f"{visible(name, 12):>12}" for name in self.names]
         heads += [title if width > 24 else f"{title:<{width}}" for title, _, width in shown]
         lines += ["", "row  " + "  ".join(heads)] if rows else []
         for n in range(min(rows, len(self.rows))):
-            values = [f"{'None' if math.isnan(v) else format(v, '.4g'):>12}" for v in self.rewards[n]]
+            values = [
+                f"{'None' if math.isnan(v) else format(v, '.4g'):>12}" for v in self.rewards[n]
+            ]
             cells = [
-                visible(cells[n], width) if width > 24 else f"{visible(cells[n], width):<{width}}" for _, cells, width in shown
+                visible(cells[n], width) if width > 24 else f"{visible(cells[n], width):<{width}}"
+                for _, cells, width in shown
             ]
             lines.append(f"{n + 1:<5}" + "  ".join(values + cells))
         slowest = sorted(self.calls, key=lambda call: -call.seconds)[:SLOWEST]
@@ -105,15 +117,24 @@ class ScoreReport:
         """Of how many prompts the completions get different rewards: only these teach."""
         several = [self.reward[begin:end] for begin, end in self.groups if end - begin > 1]
         if not several:
-            yield "one completion for each prompt: whether rewards differ within a prompt is not to be seen"
+            yield (
+                "one completion for each prompt: whether rewards differ within a prompt is not to"
+                " be seen"
+            )
             return
         differ = sum(len(np.unique(group[~np.isnan(group)])) > 1 for group in several)
         prompts = counted(len(several), "prompt")
-        yield f"{differ} of {prompts} with several completions have different rewards; the others teach nothing"
+        yield (
+            f"{differ} of {prompts} with several completions have different rewards; the others"
+            " teach nothing"
+        )
 
     def _described(self, call: TimedCall) -> str:
         others = f" and {call.count - 1} more of its prompt" if call.count > 1 else ""
-        took = f"slow: {visible(call.function, 60)} took {call.seconds:.2f} s on {self.rows[call.row]}{others}"
+        took = (
+            f"slow: {visible(call.function, 60)} took {call.seconds:.2f} s on"
+            f" {self.rows[call.row]}{others}"
+        )
         return f"{took}: {visible(self.texts[call.row], 60)}"
 
 
@@ -125,15 +146,17 @@ def score_file(
     limit: int | None = None,
     steps: Sequence[range] | None = None,
 ) -> ScoreReport:
-    """Run reward functions, by name or with their settings, over the rows of a JSONL, JSON or Parquet file, or over the
-    completions that a run recorded (its folder: the newest step, or those in `steps`; or one of its `rollouts/*.parquet`).
+    """Run reward functions, by name or with their settings, over the rows of a JSONL, JSON or
+    Parquet file, or over the completions that a run recorded (its folder: the newest step, or those
+    in `steps`; or one of its `rollouts/*.parquet`).
 
-    A row has `prompt` (a string or messages), `completion` (a string or one assistant message) and the columns that the functions
-    ask for; `columns` renames them, ours: theirs.  Columns `prompt_ids`, `completion_ids` and `finish_reason` are passed on under
-    the names that functions know.  Neighbouring rows with the same prompt are scored in one call, like a group in training.
+    A row has `prompt` (a string or messages), `completion` (a string or one assistant message) and
+    the columns that the functions ask for; `columns` renames them, ours: theirs.  Columns
+    `prompt_ids`, `completion_ids` and `finish_reason` are passed on under the names that functions
+    know.  Neighbouring rows with the same prompt are scored in one call, like a group in training.
 
-    Raises DataError for a bad file or row, ConfigError for functions that the columns cannot serve, RewardError for bad results.
-    """
+    Raises DataError for a bad file or row, ConfigError for functions that the columns cannot serve,
+    RewardError for bad results."""
     read, source, further = _rows(expanded(path), steps)
     table = read.renamed(columns or {}).first(limit)
     rows, names = list(table), [table.where(i) for i in range(len(table))]
@@ -148,7 +171,10 @@ def score_file(
         for begin, end in groups:
             batch = _completions(rows[begin:end], names[begin:end], present)
             rewards.append(scorer.matrix(scorer.call(batch)))
-            calls += [TimedCall(name, begin, end - begin, seconds) for name, seconds in scorer.seconds.items()]
+            calls += [
+                TimedCall(name, begin, end - begin, seconds)
+                for name, seconds in scorer.seconds.items()
+            ]
         matrix = np.concatenate(rewards)
         gold = next(iter(scorer.golds.values()), None)
         return ScoreReport(
@@ -165,8 +191,12 @@ def score_file(
         )
 
 
-def _built(settings: Sequence[RewardSettings], present: list[str], further: Callable[[], list[str]]) -> tuple[Rewards, list[str]]:
-    """The functions, and the columns that they may ask for: those of the rows, else those of the run's other rows too."""
+def _built(
+    settings: Sequence[RewardSettings], present: list[str], further: Callable[[], list[str]]
+) -> tuple[Rewards, list[str]]:
+    """The functions, and the columns that they may ask for: those of the rows, else those of the
+    run's other rows too.
+    """
 
     def build(columns: list[str]) -> Rewards:
         return build_rewards(settings, columns=[one for one in columns if one not in TOKEN_COLUMNS])
@@ -186,8 +216,14 @@ def visible(text: str, width: int) -> str:
     >>> visible("a\x1b[31mred\n", 20)
     'a\\x1b[31mred\\n'
     """
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: 4 * width])
-    return shown if len(shown) <= width and len(text) <= 4 * width else shown[: max(0, width - 3)] + "..."
+    shown = "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: 4 * width]
+    )
+    return (
+        shown
+        if len(shown) <= width and len(text) <= 4 * width
+        else shown[: max(0, width - 3)] + "..."
+    )
 
 
 def _summary(name: str, column: np.ndarray) -> list[str]:
@@ -195,23 +231,37 @@ def _summary(name: str, column: np.ndarray) -> list[str]:
     none = f"None {np.isnan(column).mean():.1%}"
     if not values.size:
         return [f"{visible(name, 60)}: {none}"]
-    stats = f"mean {values.mean():.4g}, std {values.std():.4g}, min {values.min():.4g}, max {values.max():.4g}, {none}"
+    stats = (
+        f"mean {values.mean():.4g}, std {values.std():.4g}, min {values.min():.4g}, max"
+        f" {values.max():.4g}, {none}"
+    )
     distinct = np.unique(values)
     if distinct.size == 1 and values.size > 1:
-        return [f"{visible(name, 60)}: {values[0]:.4g} for every completion, {none}: it teaches nothing here"]
+        return [
+            f"{visible(name, 60)}: {values[0]:.4g} for every completion, {none}: it teaches nothing"
+            " here"
+        ]
     if distinct.size <= 10:
         bins = [(f"{value:.4g}", int((values == value).sum())) for value in distinct]
     else:
         counts, edges = np.histogram(values, bins=10)
-        bins = [(f"{low:.3g} .. {high:.3g}", int(c)) for low, high, c in zip(edges, edges[1:], counts, strict=False)]
+        bins = [
+            (f"{low:.3g} .. {high:.3g}", int(c))
+            for low, high, c in zip(edges, edges[1:], counts, strict=False)
+        ]
     width = max(len(label) for label, _ in bins)
-    bars = [f"  {label:>{width}}  {count:>6}  {'#' * math.ceil(BARS * count / values.size)}" for label, count in bins]
+    bars = [
+        f"  {label:>{width}}  {count:>6}  {'#' * math.ceil(BARS * count / values.size)}"
+        for label, count in bins
+    ]
     return [f"{visible(name, 60)}: {stats}", *bars]
 
 
-def _rows(path: Path, steps: Sequence[range] | None) -> tuple[SourceRows, str, Callable[[], list[str]]]:
-    """Rows of a file; of a run folder, or of one of its recorded steps, the completions as they were sampled.  And what was read,
-    and a way to the columns of the run's other rows.
+def _rows(
+    path: Path, steps: Sequence[range] | None
+) -> tuple[SourceRows, str, Callable[[], list[str]]]:
+    """Rows of a file; of a run folder, or of one of its recorded steps, the completions as they
+    were sampled.  And what was read, and a way to the columns of the run's other rows.
 
     Raises ConfigError for steps of what is no run, or that it did not record.
     """
@@ -222,37 +272,72 @@ def _rows(path: Path, steps: Sequence[range] | None) -> tuple[SourceRows, str, C
         if wrong:
             raise RunError(wrong[0])
         if home is not None:
-            raise ConfigError(f"{path} is a run without recorded completions: save.rollouts_every says which steps record theirs")
+            raise ConfigError(
+                f"{path} is a run without recorded completions: save.rollouts_every says which"
+                " steps record theirs"
+            )
         if steps is not None:
-            raise ConfigError(f"--steps are those of a run, and {path} is none that has recorded any")
+            raise ConfigError(
+                f"--steps are those of a run, and {path} is none that has recorded any"
+            )
         rows = read_rows(str(path))
         if not len(rows) or not set(rows[0]) >= RECORDED:
             return rows, str(path), list
         return _recorded(rows), str(path), lambda: _golds_of(origin_of(path))
-    chosen = [max(have)] if steps is None else [step for step in have if any(step in part for part in steps)]
+    chosen = (
+        [max(have)]
+        if steps is None
+        else [step for step in have if any(step in part for part in steps)]
+    )
     all_of = f"recorded are {counted(len(have), 'step')} from {min(have)} to {max(have)}"
     if not chosen:
         raise ConfigError(f"{run.folder} has no such step; {all_of}")
-    tables = [SourceRows(name=str(run.folder / have[step]), rows=recorded.table(run, step).to_pylist()) for step in chosen]
+    tables = [
+        SourceRows(name=str(run.folder / have[step]), rows=recorded.table(run, step).to_pylist())
+        for step in chosen
+    ]
     rows = [row for table in tables for row in table]
     name = tables[0].name if len(tables) == 1 else str(run.folder / recorded.ROLLOUTS)
-    which = f"step {chosen[0]}" if len(chosen) == 1 else f"{len(chosen)} steps from {chosen[0]} to {chosen[-1]}"
+    which = (
+        f"step {chosen[0]}"
+        if len(chosen) == 1
+        else f"{len(chosen)} steps from {chosen[0]} to {chosen[-1]}"
+    )
 
     def further() -> list[str]:
-        texts = {text for step in have for text in recorded.table(run, step, ["row"]).column("row").unique().to_pylist()}
-        return [*_golds_of(home), *dict.fromkeys(column for text in sorted(texts) for column in json.loads(text))]
+        texts = {
+            text
+            for step in have
+            for text in recorded.table(run, step, ["row"]).column("row").unique().to_pylist()
+        }
+        return [
+            *_golds_of(home),
+            *dict.fromkeys(column for text in sorted(texts) for column in json.loads(text)),
+        ]
 
-    return _recorded(SourceRows(name=name, rows=rows)), f"{run.folder}, {which} ({all_of}; --steps chooses)", further
+    return (
+        _recorded(SourceRows(name=name, rows=rows)),
+        f"{run.folder}, {which} ({all_of}; --steps chooses)",
+        further,
+    )
 
 
 def _golds_of(origin: Origin | None) -> list[str]:
-    """The columns that a run's own functions compare with, which the rows that it recorded may all lack."""
-    named = [one for one in (origin.recipe.rewards if origin is not None else ()) if one.function in VERDICTS]
+    """The columns that a run's own functions compare with, which the rows that it recorded may all
+    lack.
+    """
+    named = [
+        one
+        for one in (origin.recipe.rewards if origin is not None else ())
+        if one.function in VERDICTS
+    ]
     return [str(one.args.get("column", GOLD_COLUMNS[0])) for one in named]
 
 
 def _recorded(rows: SourceRows) -> SourceRows:
-    """A run's record as rows: the data row's columns, and what was asked and answered under the usual names."""
+    """A run's record as rows: the data row's columns, and what was asked and answered under the
+    usual names.
+    """
     named = [
         {
             **json.loads(row["row"]),
@@ -267,7 +352,9 @@ def _recorded(rows: SourceRows) -> SourceRows:
 
 
 def _prompt_of(row: Mapping[str, Any]) -> Any:
-    """The prompt as the run's reward functions saw it; of a record without its messages, what stands in the data row."""
+    """The prompt as the run's reward functions saw it; of a record without its messages, what
+    stands in the data row.
+    """
     if row.get("prompt_messages") is None:
         return json.loads(row["row"]).get("prompt", row["prompt_text"])
     messages = json.loads(row["prompt_messages"])
@@ -276,16 +363,26 @@ def _prompt_of(row: Mapping[str, Any]) -> Any:
 
 def _check(name: str, row: Any) -> None:
     if not isinstance(row, dict):
-        raise DataError(f"{name}: a row is an object with prompt and completion, not a {type(row).__name__}")
+        raise DataError(
+            f"{name}: a row is an object with prompt and completion, not a {type(row).__name__}"
+        )
     for column in ("prompt", "completion"):
         if column not in row:
-            raise DataError(f"{name}: no {column!r}; columns: {', '.join(map(repr, row))}; name yours by --column {column}=YOURS")
+            raise DataError(
+                f"{name}: no {column!r}; columns: {', '.join(map(repr, row))}; name yours by"
+                f" --column {column}=YOURS"
+            )
         value = row[column]
         messages = (
-            isinstance(value, list) and value and all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in value)
+            isinstance(value, list)
+            and value
+            and all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in value)
         )
         if not isinstance(value, str) and not messages:
-            raise DataError(f"{name}: {column!r} is {visible(repr(value), 60)}, expected a string or messages with a content")
+            raise DataError(
+                f"{name}: {column!r} is {visible(repr(value), 60)}, expected a string or messages"
+                " with a content"
+            )
 
 
 def _text(value: str | list[dict[str, str]]) -> str:
@@ -297,7 +394,9 @@ def _groups(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], len(rows)], strict=True))
 
 
-def _completions(rows: Sequence[Mapping[str, Any]], names: Sequence[str], present: Sequence[str]) -> Completions:
+def _completions(
+    rows: Sequence[Mapping[str, Any]], names: Sequence[str], present: Sequence[str]
+) -> Completions:
     texts = [_text(row["completion"]) for row in rows]
 
     def tokens(column: str) -> list[Any] | None:
@@ -307,7 +406,10 @@ def _completions(rows: Sequence[Mapping[str, Any]], names: Sequence[str], presen
         labels=names,
         prompts=[row["prompt"] for row in rows],
         prompt_texts=[_text(row["prompt"]) for row in rows],
-        completions=[as_messages(t) if isinstance(r["prompt"], list) else t for t, r in zip(texts, rows, strict=True)],
+        completions=[
+            as_messages(t) if isinstance(r["prompt"], list) else t
+            for t, r in zip(texts, rows, strict=True)
+        ],
         texts=texts,
         columns={column: [row.get(column) for row in rows] for column in present},
         prompt_ids=tokens("prompt_ids"),

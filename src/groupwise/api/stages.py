@@ -1,4 +1,6 @@
-"""What `groupwise train` does: every stage of a recipe, one after the other, with its plan, progress line and closing table."""
+"""What `groupwise train` does: every stage of a recipe, one after the other, with its plan,
+progress line and closing table.
+"""
 
 from __future__ import annotations
 
@@ -55,12 +57,16 @@ def train_recipe(
     console: Console | None = None,
     report: Callable[[Path], object] | None = None,
 ) -> int:
-    """What `groupwise train` does: every stage of a recipe, one after the other.  Returns the exit status.
+    """What `groupwise train` does: every stage of a recipe, one after the other.  Returns the exit
+    status.
 
-    dry_run: only the plans.  fresh: start anew, under a numbered name.  quiet: print warnings and the closing table only.
+    dry_run: only the plans.  fresh: start anew, under a numbered name.  quiet: print warnings and
+        the closing table only.
     accept_changes: see `train`.
-    world, model_config: of a dry run, so many processes and the configuration of another model (see `plan_of`).
-    report: called with the folder of every stage that has finished; if it fails, that is said and nothing else.
+    world, model_config: of a dry run, so many processes and the configuration of another model (see
+        `plan_of`).
+    report: called with the folder of every stage that has finished; if it fails, that is said and
+        nothing else.
     """
     stages = load_stages(path, overrides)
     here = comm.join(timeout, cuda=False) if dry_run else join(next(iter(stages.values())), timeout)
@@ -71,12 +77,21 @@ def train_recipe(
     for number, (name, recipe) in enumerate(stages.items(), 1):
         title = f"{recipe.name} ({number} of {len(stages)})" if len(stages) > 1 else recipe.name
         if dry_run:
-            with with_lines(path, overrides, name), Progress(recipe.steps or 1, title, console=console) as progress:
+            with (
+                with_lines(path, overrides, name),
+                Progress(recipe.steps or 1, title, console=console) as progress,
+            ):
                 progress.plan(_plan_from_beginning(recipe, stages, world, model_config))
             continue
         folder, step, more = comm.from_first(lambda recipe=recipe: _standing(recipe))
         if step is not None:
-            console.print(safe(f"{title}: finished at step {step}{more or f'; its model is in {folder / FINAL}'}"), soft_wrap=True)
+            console.print(
+                safe(
+                    f"{title}: finished at step"
+                    f" {step}{more or f'; its model is in {folder / FINAL}'}"
+                ),
+                soft_wrap=True,
+            )
             if more is None:
                 continue
         with with_lines(path, overrides, name):
@@ -95,8 +110,10 @@ def train_recipe(
 
 
 def _standing(recipe: Recipe) -> tuple[Path, int | None, str | None]:
-    """A recipe's folder, the step after which it finished there, and what is to be done nevertheless: its final model is not whole,
-    or more steps are wanted.  Raises CheckpointError if that takes a checkpoint, and there is none."""
+    """A recipe's folder, the step after which it finished there, and what is to be done
+    nevertheless: its final model is not whole, or more steps are wanted.  Raises CheckpointError if
+    that takes a checkpoint, and there is none.
+    """
     folder = choose_folder(recipe)
     step = finished(folder)
     if step is None:
@@ -109,7 +126,8 @@ def _standing(recipe: Recipe) -> tuple[Path, int | None, str | None]:
         return folder, step, None
     if not checkpoint.exists(folder):
         raise CheckpointError(
-            f"{folder} finished at step {step}{more.replace(' it ', ' that ')}, and there is none; use fresh=True"
+            f"{folder} finished at step {step}{more.replace(' it ', ' that ')}, and there is none;"
+            " use fresh=True"
         )
     return folder, step, more
 
@@ -123,12 +141,16 @@ def train_stage(run: Run, title: str, console: Console, quiet: bool) -> RunResul
         for step in run.steps():
             _show(lambda step=step: progress.update(step))
         progress.stop()
-        progress.summary([("model", str(run.folder / FINAL)), ("log", str(run.folder / "metrics.jsonl"))])
+        progress.summary(
+            [("model", str(run.folder / FINAL)), ("log", str(run.folder / "metrics.jsonl"))]
+        )
     return RunResult(folder=run.folder, before=run.before, after=run.after, steps=run.done - begin)
 
 
 def _show(work: Callable[[], None]) -> None:
-    """Print; where nobody reads the output any more (`| head`, a terminal that was closed), end the run after its step."""
+    """Print; where nobody reads the output any more (`| head`, a terminal that was closed), end the
+    run after its step.
+    """
     try:
         work()
     except OSError as error:
@@ -140,39 +162,63 @@ def _show(work: Callable[[], None]) -> None:
 
 
 def _plan_from_beginning(
-    recipe: Recipe, stages: Mapping[str, Recipe], world: int | None, config: Mapping[str, Any] | None
+    recipe: Recipe,
+    stages: Mapping[str, Recipe],
+    world: int | None,
+    config: Mapping[str, Any] | None,
 ) -> Lines:
-    """The plan of a stage before the stages it builds on exist: their models have the shape of what those start from."""
+    """The plan of a stage before the stages it builds on exist: their models have the shape of what
+    those start from.
+    """
     if (recipe.data.path or "").startswith(STAGE):
-        return [("objective", recipe.objective), ("data", f"pairs of what {recipe.data.path} will have sampled; not there yet")]
-    awaited = [reward for reward in recipe.rewards if str(reward.args.get("path")).startswith(STAGE)]
-    scorers = [_from_beginning(stages[str(reward.args["path"]).removeprefix(STAGE)], stages) for reward in awaited]
+        return [
+            ("objective", recipe.objective),
+            ("data", f"pairs of what {recipe.data.path} will have sampled; not there yet"),
+        ]
+    awaited = [
+        reward for reward in recipe.rewards if str(reward.args.get("path")).startswith(STAGE)
+    ]
+    scorers = [
+        _from_beginning(stages[str(reward.args["path"]).removeprefix(STAGE)], stages)
+        for reward in awaited
+    ]
     known = tuple(reward for reward in recipe.rewards if reward not in awaited)
-    return plan_of(_from_beginning(replace(recipe, rewards=known), stages), scorers, world=world, config=config)
+    return plan_of(
+        _from_beginning(replace(recipe, rewards=known), stages), scorers, world=world, config=config
+    )
 
 
 def _from_beginning(recipe: Recipe, stages: Mapping[str, Recipe]) -> Recipe:
-    """The recipe with the model that its first stage starts from: the same shape, and it exists before anything was trained.
+    """The recipe with the model that its first stage starts from: the same shape, and it exists
+    before anything was trained.
 
     Data that are sampled on the way are replaced by those of the stage before.
     """
     while recipe.model.path is not None and recipe.model.path.startswith(STAGE):
         earlier = stages[recipe.model.path.removeprefix(STAGE)]
-        recipe = replace(recipe, model=replace(recipe.model, path=earlier.model.path, scratch=earlier.model.scratch))
+        recipe = replace(
+            recipe,
+            model=replace(recipe.model, path=earlier.model.path, scratch=earlier.model.scratch),
+        )
         if (recipe.data.path or "").startswith(STAGE):
             recipe = replace(recipe, data=earlier.data)
     return recipe
 
 
-def closing_table(outcomes: Mapping[str, RunResult], stages: Mapping[str, Recipe], console: Console) -> None:
+def closing_table(
+    outcomes: Mapping[str, RunResult], stages: Mapping[str, Recipe], console: Console
+) -> None:
     """Held-out figures before, between and after, and what to type next.
 
-    Stages have one table whose completions the same reward functions judge, or which are of one objective and judged by its loss.
-    """
+    Stages have one table whose completions the same reward functions judge, or which are of one
+    objective and judged by its loss."""
     tables: dict[tuple[object, ...], list[tuple[str, dict[str, str]]]] = {}
     notes: list[str] = []
     for stage, outcome in outcomes.items():
-        for label, judged in ((f"before {stage}", outcome.before), (f"after {stage}", outcome.after)):
+        for label, judged in (
+            (f"before {stage}", outcome.before),
+            (f"after {stage}", outcome.after),
+        ):
             if judged is not None:
                 figures = judged.summary()
                 same = (
@@ -206,21 +252,33 @@ def closing_table(outcomes: Mapping[str, RunResult], stages: Mapping[str, Recipe
 
 
 def _part(label: str, judged: Judged, last: Judged | None) -> list[str]:
-    """Which of the held-out prompts a row is about, where `eval.prompts` makes them fewer than those of the last row."""
-    if isinstance(judged, Evaluation) and isinstance(last, Evaluation) and judged.prompts < last.prompts:
+    """Which of the held-out prompts a row is about, where `eval.prompts` makes them fewer than
+    those of the last row.
+    """
+    if (
+        isinstance(judged, Evaluation)
+        and isinstance(last, Evaluation)
+        and judged.prompts < last.prompts
+    ):
         return [f"{label}: the first {judged.prompts:,} of {counted(last.prompts, 'prompt')}"]
     return []
 
 
 def _next_commands(recipe: Recipe, folder: Path) -> list[str]:
-    """Commands to go on with: look at the run, talk to the model, evaluate it again, score the recorded completions again."""
+    """Commands to go on with: look at the run, talk to the model, evaluate it again, score the
+    recorded completions again.
+    """
     data, run = recipe.data, str(folder)
     writes = is_online(recipe.objective) or recipe.objective in WRITERS
     held_out = data.task is not None or data.eval_path is not None or bool(data.parts)
-    live = any(reward.function.startswith(LIVE) for reward in recipe.rewards) or str(data.path).startswith(LIVE)
+    live = any(reward.function.startswith(LIVE) for reward in recipe.rewards) or str(
+        data.path
+    ).startswith(LIVE)
     commands = [["groupwise", "view", run]]
     commands += [["groupwise", "chat", run]] if writes else []
-    commands += [["groupwise", "eval", run]] if writes and recipe.rewards and held_out and not live else []
+    commands += (
+        [["groupwise", "eval", run]] if writes and recipe.rewards and held_out and not live else []
+    )
     recorded = is_online(recipe.objective) and bool(list_rollouts(folder))
     commands += [["groupwise", "score", run]] if recipe.rewards and recorded and not live else []
     return [shlex.join(command) for command in commands]

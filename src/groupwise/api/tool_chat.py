@@ -15,7 +15,13 @@ from groupwise.proof.prove import prove
 from groupwise.proof.texts import NATIVE
 from groupwise.records import Prompt, Rollout, Sampling
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.runs.environments import environment_of, make_runtime, make_world, recipe_of_environment, tools_of
+from groupwise.runs.environments import (
+    environment_of,
+    make_runtime,
+    make_world,
+    recipe_of_environment,
+    tools_of,
+)
 from groupwise.runs.folder import Origin
 
 
@@ -30,11 +36,22 @@ class Answered:
 
     @classmethod
     def of(
-        cls, policy: LoadedPolicy, origin: Origin | None, environment: Mapping[str, Any] | None, length: int, ends: ExitStack
+        cls,
+        policy: LoadedPolicy,
+        origin: Origin | None,
+        environment: Mapping[str, Any] | None,
+        length: int,
+        ends: ExitStack,
     ) -> Answered | None:
-        """A policy with its environment; None without an environment, or where a harness drives the episodes."""
+        """A policy with its environment; None without an environment, or where a harness drives the
+        episodes.
+        """
         settings = environment_of(environment or {})
-        if environment is None and origin is not None and not origin.recipe.environment.named(("factory", "openenv")):
+        if (
+            environment is None
+            and origin is not None
+            and not origin.recipe.environment.named(("factory", "openenv"))
+        ):
             settings = origin.recipe.environment  # a game is no conversation
         source = make_runtime(settings)
         if source is None:
@@ -55,7 +72,13 @@ class Answered:
         opened = self.template.opened([dict(message) for message in messages])
         assert not isinstance(opened, str)
         (question,) = self.template.ask([ReadRow({}, "the conversation", opened)])
-        prompt = Prompt(id="chat", tokens=question.tokens, text=question.text, row={"prompt": opened}, messages=tuple(opened))
+        prompt = Prompt(
+            id="chat",
+            tokens=question.tokens,
+            text=question.text,
+            row={"prompt": opened},
+            messages=tuple(opened),
+        )
         sampling = Sampling(temperature=temperature, max_new_tokens=self.length)
         ((rollout,),) = self.engine.generate([prompt], group_size=1, sampling=sampling, seed=seed)
         return rollout

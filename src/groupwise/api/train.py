@@ -1,4 +1,5 @@
-"""Training from Python: what a recipe says, as keyword arguments, with objects where a recipe has names.
+"""Training from Python: what a recipe says, as keyword arguments, with objects where a recipe has
+names.
 
     import groupwise as gw
 
@@ -9,10 +10,12 @@
         rewards=[lambda completion, answer: float(answer in completion)],
         steps=100, group={"group_size": 8}, name="mine",
     )
-    for step in training: ...       # or training.run(): the plan, the progress line and the closing table of the command
+    for step in training: ...       # or training.run(): the plan, the progress line and the closing
+        table of the command
 
-It is the same run as from a file: the same checks, plan, run folder and resume.  Objects stand in the folder's config.yaml by name
-(`live:...`, with a digest of their content); the same call resumes the run.
+It is the same run as from a file: the same checks, plan, run folder and resume.  Objects stand in
+the folder's config.yaml by name (`live:...`, with a digest of their content); the same call resumes
+the run.
 """
 
 from __future__ import annotations
@@ -67,9 +70,11 @@ class Training:
     def __iter__(self) -> Iterator[Step]:
         """Train, and yield every `Step`; one numbered 0 carries the evaluation before training.
 
-        Leaving the loop saves a checkpoint; iterating again, or the same call in another process, resumes there.
+        Leaving the loop saves a checkpoint; iterating again, or the same call in another process,
+        resumes there.
 
-        Raises ConfigError, DataError, RewardError, EngineError, CheckpointError, StorageError, Diverged.
+        Raises ConfigError, DataError, RewardError, EngineError, CheckpointError, StorageError,
+        Diverged.
         """
         self._say_if_finished()
         return train_recipe(self.recipe, accept_changes=self.accept_changes)
@@ -77,8 +82,15 @@ class Training:
     def _say_if_finished(self) -> None:
         """Warn that no step will come, as the command says it."""
         step = finished(self.folder)
-        if step is not None and (self.recipe.steps is None or self.recipe.steps <= step) and comm.world().first:
-            message = "%s finished at step %d: nothing is left to train; fresh=True starts anew, more steps continue it"
+        if (
+            step is not None
+            and (self.recipe.steps is None or self.recipe.steps <= step)
+            and comm.world().first
+        ):
+            message = (
+                "%s finished at step %d: nothing is left to train; fresh=True starts anew, more"
+                " steps continue it"
+            )
             log.warning(message, self.folder, step)
 
     def plan(self) -> RunPlan:
@@ -86,7 +98,8 @@ class Training:
         return RunPlan(plan_of(self.recipe))
 
     def run(self, *, quiet: bool = False, console: Console | None = None) -> RunResult:
-        """Train to the end and print what the command prints: plan, progress line, closing tables.  Returns the outcome.
+        """Train to the end and print what the command prints: plan, progress line, closing tables.
+        Returns the outcome.
 
         quiet: print only warnings and the closing table.   Raises what iterating raises.
         """
@@ -96,7 +109,9 @@ class Training:
         with Run(self.recipe, folder, accept_changes=self.accept_changes) as run, comm.peers():
             console = console or make_console(quiet=not here.first)
             result = train_stage(run, self.recipe.name, console, quiet)
-        closing_table({self.recipe.objective: result}, {self.recipe.objective: self.recipe}, console)
+        closing_table(
+            {self.recipe.objective: result}, {self.recipe.objective: self.recipe}, console
+        )
         return result
 
     def __repr__(self) -> str:
@@ -119,7 +134,9 @@ def train(
     steps: int | None = None,
     epochs: float | None = None,
     batch_size: int | None = None,
-    model: objects.Path | PreTrainedModel | Policy | objects.Section | settings.ModelSettings | None = None,
+    model: (
+        objects.Path | PreTrainedModel | Policy | objects.Section | settings.ModelSettings | None
+    ) = None,
     data: objects.Path | objects.Rows | objects.Section | settings.DataSettings | None = None,
     rewards: objects.Reward | Sequence[objects.Reward] | None = None,
     verdict: str | None = None,
@@ -135,22 +152,27 @@ def train(
     save: objects.Section | settings.SaveSettings | None = None,
     **unknown: Never,
 ) -> Training:
-    """A checked run.  Iterate over it for its `Step`s, or call its `run`.  The same call resumes it.
+    """A checked run.  Iterate over it for its `Step`s, or call its `run`.  The same call resumes
+    it.
 
-    recipe: a file, the name of a bundled recipe, or a `Recipe`, which keywords override.  Without it the keywords are the recipe.
-    model: a checkpoint's folder or hub name, a loaded transformers model (with `tokenizer`), a `Policy`, or a mapping of the keys
-    of `model`, whose `path` may be any of these.  A loaded model is copied and stays unchanged.
-    data: a file or hub name, a list of mappings, a `datasets.Dataset`, or a mapping of the keys of `data`, whose `path` and
-    `eval_path` may be any of these.  This call copies rows.
-    rewards: one or several of: the name of a function as in a recipe, a function, a `LiveReward`, a mapping of the keys of an entry
-    of `rewards`, whose `function` may be a function.
+    recipe: a file, the name of a bundled recipe, or a `Recipe`, which keywords override.  Without
+        it the keywords are the recipe.
+    model: a checkpoint's folder or hub name, a loaded transformers model (with `tokenizer`), a
+        `Policy`, or a mapping of the keys of `model`, whose `path` may be any of these.  A loaded
+        model is copied and stays unchanged.
+    data: a file or hub name, a list of mappings, a `datasets.Dataset`, or a mapping of the keys of
+        `data`, whose `path` and `eval_path` may be any of these.  This call copies rows.
+    rewards: one or several of: the name of a function as in a recipe, a function, a `LiveReward`, a
+        mapping of the keys of an entry of `rewards`, whose `function` may be a function.
     tools: functions that the policy can call, or their names as in a recipe.
-    environment: an environment's class, its name, a mapping of names to classes, or a mapping of the keys of `environment`, whose
-    `factory`, `tools` and `harness` may be objects.
+    environment: an environment's class, its name, a mapping of names to classes, or a mapping of
+        the keys of `environment`, whose `factory`, `tools` and `harness` may be objects.
     fresh: start anew, under the first name of NAME, NAME-2, NAME-3 ... without a run.
-    accept_changes: resume although data files, functions or models' weights changed since the run began.
-    The other keywords are the keys of a recipe (`groupwise config` lists them); a section is a mapping, `optimizer={"lr": 1e-5}`,
-    or its dataclass, `optimizer=gw.settings.OptimizerSettings(lr=1e-5)`.
+    accept_changes: resume although data files, functions or models' weights changed since the run
+        began.
+    The other keywords are the keys of a recipe (`groupwise config` lists them); a section is a
+    mapping, `optimizer={"lr": 1e-5}`, or its dataclass,
+    `optimizer=gw.settings.OptimizerSettings(lr=1e-5)`.
 
     Raises ConfigError or DataError with all mistakes, before anything is loaded.
 
@@ -161,10 +183,19 @@ def train(
     values = {key: value for key, value in locals().items() if key not in _OWN}
     keys = {key: value for key, value in values.items() if value is not None}
     if not isinstance(recipe, str | os.PathLike | Recipe | None):
-        remedy = ": give a mapping's keys as keywords, train(**mapping)" if isinstance(recipe, Mapping) else ""
-        raise ConfigError(f"a recipe is a file's path, the name of a bundled one or a Recipe, got {kind_of(recipe)}{remedy}")
+        remedy = (
+            ": give a mapping's keys as keywords, train(**mapping)"
+            if isinstance(recipe, Mapping)
+            else ""
+        )
+        raise ConfigError(
+            "a recipe is a file's path, the name of a bundled one or a Recipe, got"
+            f" {kind_of(recipe)}{remedy}"
+        )
     keys = objects.recipe_keys(keys, tokenizer, tools)
-    keys |= {key: kind_of(value) for key, value in unknown.items()}  # refused with what may have been meant
+    keys |= {
+        key: kind_of(value) for key, value in unknown.items()
+    }  # refused with what may have been meant
     if not isinstance(recipe, Recipe) or keys:
         recipe = make_recipe(keys, os.fspath(recipe) if isinstance(recipe, os.PathLike) else recipe)
     if fresh:

@@ -9,7 +9,9 @@ from typing import Any
 from groupwise.errors import ConfigError
 
 
-def recipe(command: argparse.ArgumentParser, text: str = "a YAML file or the name of a bundled recipe") -> None:
+def recipe(
+    command: argparse.ArgumentParser, text: str = "a YAML file or the name of a bundled recipe"
+) -> None:
     """The arguments `RECIPE [KEY=VALUE ...]`."""
     command.add_argument("recipe", metavar="RECIPE", help=text)
     what = "override a key, e.g. optimizer.lr=1e-6, stages.sft.steps=100"
@@ -59,7 +61,9 @@ def pairs(texts: Sequence[str], option: str) -> dict[str, Any]:
         key, equals, value = text.partition("=")
         document, problems = parse_value(value, f"{option} {text}")
         if not equals or problems:
-            raise ConfigError(str(problems[0]) if problems else f"{option} is written KEY=VALUE, got {text!r}")
+            raise ConfigError(
+                str(problems[0]) if problems else f"{option} is written KEY=VALUE, got {text!r}"
+            )
         values[key] = document.values
     return values
 
@@ -71,5 +75,10 @@ def texts(options: Sequence[str], option: str) -> dict[str, str]:
 
 def environment(command: argparse.ArgumentParser) -> None:
     """`--environment KEY=VALUE`."""
-    what = "a key of environment, as in a recipe: tools=[my_tools.py:search] (default: the run's environment)"
-    command.add_argument("--environment", action="append", default=[], metavar="KEY=VALUE", help=what)
+    what = (
+        "a key of environment, as in a recipe: tools=[my_tools.py:search] (default: the run's"
+        " environment)"
+    )
+    command.add_argument(
+        "--environment", action="append", default=[], metavar="KEY=VALUE", help=what
+    )

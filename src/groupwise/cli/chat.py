@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 EXAMPLES = (
-    "groupwise chat runs/demo/grpo                                        with the settings of the run",
+    (
+        "groupwise chat runs/demo/grpo                                        with the settings of"
+        " the run"
+    ),
     "groupwise chat runs/demo/grpo --temperature 0 --max-new-tokens 20    greedy, and brief",
 )
 
@@ -25,10 +28,22 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("checkpoint", metavar="RUN", help="a run, a checkpoint or a model folder")
     command.add_argument("--system", metavar="TEXT", help="system message (default: the run's)")
     typed.environment(command)
-    command.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy (default %(default)g)")
+    command.add_argument(
+        "--temperature",
+        type=float,
+        default=1.0,
+        metavar="T",
+        help="0 is greedy (default %(default)g)",
+    )
     length = "longest completion (default: the run's, else 256)"
     command.add_argument("--max-new-tokens", type=typed.positive, metavar="N", help=length)
-    command.add_argument("--seed", type=typed.seed, default=0, metavar="N", help="seed of the samples (default %(default)s)")
+    command.add_argument(
+        "--seed",
+        type=typed.seed,
+        default=0,
+        metavar="N",
+        help="seed of the samples (default %(default)s)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -54,12 +69,14 @@ def chat(
     seed: int = 0,
     environment: Mapping[str, Any] | None = None,
 ) -> int:
-    """Talk to a checkpoint in the terminal; an empty line or end of input ends it.  Returns the exit status.
+    """Talk to a checkpoint in the terminal; an empty line or end of input ends it.  Returns the
+    exit status.
 
-    A model of a run is asked as the run asked.  With a chat template, or an environment, the conversation so far is the prompt;
-    else every line is a prompt of its own, put into the run's template.
-    environment: keys of a recipe's `environment`, whose tools the model may call while it answers; default: the run's.
-    """
+    A model of a run is asked as the run asked.  With a chat template, or an environment, the
+    conversation so far is the prompt; else every line is a prompt of its own, put into the run's
+    template.
+    environment: keys of a recipe's `environment`, whose tools the model may call while it answers;
+        default: the run's."""
     from rich.console import Console
 
     from groupwise.api.loaded_policy import load_policy
@@ -75,28 +92,51 @@ def chat(
         demand_trust(origin, ("environment",))
     policy = load_policy(path)
     data = policy.data if system is None else dataclasses.replace(policy.data, system=system)
-    talks = data.chat or environment is not None or (origin is None and bool(policy.tokenizer.chat_template))
+    talks = (
+        data.chat
+        or environment is not None
+        or (origin is None and bool(policy.tokenizer.chat_template))
+    )
     policy = dataclasses.replace(policy, data=data, conversed=False)
     if talks:
         way = "a conversation" + (f" under {data.system!r}" if data.system else "")
     else:
-        way = "every line is a prompt of its own" + (f", put into {data.template!r}" if data.template else "")
+        way = "every line is a prompt of its own" + (
+            f", put into {data.template!r}" if data.template else ""
+        )
     length = max_new_tokens or policy.max_new_tokens
-    console.print(safe(f"{path}: {way}; at most {length} tokens; an empty line ends it", style="dim"), soft_wrap=True)
+    console.print(
+        safe(f"{path}: {way}; at most {length} tokens; an empty line ends it", style="dim"),
+        soft_wrap=True,
+    )
     messages: list[Mapping[str, Any]] = []
     with ExitStack() as ends:
         answered = Answered.of(policy, origin, environment, length, ends) if talks else None
         while typed := _typed(console):
             messages.append({"role": "user", "content": typed})
             if answered is None:
-                answer = policy.generate(messages if talks else typed, max_new_tokens=length, temperature=temperature, seed=seed)
+                answer = policy.generate(
+                    messages if talks else typed,
+                    max_new_tokens=length,
+                    temperature=temperature,
+                    seed=seed,
+                )
                 messages.append({"role": "assistant", "content": answer})
             else:
                 rollout = answered.turn(messages, temperature, seed)
                 answer, episode = spoken(rollout), rollout.episode
-                messages += [{"role": "assistant", "content": rollout.text}] if episode is None else episode.messages
-                for call in () if episode is None else (call for one in episode.turns for call in one.calls):
-                    console.print(safe(f"{call.name}({call.arguments}) -> {call.result}", style="dim"), soft_wrap=True)
+                messages += (
+                    [{"role": "assistant", "content": rollout.text}]
+                    if episode is None
+                    else episode.messages
+                )
+                for call in (
+                    () if episode is None else (call for one in episode.turns for call in one.calls)
+                ):
+                    console.print(
+                        safe(f"{call.name}({call.arguments}) -> {call.result}", style="dim"),
+                        soft_wrap=True,
+                    )
             console.print(safe(answer), soft_wrap=True)
             seed += 1  # the same question again has another answer
     return 0
@@ -111,5 +151,6 @@ def _typed(console: Console) -> str:
         return ""
     except UnicodeDecodeError as error:
         raise DataError(
-            f"standard input: not {error.encoding.upper()}: {error.reason} (byte 0x{error.object[error.start]:02x})"
+            f"standard input: not {error.encoding.upper()}: {error.reason} (byte"
+            f" 0x{error.object[error.start]:02x})"
         ) from None

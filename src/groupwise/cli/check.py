@@ -21,16 +21,22 @@ def run(options: argparse.Namespace) -> int:
     """Check and print; 1 if something is wrong."""
     from groupwise.runs.folder import origin_of
 
-    if (origin := origin_of(options.recipe)) is not None and not options.recipe.endswith((".yaml", ".yml")):
+    if (origin := origin_of(options.recipe)) is not None and not options.recipe.endswith(
+        (".yaml", ".yml")
+    ):
         from groupwise.api.check import check_run
         from groupwise.runs.trust import demand_trust
 
-        demand_trust(origin, ("objective", "model", "data", "rewards", "environment", "group", "rollout"))
+        demand_trust(
+            origin, ("objective", "model", "data", "rewards", "environment", "group", "rollout")
+        )
 
         return check_run(origin, options.recipe, options.overrides)
     from groupwise.config.recipes import load_stages
 
-    load_stages(options.recipe, options.overrides)  # a bad recipe is refused before torch is imported
+    load_stages(
+        options.recipe, options.overrides
+    )  # a bad recipe is refused before torch is imported
     from groupwise.api.check import check_recipe
 
     return check_recipe(options.recipe, options.overrides)

@@ -12,7 +12,12 @@ EXAMPLES = (
 
 def arguments(command: argparse.ArgumentParser) -> None:
     """What can be typed."""
-    command.add_argument("key", nargs="?", metavar="KEY", help="a key, a section or a TRL argument; without it all keys")
+    command.add_argument(
+        "key",
+        nargs="?",
+        metavar="KEY",
+        help="a key, a section or a TRL argument; without it all keys",
+    )
     command.add_argument("--markdown", action="store_true", help="all keys as a Markdown page")
 
 

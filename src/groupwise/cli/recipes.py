@@ -19,17 +19,30 @@ ACTIONS = ("list", "copy", "show", "import-trl")
 def arguments(command: argparse.ArgumentParser) -> None:
     """What can be typed."""
     action = "a bundled recipe, or an action; without it a list of all recipes"
-    command.add_argument("action", nargs="?", default="list", metavar="NAME | copy | show | import-trl", help=action)
-    name = "with copy or show: a bundled recipe; with import-trl: a YAML, JSON, Python or shell file"
+    command.add_argument(
+        "action", nargs="?", default="list", metavar="NAME | copy | show | import-trl", help=action
+    )
+    name = (
+        "with copy or show: a bundled recipe; with import-trl: a YAML, JSON, Python or shell file"
+    )
     command.add_argument("name", nargs="?", metavar="NAME", help=name)
     command.add_argument(
-        "to", nargs="?", metavar="TO", help="with copy and import-trl: the new file (default: NAME.yaml; standard output)"
+        "to",
+        nargs="?",
+        metavar="TO",
+        help="with copy and import-trl: the new file (default: NAME.yaml; standard output)",
     )
     command.add_argument(
-        "--devices", type=typed.positive, metavar="N", help="with import-trl: number of devices of the TRL run (default 1)"
+        "--devices",
+        type=typed.positive,
+        metavar="N",
+        help="with import-trl: number of devices of the TRL run (default 1)",
     )
     command.add_argument(
-        "--as", dest="kind", metavar="CLASS", help="with import-trl: GRPOConfig, RLOOConfig, SFTConfig, RewardConfig or DPOConfig"
+        "--as",
+        dest="kind",
+        metavar="CLASS",
+        help="with import-trl: GRPOConfig, RLOOConfig, SFTConfig, RewardConfig or DPOConfig",
     )
 
 
@@ -47,7 +60,8 @@ def run(options: argparse.Namespace) -> int:
     if options.action not in ACTIONS:
         if options.name is not None:
             raise ConfigError(
-                f"groupwise recipes takes the name of one recipe, or copy, show or import-trl; got {options.action!r}"
+                "groupwise recipes takes the name of one recipe, or copy, show or import-trl; got"
+                f" {options.action!r}"
             )
         print(header(options.action))
         return 0
@@ -56,7 +70,9 @@ def run(options: argparse.Namespace) -> int:
     if options.devices is not None or options.kind is not None:
         raise ConfigError("--devices and --as belong to groupwise recipes import-trl FILE")
     if options.name is None:
-        raise ConfigError(f"groupwise recipes {options.action} needs a NAME: one of {', '.join(bundled)}")
+        raise ConfigError(
+            f"groupwise recipes {options.action} needs a NAME: one of {', '.join(bundled)}"
+        )
     source = find_recipe(options.name)
     if options.action == "show":
         print(source.read_text(encoding="utf-8"), end="")
@@ -72,7 +88,9 @@ def run(options: argparse.Namespace) -> int:
 def _write(target: Path, content: bytes, action: str) -> None:
     """Write a new file.   action: what was typed, for the message of one that is there."""
     if target.exists():
-        raise ConfigError(f"{target} exists already; name another file: groupwise recipes {action} OTHER.yaml")
+        raise ConfigError(
+            f"{target} exists already; name another file: groupwise recipes {action} OTHER.yaml"
+        )
     try:
         files.write(target, content)
     except OSError as error:
@@ -84,8 +102,8 @@ def _import(name: str | None, to: str | None, devices: int, kind: str | None) ->
 
     if name is None:
         raise ConfigError(
-            "groupwise recipes import-trl needs a file: TRL's YAML or JSON, a script that makes a GRPOConfig, or the shell script "
-            "that starts TRL"
+            "groupwise recipes import-trl needs a file: TRL's YAML or JSON, a script that makes a"
+            " GRPOConfig, or the shell script that starts TRL"
         )
     imported = import_trl(name, devices=devices, kind=kind)
     if to is None:

@@ -17,7 +17,9 @@ EXAMPLES = (
 
 def arguments(command: argparse.ArgumentParser) -> None:
     """What can be typed."""
-    command.add_argument("folder", nargs="?", default="runs", metavar="FOLDER", help="default: %(default)s")
+    command.add_argument(
+        "folder", nargs="?", default="runs", metavar="FOLDER", help="default: %(default)s"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -40,10 +42,18 @@ def run(options: argparse.Namespace) -> int:
             why = "; ".join(filter(None, [why, str(error)]))
         reward = f"reward {last['reward']:.3f}" if isinstance(last.get("reward"), float) else ""
         shown = "running" if state == "live" else state
-        rows.append((str(folder.relative_to(root)), shown, f"step {last.get('step', 0)}", reward, why))
+        rows.append(
+            (str(folder.relative_to(root)), shown, f"step {last.get('step', 0)}", reward, why)
+        )
     widths = [max((len(row[place]) for row in rows), default=0) for place in range(5)]
     for row in rows:
-        print(escaped("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()))
+        print(
+            escaped(
+                "  ".join(
+                    f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)
+                ).rstrip()
+            )
+        )
     if not rows:
         print(f"{root} holds no runs")
     return 0

@@ -7,23 +7,41 @@ import argparse
 from groupwise.cli import arguments as typed
 
 EXAMPLES = (
-    "groupwise serve my/model --port 8001                  then: groupwise train ... rollout.engine='{name: vllm, servers: [...]}'",
-    "groupwise serve my/model -- --tensor-parallel-size 2  what stands behind -- goes to vLLM as it is",
+    (
+        "groupwise serve my/model --port 8001                  then: groupwise train ..."
+        " rollout.engine='{name: vllm, servers: [...]}'"
+    ),
+    (
+        "groupwise serve my/model -- --tensor-parallel-size 2  what stands behind -- goes to vLLM"
+        " as it is"
+    ),
 )
 
 
 def arguments(command: argparse.ArgumentParser) -> None:
     """What can be typed."""
-    command.add_argument("model", metavar="MODEL", help="model folder or hub name of the model to train")
+    command.add_argument(
+        "model", metavar="MODEL", help="model folder or hub name of the model to train"
+    )
     host = "anyone who can reach this address can replace the weights (default %(default)s)"
     command.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help=host)
-    command.add_argument("--port", type=typed.port, default=8000, metavar="N", help="default %(default)s")
     command.add_argument(
-        "--rows", type=typed.positive, default=256, metavar="N", help="completions at the same time (default %(default)s)"
+        "--port", type=typed.port, default=8000, metavar="N", help="default %(default)s"
     )
-    command.add_argument("--dtype", metavar="TYPE", help="float32 or bfloat16 (default: the checkpoint's)")
     command.add_argument(
-        "--cache", metavar="SIZE", help="size of the KV cache, e.g. 4G (default: 512M on a CPU, vLLM's own on a GPU)"
+        "--rows",
+        type=typed.positive,
+        default=256,
+        metavar="N",
+        help="completions at the same time (default %(default)s)",
+    )
+    command.add_argument(
+        "--dtype", metavar="TYPE", help="float32 or bfloat16 (default: the checkpoint's)"
+    )
+    command.add_argument(
+        "--cache",
+        metavar="SIZE",
+        help="size of the KV cache, e.g. 4G (default: 512M on a CPU, vLLM's own on a GPU)",
     )
     command.set_defaults(more=[])
 

@@ -12,8 +12,14 @@ from groupwise.cli import arguments as typed
 from groupwise.errors import ConfigError
 
 EXAMPLES = (
-    "groupwise train demo                                            a bundled recipe; the same command resumes it",
-    "groupwise train my.yaml steps=200 optimizer.lr=1e-5 --dry-run   the plan of your recipe, with two changes",
+    (
+        "groupwise train demo                                            a bundled recipe; the same"
+        " command resumes it"
+    ),
+    (
+        "groupwise train my.yaml steps=200 optimizer.lr=1e-5 --dry-run   the plan of your recipe,"
+        " with two changes"
+    ),
 )
 REPORT = "report.html"
 """What a finished run's report is called, in its folder."""
@@ -25,14 +31,28 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     planned = "with --dry-run: plan for N processes"
     command.add_argument("--world", type=typed.positive, metavar="N", help=planned)
-    command.add_argument("--model-config", metavar="FILE", help="with --dry-run: plan for the model of this config.json")
-    command.add_argument("--print-config", action="store_true", help="print the resolved recipe as YAML and stop")
-    command.add_argument("--fresh", action="store_true", help="start anew under the next name (NAME-2, ...)")
+    command.add_argument(
+        "--model-config",
+        metavar="FILE",
+        help="with --dry-run: plan for the model of this config.json",
+    )
+    command.add_argument(
+        "--print-config", action="store_true", help="print the resolved recipe as YAML and stop"
+    )
+    command.add_argument(
+        "--fresh", action="store_true", help="start anew under the next name (NAME-2, ...)"
+    )
     changed = "resume although data, functions or models of the recipe changed since the run began"
     command.add_argument("--accept-changes", action="store_true", help=changed)
-    command.add_argument("--quiet", action="store_true", help="print only warnings and the closing table")
     command.add_argument(
-        "--nproc", type=typed.positive, default=1, metavar="N", help="processes on this machine, started by torchrun"
+        "--quiet", action="store_true", help="print only warnings and the closing table"
+    )
+    command.add_argument(
+        "--nproc",
+        type=typed.positive,
+        default=1,
+        metavar="N",
+        help="processes on this machine, started by torchrun",
     )
     patience = "with several processes: seconds to wait for another process (default %(default)g)"
     command.add_argument("--timeout", type=typed.positive, default=1800, metavar="S", help=patience)
@@ -44,7 +64,10 @@ def run(options: argparse.Namespace) -> int:
         return _train(options)
     except ConfigError as error:
         if options.dry_run and options.model_config is not None:
-            takes = "`model.scratch={tokenizer: bytes, context: 4096} data.path=FILE` take the places of its tokenizer and rows"
+            takes = (
+                "`model.scratch={tokenizer: bytes, context: 4096} data.path=FILE` take the places"
+                " of its tokenizer and rows"
+            )
             error.add_note(f"where the recipe's model or data are not at hand, {takes}")
         raise
 
@@ -52,13 +75,17 @@ def run(options: argparse.Namespace) -> int:
 def _train(options: argparse.Namespace) -> int:
     from groupwise.config.recipes import dump_stages, load_stages
 
-    stages = load_stages(options.recipe, options.overrides)  # a bad recipe is refused here, before torch is imported
+    stages = load_stages(
+        options.recipe, options.overrides
+    )  # a bad recipe is refused here, before torch is imported
     if options.print_config:
         print(dump_stages(stages), end="")
         return 0
     for option in ("world", "model_config"):
         if getattr(options, option) is not None and not options.dry_run:
-            raise ConfigError(f"--{option.replace('_', '-')} plans what nobody starts: add --dry-run")
+            raise ConfigError(
+                f"--{option.replace('_', '-')} plans what nobody starts: add --dry-run"
+            )
     if options.nproc > 1 and not options.dry_run:
         _become_torchrun(options)
     from groupwise.api.stages import train_recipe
@@ -72,7 +99,9 @@ def _train(options: argparse.Namespace) -> int:
         quiet=options.quiet,
         timeout=options.timeout,
         world=options.world or (options.nproc if options.nproc > 1 else None),
-        model_config=None if options.model_config is None else read_model_config(options.model_config),
+        model_config=(
+            None if options.model_config is None else read_model_config(options.model_config)
+        ),
         report=report,
     )
 
@@ -86,7 +115,9 @@ def read_model_config(path: str) -> dict[str, Any]:
     try:
         return AutoConfig.from_pretrained(path).to_dict()
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"--model-config: {path!r} is no config.json of a model: {str(error).splitlines()[0]}") from error
+        raise ConfigError(
+            f"--model-config: {path!r} is no config.json of a model: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def report(folder: Path) -> None:
@@ -97,7 +128,8 @@ def report(folder: Path) -> None:
         export([folder], folder / REPORT)
     except Exception as error:  # the run is done and saved: its page must not make it a failure
         print(
-            f"warning: {folder / REPORT} was not made ({type(error).__name__}: {error}); `groupwise view {folder}` shows the run",
+            f"warning: {folder / REPORT} was not made ({type(error).__name__}: {error}); `groupwise"
+            f" view {folder}` shows the run",
             file=sys.stderr,
         )
 
@@ -105,14 +137,40 @@ def report(folder: Path) -> None:
 def _become_torchrun(options: argparse.Namespace) -> NoReturn:
     """Replace this process by the launcher, which starts the same command `--nproc` times."""
     if "RANK" in os.environ:
-        raise ConfigError("--nproc starts processes, but a launcher has started this one already: leave --nproc out")
+        raise ConfigError(
+            "--nproc starts processes, but a launcher has started this one already: leave"
+            " --nproc out"
+        )
     switches = ("debug", "fresh", "accept_changes", "quiet")
-    flags = [f"--{name.replace('_', '-')}" for name in switches if getattr(options, name)] + [f"--timeout={options.timeout}"]
+    flags = [f"--{name.replace('_', '-')}" for name in switches if getattr(options, name)] + [
+        f"--timeout={options.timeout}"
+    ]
     python = [sys.executable, "-P"]  # the working folder may hold a random.py
-    launcher = [*python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.nproc}", "--no-python"]
+    launcher = [
+        *python,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={options.nproc}",
+        "--no-python",
+    ]
     # Else torchrun gives every process a single thread, however many cores there are.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.nproc)))
-    # Seconds that torchrun gives the others to end once one has failed: nothing is saved then that was not saved before.
+    # Seconds that torchrun gives the others to end once one has failed: nothing is saved then that
+    # was not saved before.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10")
     sys.stdout.flush()
-    os.execv(sys.executable, [*launcher, *python, "-u", "-m", "groupwise", "train", options.recipe, *options.overrides, *flags])
+    os.execv(
+        sys.executable,
+        [
+            *launcher,
+            *python,
+            "-u",
+            "-m",
+            "groupwise",
+            "train",
+            options.recipe,
+            *options.overrides,
+            *flags,
+        ],
+    )

@@ -7,7 +7,10 @@ import argparse
 from groupwise.utils.terminal import escaped
 
 EXAMPLES = (
-    "groupwise trust runs/theirs           print the code of its recipe, and allow eval, chat, replay ... to run it",
+    (
+        "groupwise trust runs/theirs           print the code of its recipe, and allow eval, chat,"
+        " replay ... to run it"
+    ),
     "groupwise trust runs/theirs --show    only print the code",
 )
 
@@ -16,7 +19,10 @@ def arguments(command: argparse.ArgumentParser) -> None:
     """What can be typed."""
     command.add_argument("folder", metavar="RUN", help="a run folder")
     command.add_argument("--show", action="store_true", help="only print the code of its recipe")
-    command.epilog = "Trust applies to the current recipe, your user and this machine. Your own runs need no trust."
+    command.epilog = (
+        "Trust applies to the current recipe, your user and this machine. Your own runs need no"
+        " trust."
+    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -11,18 +11,37 @@ from groupwise.errors import ConfigError
 
 PORT = 8765
 EXAMPLES = (
-    "groupwise view runs/demo/grpo                             in the browser, also during training",
+    (
+        "groupwise view runs/demo/grpo                             in the browser, also during"
+        " training"
+    ),
     "groupwise view runs/demo/grpo --export report.html        one self-contained page",
 )
 
 
 def arguments(command: argparse.ArgumentParser) -> None:
     """What can be typed."""
-    command.add_argument("paths", nargs="+", metavar="RUN", help="run folders, or Parquet or JSONL files of completions")
-    command.add_argument("--export", metavar="FILE", help="write one self-contained page, for example report.html, and stop")
-    command.add_argument("--port", type=partial(typed.port, least=0), metavar="N", help=f"default: {PORT}, or any that is free")
+    command.add_argument(
+        "paths",
+        nargs="+",
+        metavar="RUN",
+        help="run folders, or Parquet or JSONL files of completions",
+    )
+    command.add_argument(
+        "--export",
+        metavar="FILE",
+        help="write one self-contained page, for example report.html, and stop",
+    )
+    command.add_argument(
+        "--port",
+        type=partial(typed.port, least=0),
+        metavar="N",
+        help=f"default: {PORT}, or any that is free",
+    )
     command.add_argument("--open", action="store_true", help="open a browser on this machine")
-    command.epilog = f"From another machine: ssh -L {PORT}:127.0.0.1:{PORT} HOST, and open the address there."
+    command.epilog = (
+        f"From another machine: ssh -L {PORT}:127.0.0.1:{PORT} HOST, and open the address there."
+    )
 
 
 def run(options: argparse.Namespace) -> int:

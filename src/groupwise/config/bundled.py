@@ -1,4 +1,6 @@
-"""The recipes that come with Groupwise: where they lie, what they are called, and what their headers say."""
+"""The recipes that come with Groupwise: where they lie, what they are called, and what their
+headers say.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from groupwise.utils.spelling import closest, near_path
 
 
 def recipe_folder() -> Path:
-    """Where the recipes that come with Groupwise lie: `recipes/` of a checkout, else of the installed distribution."""
+    """Where the recipes that come with Groupwise lie: `recipes/` of a checkout, else of the
+    installed distribution.
+    """
     checkout = Path(__file__).resolve().parents[3] / "recipes"
     return checkout if checkout.is_dir() else Path(sys.prefix) / "share" / "groupwise" / "recipes"
 
@@ -22,7 +26,9 @@ def bundled_recipes() -> dict[str, Path]:
 
 
 def find_recipe(path: str | Path) -> Path:
-    """The file of a recipe, by path or by the name of a bundled one.  Raises ConfigError with what is near."""
+    """The file of a recipe, by path or by the name of a bundled one.  Raises ConfigError with what
+    is near.
+    """
     file = expanded(path)
     if file.is_file():
         return file
@@ -32,7 +38,10 @@ def find_recipe(path: str | Path) -> Path:
     if file.is_dir():
         raise ConfigError(f"{str(path)!r} is a folder; a recipe is a .yaml file")
     near = closest(str(path), list(bundled)) or near_path(file)
-    raise ConfigError(f"no such recipe {str(path)!r}: neither a file nor one of {', '.join(bundled) or 'the bundled ones'}{near}")
+    raise ConfigError(
+        f"no such recipe {str(path)!r}: neither a file nor one of"
+        f" {', '.join(bundled) or 'the bundled ones'}{near}"
+    )
 
 
 def header(path: str | Path) -> str:

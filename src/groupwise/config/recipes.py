@@ -1,8 +1,9 @@
 """Recipes in and out: strict YAML and dotted overrides <-> the dataclasses of `settings.py`.
 
-A recipe is checked as a whole before anything is loaded, in two rounds: all values that no recipe can have, and, once there are
-none, all that do not go together.  Each mistake has its line and, where one is near, what was probably meant.  A recipe may hold
-`stages`: runs that follow one another, each an overlay on the keys above them (`overlays.py`).
+A recipe is checked as a whole before anything is loaded, in two rounds: all values that no recipe
+can have, and, once there are none, all that do not go together.  Each mistake has its line and,
+where one is near, what was probably meant.  A recipe may hold `stages`: runs that follow one
+another, each an overlay on the keys above them (`overlays.py`).
 """
 
 from __future__ import annotations
@@ -44,20 +45,23 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """The run of a recipe file, or of a bundled recipe by name.  The recipe must hold one run.
 
     overrides: `key.sub=value`, each value written as in YAML.
-    Raises ConfigError with every mistake of the first round that has one, also if the recipe holds several stages.
-    """
+    Raises ConfigError with every mistake of the first round that has one, also if the recipe holds
+    several stages."""
     recipes = load_stages(path, overrides)
     if len(recipes) > 1:
-        raise ConfigError(f"{path} holds the stages {', '.join(recipes)}, where a recipe with one run is needed")
+        raise ConfigError(
+            f"{path} holds the stages {', '.join(recipes)}, where a recipe with one run is needed"
+        )
     return next(iter(recipes.values()))
 
 
 def load_stages(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Recipe]:
     """The runs of a recipe file, in order.
 
-    A recipe without `stages` gives one entry, called by its objective.  With stages each entry's `name` is `NAME/STAGE`, so that
-    its run folder is runs/NAME/STAGE; a top-level override holds for every stage, except that a model that comes from an earlier
-    stage keeps coming from there, and so do data; data that a stage names itself must be overridden in that stage.
+    A recipe without `stages` gives one entry, called by its objective.  With stages each entry's
+    `name` is `NAME/STAGE`, so that its run folder is runs/NAME/STAGE; a top-level override holds
+    for every stage, except that a model that comes from an earlier stage keeps coming from there,
+    and so do data; data that a stage names itself must be overridden in that stage.
     Raises ConfigError with every mistake of the first round that has one.
     """
     return parse_stages(*_read(path), overrides)
@@ -67,21 +71,34 @@ def parse_stages(text: str, name: str, overrides: Sequence[str] = ()) -> dict[st
     """`load_stages` from text; `name` is what its lines are called in messages."""
     root, problems = parse(text, name)
     if not isinstance(root.values, dict):
-        problems.append(Problem(root.place(()).where, f"a recipe is a mapping of keys to values, got {schema.show(root.values)}"))
+        problems.append(
+            Problem(
+                root.place(()).where,
+                f"a recipe is a mapping of keys to values, got {schema.show(root.values)}",
+            )
+        )
         root.values = {}
     if not root.values and problems:
         raise ConfigError(_listed(name, problems))
-    documents, staged = stage_documents(root, read_overrides(overrides, problems), problems), "stages" in root.values
+    documents, staged = (
+        stage_documents(root, read_overrides(overrides, problems), problems),
+        "stages" in root.values,
+    )
     recipes = _checked(name, documents, problems, staged=staged)
     if not staged:
         return {recipe.objective: recipe for recipe in recipes.values()}
-    return {stage: dataclasses.replace(recipe, name=f"{recipe.name}/{stage}") for stage, recipe in recipes.items()}
+    return {
+        stage: dataclasses.replace(recipe, name=f"{recipe.name}/{stage}")
+        for stage, recipe in recipes.items()
+    }
 
 
 def make_recipe(keys: Mapping[str, Any], base: str | Path | Recipe | None = None) -> Recipe:
-    """The recipe of keys as they would stand in a file, over those of `base`: a file, a bundled recipe's name or a recipe.
+    """The recipe of keys as they would stand in a file, over those of `base`: a file, a bundled
+    recipe's name or a recipe.
 
-    A value may be a `Live` name.   Raises ConfigError with every mistake of the first round that has one.
+    A value may be a `Live` name.   Raises ConfigError with every mistake of the first round that
+    has one.
 
     >>> make_recipe({"objective": "sft", "steps": 3, "data": {"task": "sums"}, "model": {"scratch": {}}}).data.task
     'sums'
@@ -91,19 +108,35 @@ def make_recipe(keys: Mapping[str, Any], base: str | Path | Recipe | None = None
     if isinstance(base, Recipe):
         document = Document(_lists(dataclasses.asdict(base)))
         texts = _texts(document.values)
-        earlier = [text.removeprefix(STAGE).partition(":")[0] for text in texts if text.startswith(STAGE)]
+        earlier = [
+            text.removeprefix(STAGE).partition(":")[0] for text in texts if text.startswith(STAGE)
+        ]
     elif base is not None:
         text, name = _read(base)
         document, problems = parse(text, name)
         if not isinstance(document.values, dict):
-            raise ConfigError(f"{name}: a recipe is a mapping of keys to values, got {schema.show(document.values)}")
+            raise ConfigError(
+                f"{name}: a recipe is a mapping of keys to values, got"
+                f" {schema.show(document.values)}"
+            )
         if "stages" in document.values:
-            stages = ", ".join(document.values["stages"] or ()) if isinstance(document.values["stages"], dict | None) else ""
-            raise ConfigError(f"{name} holds the stages {stages}: load_stages gives them one by one, each a recipe")
+            stages = (
+                ", ".join(document.values["stages"] or ())
+                if isinstance(document.values["stages"], dict | None)
+                else ""
+            )
+            raise ConfigError(
+                f"{name} holds the stages {stages}: load_stages gives them one by one, each a"
+                " recipe"
+            )
     document = overlaid(in_full(document), in_full(Document(_lists(keys))))
     recipe = _checked(name, {"": document}, problems, earlier)[""]
-    objects: dict[str, str] = {text: text for text in _texts(document.values) if isinstance(text, Live)}
-    return with_texts(recipe, lambda _, text: objects.get(text, text))  # a recipe is checked as plain text
+    objects: dict[str, str] = {
+        text: text for text in _texts(document.values) if isinstance(text, Live)
+    }
+    return with_texts(
+        recipe, lambda _, text: objects.get(text, text)
+    )  # a recipe is checked as plain text
 
 
 def _lists(value: Any) -> Any:
@@ -121,12 +154,17 @@ def with_texts(value: Any, change: Callable[[str, str], str], key: str = "") -> 
     if isinstance(value, str):
         return change(key, value)
     if isinstance(value, list | tuple):
-        return type(value)(with_texts(one, change, f"{key}.{place}".lstrip(".")) for place, one in enumerate(value))
+        return type(value)(
+            with_texts(one, change, f"{key}.{place}".lstrip(".")) for place, one in enumerate(value)
+        )
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         inside = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
         return dataclasses.replace(value, **with_texts(inside, change, key))
     if isinstance(value, Mapping):
-        return {name: with_texts(one, change, f"{key}.{name}".lstrip(".")) for name, one in value.items()}
+        return {
+            name: with_texts(one, change, f"{key}.{name}".lstrip("."))
+            for name, one in value.items()
+        }
     return value
 
 
@@ -138,11 +176,14 @@ def _texts(value: Any) -> list[str]:
 
 
 _WHOLE = re.compile(r"args\.|\.harness|data\.(system|template)|rollout\.stop")
-"""Keys of sentences that nothing can be done without every word of; in others a part may be `[redacted]`."""
+"""Keys of sentences that nothing can be done without every word of; in others a part may be
+`[redacted]`.
+"""
 
 
 def demand_values(settings: Any, key: str = "") -> None:
-    """Raises ConfigError for a value that is `[redacted]`: the settings were read from the file of a run, which holds no secrets.
+    """Raises ConfigError for a value that is `[redacted]`: the settings were read from the file of
+    a run, which holds no secrets.
 
     key: of the settings in their recipe, if they are not a whole one.
     """
@@ -150,19 +191,24 @@ def demand_values(settings: Any, key: str = "") -> None:
     def demanded(place: str, text: str) -> str:
         if text == REDACTED or (REDACTED in text and (" " not in text or _WHOLE.search(place))):
             raise ConfigError(
-                f"{place} is {text!r}: a run's config.yaml holds no secrets; give the value again, as an override KEY=VALUE"
+                f"{place} is {text!r}: a run's config.yaml holds no secrets; give the value again,"
+                " as an override KEY=VALUE"
             )
         return text
 
     with_texts(settings, demanded, key)
 
 
-_OBJECTS = re.compile(r"(model|data)\.(eval_)?path|rewards\.\d+\.function|environment\.(tools|factory|harness)(\.\w+)?")
+_OBJECTS = re.compile(
+    r"(model|data)\.(eval_)?path|rewards\.\d+\.function|environment\.(tools|factory|harness)(\.\w+)?"
+)
 """Keys at which the name of an object may stand."""
 
 
 def demand_objects(recipe: Recipe) -> None:
-    """Raises ConfigError for a name of an object without the object: the recipe was read from the file of a run."""
+    """Raises ConfigError for a name of an object without the object: the recipe was read from the
+    file of a run.
+    """
 
     def demanded(key: str, text: str) -> str:
         if _OBJECTS.fullmatch(key):
@@ -184,18 +230,22 @@ def _read(path: str | Path) -> tuple[str, str]:
 def parse_recorded(text: str, name: str, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe of a run's `config.yaml`, with overrides.
 
-    What it names elsewhere (its data, its model, an earlier stage) need not be there any more.  Raises ConfigError.
-    """
+    What it names elsewhere (its data, its model, an earlier stage) need not be there any more.
+    Raises ConfigError."""
     root, problems = parse(text, name)
     if problems or not isinstance(root.values, dict) or "stages" in root.values:
-        raise ConfigError(_listed(name, problems or [Problem(name, "not the config.yaml of a run")]))
+        raise ConfigError(
+            _listed(name, problems or [Problem(name, "not the config.yaml of a run")])
+        )
     changes = read_overrides(overrides, problems)
     changed = tuple(f"{'.'.join(path)}." for path, _ in changes)
     return _checked(name, stage_documents(root, changes, problems), problems, changed=changed)[""]
 
 
 def _listed(name: str, problems: Sequence[Problem]) -> str:
-    """One problem, or several in the order of their lines; stages share those of the keys above them."""
+    """One problem, or several in the order of their lines; stages share those of the keys above
+    them.
+    """
     problems = list(dict.fromkeys(problems))
     if len(problems) == 1:
         return str(problems[0])
@@ -209,8 +259,11 @@ def _listed(name: str, problems: Sequence[Problem]) -> str:
 
 
 @contextmanager
-def with_lines(path: str | Path, overrides: Sequence[str] = (), stage: str | None = None) -> Iterator[None]:
-    """Add, to an error about a key of a recipe that is found once its data and functions are read, where the key stands.
+def with_lines(
+    path: str | Path, overrides: Sequence[str] = (), stage: str | None = None
+) -> Iterator[None]:
+    """Add, to an error about a key of a recipe that is found once its data and functions are read,
+    where the key stands.
 
     stage: of the recipe, if it has stages.
     """
@@ -223,7 +276,11 @@ def with_lines(path: str | Path, overrides: Sequence[str] = (), stage: str | Non
         text, name = _read(path)
         documents = stage_documents(parse(text, name)[0], read_overrides(overrides, []), [])
         document = documents.get(stage or "") or next(iter(documents.values()))
-        error.args = (_listed(name, [Problem(document.place(_path(one.key)).where, str(one)) for one in problems]),)
+        error.args = (
+            _listed(
+                name, [Problem(document.place(_path(one.key)).where, str(one)) for one in problems]
+            ),
+        )
         raise
 
 
@@ -239,9 +296,11 @@ def _checked(
     staged: bool = False,
     changed: tuple[str, ...] | None = None,
 ) -> dict[str, Recipe]:
-    """The recipes of documents by stage.  Raises ConfigError with all wrong values, or, once there are none, all broken rules.
+    """The recipes of documents by stage.  Raises ConfigError with all wrong values, or, once there
+    are none, all broken rules.
 
-    problems: those of the texts.   earlier: stages that run before.   staged: the documents are stages, in order.
+    problems: those of the texts.   earlier: stages that run before.   staged: the documents are
+        stages, in order.
     changed: only rules about what begins so count; default: all.
     """
     readable = len(problems)
@@ -250,7 +309,9 @@ def _checked(
         document, before = documents[stage], f"stage {stage}: " if len(recipes) > 1 else ""
         for keys, message in validate_recipe(recipe, earlier):
             if changed is None or any(f"{key}.".startswith(changed) for key in keys):
-                path = next((path for path in map(_path, keys) if document.holds(path)), _path(keys[0]))
+                path = next(
+                    (path for path in map(_path, keys) if document.holds(path)), _path(keys[0])
+                )
                 problems.append(Problem(document.place(path).where, before + message))
         earlier = [*earlier, *([stage] if staged else [])]
     if problems:
@@ -260,14 +321,17 @@ def _checked(
 
 @cache
 def _adapter() -> TypeAdapter[tuple[Recipe]]:
-    # A tuple, because pydantic takes a configuration for everything but a dataclass itself, and hands it on to those inside.
+    # A tuple, because pydantic takes a configuration for everything but a dataclass itself, and
+    # hands it on to those inside.
     return TypeAdapter(tuple[Recipe], config=ConfigDict(extra="forbid", allow_inf_nan=False))
 
 
 def _valid(document: Document, problems: list[Problem]) -> Recipe:
-    """The recipe of a document; adds a problem for every value that no recipe can have, and the recipe is then a stand-in.
+    """The recipe of a document; adds a problem for every value that no recipe can have, and the
+    recipe is then a stand-in.
 
-    JSON's strict mode: a list is a tuple and a mapping a section, but no number is made from text or from true.
+    JSON's strict mode: a list is a tuple and a mapping a section, but no number is made from text
+    or from true.
     """
     if half := half_character(document.values):
         raise ConfigError(f"half of a character, {half}, stands alone in the recipe: mend the text")
@@ -277,19 +341,31 @@ def _valid(document: Document, problems: list[Problem]) -> Recipe:
         wrong: dict[tuple[str | int, ...], Problem] = {}
         for item in error.errors(include_url=False):
             path, kind = _known_path(document, item["loc"][1:]), item["type"]
-            place, value = document.place(path), document.get(path) if kind == "missing" else item["input"]
-            wrong.setdefault(path, Problem(place.where, _message(".".join(map(str, path)), kind, value, place.text)))
+            place, value = (
+                document.place(path),
+                (document.get(path) if kind == "missing" else item["input"]),
+            )
+            wrong.setdefault(
+                path,
+                Problem(place.where, _message(".".join(map(str, path)), kind, value, place.text)),
+            )
         problems += wrong.values()
         return Recipe(objective="")
 
 
 def _known_path(document: Document, loc: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    """A path of pydantic's without the union members that it tried, and without places in a list that is one value."""
+    """A path of pydantic's without the union members that it tried, and without places in a list
+    that is one value.
+    """
     path: tuple[str | int, ...] = ()
     for part in loc:
         setting = schema.settings_table().get(schema.normal(".".join(map(str, (*path, part)))))
         in_list = isinstance(part, int) and schema.normal(".".join(map(str, path))) == "rewards"
-        in_mapping = isinstance(part, str) and isinstance(document.get(path), dict) and document.holds((*path, part))
+        in_mapping = (
+            isinstance(part, str)
+            and isinstance(document.get(path), dict)
+            and document.holds((*path, part))
+        )
         if setting is not None or in_list or in_mapping:
             path = (*path, part)
     return path
@@ -300,7 +376,9 @@ def _path(key: str) -> tuple[str | int, ...]:
     return tuple(int(part) if part.isdigit() else part for part in key.split("."))
 
 
-WENT = {"model.dropout": "nothing is dropped, because what is scored is what was sampled; leave it out"}
+WENT = {
+    "model.dropout": "nothing is dropped, because what is scored is what was sampled; leave it out"
+}
 """Keys that recipes had, and why they have them no more."""
 
 
@@ -310,17 +388,29 @@ def _message(key: str, kind: str, value: Any, text: str = "") -> str:
     if setting is None and key.rpartition(".")[2].isdigit():
         return f"{key} must be a section (a mapping); got {schema.show(value)}"
     if kind == "unexpected_keyword_argument" or setting is None:
-        return f"{key} is no key any more: {WENT[key]}" if key in WENT else f"unknown key {key!r}{schema.suggestion(key)}"
+        return (
+            f"{key} is no key any more: {WENT[key]}"
+            if key in WENT
+            else f"unknown key {key!r}{schema.suggestion(key)}"
+        )
     if kind == "missing" and setting.default is dataclasses.MISSING:
         return f"{key} is missing. {setting.meaning}"
-    got = f"{key} must be {setting.expected}; got {text or repr(value) if isinstance(value, float) else schema.show(value)}"
+    got = (
+        f"{key} must be {setting.expected}; got"
+        f" {text or repr(value) if isinstance(value, float) else schema.show(value)}"
+    )
     if kind == "string_type" and isinstance(value, int):
         return f'{got} (write it in quotes: "{text or value}")'
     if kind.startswith("int_") and isinstance(value, float) and value.is_integer():
         return f"{got} (write {value:.0f})"
     if isinstance(value, str) and re.fullmatch(r"[-+]?\d[\d_]*(\.[\d_]*)?", value) and "_" in value:
         return f"{got} (a number has no _: write {value.replace('_', '')})"
-    if kind == "string_type" and isinstance(value, (Mapping, list)) and value and "list" not in setting.expected:
+    if (
+        kind == "string_type"
+        and isinstance(value, (Mapping, list))
+        and value
+        and "list" not in setting.expected
+    ):
         return f"{got} (braces and brackets have a meaning in YAML: write the text in quotes)"
     if value in ("", []) and setting.default not in (dataclasses.MISSING, None):
         return f"{got} (leave it out for the default, {schema.show(setting.default)})"
@@ -345,7 +435,10 @@ def dump(recipe: Recipe) -> str:
 
 def dump_stages(stages: Mapping[str, Recipe]) -> str:
     """What `load_stages` reads back as the same stages."""
-    if len(stages) == 1 and (recipe := stages.get(next(iter(stages.values())).objective)) is not None:
+    if (
+        len(stages) == 1
+        and (recipe := stages.get(next(iter(stages.values())).objective)) is not None
+    ):
         return dump(recipe)
     plain = {stage: redacted(_plain(recipe)) for stage, recipe in stages.items()}
     for stage, keys in plain.items():
@@ -362,13 +455,17 @@ def _plain(recipe: Recipe) -> dict[str, Any]:
 
 
 def changes(old: str, new: Recipe) -> list[str]:
-    """What differs between a saved config.yaml and a recipe, one line a key: `optimizer.lr: 1e-06 -> 2e-06`.
+    """What differs between a saved config.yaml and a recipe, one line a key: `optimizer.lr: 1e-06
+    -> 2e-06`.
 
-    Keys that do not say what is computed (`save`, `parallel`, `runs`, `name`, `threads`) may differ; so may `steps` where the
-    learning rate does not depend on it (`optimizer.schedule: constant`), and `data.max_tokens` of an online objective: recipes of
-    today may not name it, earlier ones could, and it did nothing.
+    Keys that do not say what is computed (`save`, `parallel`, `runs`, `name`, `threads`) may
+    differ; so may `steps` where the learning rate does not depend on it (`optimizer.schedule:
+    constant`), and `data.max_tokens` of an online objective: recipes of today may not name it,
+    earlier ones could, and it did nothing.
     """
-    before, after = (_flat(redacted(_plain(recipe))) for recipe in (parse_recorded(old, "config.yaml"), new))
+    before, after = (
+        _flat(redacted(_plain(recipe))) for recipe in (parse_recorded(old, "config.yaml"), new)
+    )
     neutral = NEUTRAL + (("steps",) if new.optimizer.schedule == "constant" else ())
     neutral += ("data.max_tokens",) if is_online(new.objective) else ()
     return [
@@ -382,7 +479,11 @@ def changes(old: str, new: Recipe) -> list[str]:
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     """Dotted key -> scalar; empty mappings and null sections vanish."""
     if isinstance(value, Mapping):
-        return {key: inner for name, below in value.items() for key, inner in _flat(below, f"{prefix}.{name}".lstrip(".")).items()}
+        return {
+            key: inner
+            for name, below in value.items()
+            for key, inner in _flat(below, f"{prefix}.{name}".lstrip(".")).items()
+        }
     if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
         return _flat({str(place): item for place, item in enumerate(value)}, prefix)
     return {} if value is None else {prefix: value}

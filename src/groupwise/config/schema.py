@@ -1,7 +1,8 @@
 """The settings of a recipe: every key with its meaning, type, range, default and TRL's name for it.
 
-Nothing is written down twice: keys, types, ranges and defaults come from the dataclasses in `settings.py` (and one of
-`algorithms/losses.py`), meanings from the text below each field there, TRL's names from `trl.py`.
+Nothing is written down twice: keys, types, ranges and defaults come from the dataclasses in
+`settings.py` (and one of `algorithms/losses.py`), meanings from the text below each field there,
+TRL's names from `trl.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from groupwise.config.trl import FATES, TABLE
 from groupwise.errors import ConfigError
 from groupwise.utils.spelling import nearest
 
-STAGES = "Several runs in one file, in order: each entry overlays the keys above it (`stages: {sft: {...}, grpo: {...}}`)."
+STAGES = (
+    "Several runs in one file, in order: each entry overlays the keys above it (`stages: {sft:"
+    " {...}, grpo: {...}}`)."
+)
 
 
 NAMES: dict[str, Collection[str]] = {
@@ -33,7 +37,10 @@ NAMES: dict[str, Collection[str]] = {
     "rewards.N.function": tuple(settings.REWARDS),
     "data.task": tuple(settings.TASKS),
     "environment.factory": tuple(settings.FACTORIES),
-    **{f"group.{kind}": tuple(PARTS[kind]) for kind in ("credit", "ratio", "surrogate", "weights", "divergence")},
+    **{
+        f"group.{kind}": tuple(PARTS[kind])
+        for kind in ("credit", "ratio", "surrogate", "weights", "divergence")
+    },
 }
 """Keys that take the name of something built in."""
 
@@ -62,7 +69,14 @@ class Setting:
     @property
     def choices(self) -> tuple[str, ...]:
         """The words that a value may be; none where it may be others."""
-        return next((typing.get_args(one) for one in _members(self.hint)[0] if typing.get_origin(one) is typing.Literal), ())
+        return next(
+            (
+                typing.get_args(one)
+                for one in _members(self.hint)[0]
+                if typing.get_origin(one) is typing.Literal
+            ),
+            (),
+        )
 
     @property
     def trl(self) -> tuple[str, ...]:
@@ -132,7 +146,11 @@ def expected(hint: Any) -> str:
         case typing.Literal:
             return "one of " + ", ".join(map(str, arguments))
         case origin if origin is tuple and arguments[-1] is Ellipsis:
-            return "a list of sections" if _dataclass_in(hint) else f"a list, each {expected(arguments[0])}"
+            return (
+                "a list of sections"
+                if _dataclass_in(hint)
+                else f"a list, each {expected(arguments[0])}"
+            )
         case origin if origin is tuple:
             return f"a list of {len(arguments)}, each {expected(arguments[0])}"
         case origin if origin is not None and issubclass(origin, Mapping):
@@ -145,13 +163,20 @@ def expected(hint: Any) -> str:
 def _meanings() -> dict[tuple[str, str], str]:
     """(class, field) -> the text below the field in its file; (class, "") -> the class's docstring."""
     meanings: dict[tuple[str, str], str] = {}
-    trees = [ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8")) for module in (settings, losses)]
+    trees = [
+        ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
+        for module in (settings, losses)
+    ]
     for part in (node for tree in trees for node in tree.body):
         if not isinstance(part, ast.ClassDef):
             continue
         meanings[part.name, ""] = ast.get_docstring(part) or ""
         for line, below in zip(part.body, part.body[1:], strict=False):
-            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and isinstance(below, ast.Expr):
+            if (
+                isinstance(line, ast.AnnAssign)
+                and isinstance(line.target, ast.Name)
+                and isinstance(below, ast.Expr)
+            ):
                 text = below.value.value if isinstance(below.value, ast.Constant) else ""
                 meanings[part.name, line.target.id] = " ".join(str(text).split())
     return meanings
@@ -165,13 +190,21 @@ def settings_table() -> dict[str, Setting]:
         hints = typing.get_type_hints(section, include_extras=True)
         for field in dataclasses.fields(section):
             key, hint = prefix + field.name, hints[field.name]
-            default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+            default = (
+                field.default_factory()
+                if field.default_factory is not dataclasses.MISSING
+                else field.default
+            )
             inner = _dataclass_in(hint)
-            meaning = _meanings().get((section.__name__, field.name)) or (_meanings()[inner.__name__, ""] if inner else "")
+            meaning = _meanings().get((section.__name__, field.name)) or (
+                _meanings()[inner.__name__, ""] if inner else ""
+            )
             names = f" Built in: {', '.join(NAMES[key])}." if key in NAMES else ""
             yield Setting(key, hint, default, " ".join(meaning.split()) + names)
             if inner:
-                yield from walk(inner, f"{key}.N." if typing.get_origin(hint) is tuple else f"{key}.")
+                yield from walk(
+                    inner, f"{key}.N." if typing.get_origin(hint) is tuple else f"{key}."
+                )
 
     return {setting.key: setting for setting in walk(settings.Recipe, "")}
 
@@ -191,13 +224,17 @@ def normal(key: str) -> str:
 
 
 def lookup(key: str) -> Setting | None:
-    """The setting of a dotted name; positions in lists, and whatever lies inside a free mapping, are understood."""
+    """The setting of a dotted name; positions in lists, and whatever lies inside a free mapping,
+    are understood.
+    """
     table, parts = settings_table(), normal(key).split(".")
     if (setting := table.get(".".join(parts))) is not None:
         return setting
     for end in range(len(parts) - 1, 0, -1):
         if (setting := table.get(".".join(parts[:end]))) is not None:
-            inside = "mapping" in setting.expected or ("list" in setting.expected and parts[end:] == ["N"])
+            inside = "mapping" in setting.expected or (
+                "list" in setting.expected and parts[end:] == ["N"]
+            )
             return setting if setting.section is None and inside else None
     return None
 
@@ -217,7 +254,8 @@ def _trl_keys() -> dict[str, str]:
 
 
 def key_meant(name: str) -> str | None:
-    """The key that a name without its section means: its own last part, or TRL's name for it; else the nearest one.
+    """The key that a name without its section means: its own last part, or TRL's name for it; else
+    the nearest one.
 
     >>> key_meant("lr"), key_meant("num_generations"), key_meant("temprature"), key_meant("qqq")
     ('optimizer.lr', 'group.group_size', 'rollout.temperature', None)
@@ -229,7 +267,8 @@ def key_meant(name: str) -> str | None:
 
 
 def suggestion(key: str) -> str:
-    """What an unknown dotted key may have meant: ` (did you mean ...?)`, or where the keys that exist are listed.
+    """What an unknown dotted key may have meant: ` (did you mean ...?)`, or where the keys that
+    exist are listed.
 
     >>> suggestion("num_generations"), suggestion("group.lr"), suggestion("optimizer.learing_rate")
     (' (TRL name; here it is group.group_size)', ' (did you mean optimizer.lr?)', ' (did you mean optimizer.lr?)')
@@ -248,7 +287,11 @@ def suggestion(key: str) -> str:
         if (near := nearest(leaf, names, cutoff=0.7)) is not None:
             return f" (did you mean {names[near]}?)"
     for names in (here, everywhere) if section else (everywhere,):
-        if 0 < len(parts := [names[name] for name in names if leaf in name.split("_")]) <= MOST_MEANT:
+        if (
+            0
+            < len(parts := [names[name] for name in names if leaf in name.split("_")])
+            <= MOST_MEANT
+        ):
             return f" (did you mean {' or '.join(sorted(parts))}?)"
     return (
         f" (`groupwise config {inside.removesuffix('.N')}` lists the keys)"
@@ -287,7 +330,8 @@ def show(value: Any) -> str:
 def describe(key: str) -> str:
     """What a key means: type, range, default and TRL's name; for a section also the keys in it.
 
-    key: a dotted name (`group.group_size`), a section (`group`), or a name of TRL's (`num_generations`).
+    key: a dotted name (`group.group_size`), a section (`group`), or a name of TRL's
+        (`num_generations`).
     Raises ConfigError for an unknown one, with a suggestion.
     """
     if key == "stages" or key.startswith("stages."):
@@ -305,8 +349,16 @@ def describe(key: str) -> str:
         start = setting.key + (".N." if typing.get_origin(setting.hint) is tuple else ".")
         inside = {name: inner for name, inner in settings_table().items() if name.startswith(start)}
         width = max(map(len, inside))
-        return "\n".join(lines + [f"    {name:{width}}  {first_sentence(inner.meaning)}" for name, inner in inside.items()])
-    default = "none, it must be said" if setting.default is dataclasses.MISSING else show(setting.default)
+        return "\n".join(
+            lines
+            + [
+                f"    {name:{width}}  {first_sentence(inner.meaning)}"
+                for name, inner in inside.items()
+            ]
+        )
+    default = (
+        "none, it must be said" if setting.default is dataclasses.MISSING else show(setting.default)
+    )
     lines += [f"  value    {setting.expected}", f"  default  {default}"]
     for name in setting.trl:
         how = TABLE[name].says
@@ -316,7 +368,10 @@ def describe(key: str) -> str:
 
 def reference() -> str:
     """All settings as a Markdown page."""
-    about = "`groupwise config KEY` shows one of these keys, and what TRL calls it. A default that is not shown is null."
+    about = (
+        "`groupwise config KEY` shows one of these keys, and what TRL calls it. A default that is"
+        " not shown is null."
+    )
     lines = ["# Settings", "", about, ""]
     lines += [f"`stages`: {STAGES}"]
     top = ["", "| key | meaning | value (default) |", "|---|---|---|"]
@@ -325,7 +380,11 @@ def reference() -> str:
         if setting.section is None:
             sections.setdefault(key.rpartition(".")[0], []).append((key, setting))
     for prefix, inside in sections.items():
-        meaning = settings_table()[prefix.removesuffix(".N")].meaning if prefix else settings.Recipe.__doc__
+        meaning = (
+            settings_table()[prefix.removesuffix(".N")].meaning
+            if prefix
+            else settings.Recipe.__doc__
+        )
         lines += ["", f"## {prefix}" if prefix else "## The recipe", "", str(meaning), *top]
         lines += [_row(key, setting) for key, setting in inside]
     return "\n".join(lines) + "\n"
@@ -342,8 +401,14 @@ SIGNS = (
 def _row(key: str, setting: Setting) -> str:
     """A setting's line in the page."""
     default = "required" if setting.default is dataclasses.MISSING else f"`{show(setting.default)}`"
-    value = setting.expected.removesuffix(", or null") if setting.default is None else setting.expected
+    value = (
+        setting.expected.removesuffix(", or null") if setting.default is None else setting.expected
+    )
     for words, sign in SIGNS:
         value = value.replace(words, sign)
-    cells = [f"`{key}`", setting.meaning, value if setting.default is None else f"{value} ({default})"]
+    cells = [
+        f"`{key}`",
+        setting.meaning,
+        value if setting.default is None else f"{value} ({default})",
+    ]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -1,11 +1,13 @@
 """Every setting of a recipe, with its meaning, default and range: the one place to read them.
 
-Plain frozen dataclasses; importing this file imports neither torch nor transformers, so that a recipe is checked, explained and
-refused in a fraction of a second.  `recipes.py` turns YAML and dotted overrides into a `Recipe` and back; the components take the
-sections they need.  The text below a field is its documentation: `groupwise config KEY` prints it.
+Plain frozen dataclasses; importing this file imports neither torch nor transformers, so that a
+recipe is checked, explained and refused in a fraction of a second.  `recipes.py` turns YAML and
+dotted overrides into a `Recipe` and back; the components take the sections they need.  The text
+below a field is its documentation: `groupwise config KEY` prints it.
 
-The number of settings is kept small on purpose.  Batch sizes are said in prompts and completions per prompt; everything else
-(completions, updates, epochs, micro-batches) is derived and printed as a plan.
+The number of settings is kept small on purpose.  Batch sizes are said in prompts and completions
+per prompt; everything else (completions, updates, epochs, micro-batches) is derived and printed as
+a plan.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ Seed = Annotated[int, Ge(0), Lt(1 << 63)]
 Fraction = Annotated[float, Ge(0.0), Le(1.0)]
 Share = Annotated[float, Ge(0.0), Lt(1.0)]
 Part = str | Mapping[str, Any]
-"""A function by name, or a mapping with `name` and its keyword arguments: `{name: clipped, low: 0.2, high: 0.28}`.
-`file.py:function` or `module:function` names one of your own."""
+"""A function by name, or a mapping with `name` and its keyword arguments: `{name: clipped, low:
+0.2, high: 0.28}`. `file.py:function` or `module:function` names one of your own."""
 
 DATASET = ("sft", "reward", "dpo", "prm")
 """Objectives that learn from a data set."""
@@ -38,7 +40,9 @@ OBJECTIVES = (*DATASET, *ALGORITHMS)
 
 
 def is_online(objective: str) -> bool:
-    """True for objectives that sample their own completions; a `module:NAME` of one's own is such a one."""
+    """True for objectives that sample their own completions; a `module:NAME` of one's own is such a
+    one.
+    """
     return objective in ALGORITHMS or ":" in objective
 
 
@@ -52,7 +56,9 @@ FACTORIES = built_ins("environments")
 """Built-in environments."""
 
 BoardName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
-"""Where metrics may be sent, by the name of the package that does it, which is also the name of Groupwise's extra."""
+"""Where metrics may be sent, by the name of the package that does it, which is also the name of
+Groupwise's extra.
+"""
 ControlTokens = Literal["warn", "plain", "drop", "error"]
 """What becomes of control tokens in the text of messages."""
 
@@ -62,7 +68,9 @@ class ScratchSettings:
     """A small model with random weights, for tasks that need no pretrained one."""
 
     family: Literal["llama", "qwen2", "qwen3", "qwen3_5", "gpt2", "gemma2", "mixtral"] = "llama"
-    """Architecture.  `qwen3_5` has attention in every fourth block and in the last, gated DeltaNets in the others."""
+    """Architecture.  `qwen3_5` has attention in every fourth block and in the last, gated DeltaNets
+    in the others.
+    """
     hidden: Positive = 128
     """Width of the residual stream."""
     layers: Positive = 2
@@ -74,13 +82,15 @@ class ScratchSettings:
     context: Positive = 512
     """Longest sequence of prompt and completion."""
     tokenizer: str = "arithmetic"
-    """`arithmetic` (characters), `bytes`, `bpe:N` (N tokens, trained on the stage's data), or a tokenizer folder."""
+    """`arithmetic` (characters), `bytes`, `bpe:N` (N tokens, trained on the stage's data), or a
+    tokenizer folder.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraSettings:
-    """Train a low-rank adapter (peft).  The frozen weights are the reference.  `final/` holds the merged model, `final/adapter/`
-    the adapter.  `{}` uses the defaults."""
+    """Train a low-rank adapter (peft).  The frozen weights are the reference.  `final/` holds the
+    merged model, `final/adapter/` the adapter.  `{}` uses the defaults."""
 
     rank: Positive = 16
     """Columns of the adapter's two factors."""
@@ -95,19 +105,23 @@ class ModelSettings:
     """The policy: its source and its precision."""
 
     path: str | None = None
-    """A Hugging Face checkpoint folder, a hub name, a GGUF file, a packaged model (`groupwise get`), or `stage:NAME`, the final
-    model of an earlier stage."""
+    """A Hugging Face checkpoint folder, a hub name, a GGUF file, a packaged model (`groupwise
+    get`), or `stage:NAME`, the final model of an earlier stage."""
     scratch: ScratchSettings | None = None
     """Instead of `path`: a model with random weights."""
     dtype: Literal["float32", "bfloat16", "autocast"] = "float32"
-    """`float32`; `autocast` (float32 master weights, bfloat16 products); `bfloat16` (bfloat16 weights, float32 optimizer state)."""
+    """`float32`; `autocast` (float32 master weights, bfloat16 products); `bfloat16` (bfloat16
+    weights, float32 optimizer state).
+    """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` uses a GPU if there is one."""
     attention: Literal["shared", "packed", "single"] = "shared"
-    """`shared`: packed batches, each prompt once per group; `packed`: packed batches with repeated prompts; `single`: one
-    sequence per forward pass, for models that cannot be packed."""
+    """`shared`: packed batches, each prompt once per group; `packed`: packed batches with repeated
+    prompts; `single`: one sequence per forward pass, for models that cannot be packed."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass to save memory.  An update takes 12 to 20% longer, with an adapter up to 50%."""
+    """Recompute activations in the backward pass to save memory.  An update takes 12 to 20% longer,
+    with an adapter up to 50%.
+    """
     lora: LoraSettings | None = None
     chat_template: str | None = None
     """A Jinja string or a `.jinja` file that replaces the tokenizer's chat template."""
@@ -120,8 +134,9 @@ class DataSettings:
     """Rows, and how they become prompts."""
 
     path: str | None = None
-    """A JSONL, JSON or Parquet file, or a hub name.  For pairs also `stage:NAME`: the best and the worst completion of every
-    group of an earlier stage, by its combined reward or by one reward function (`stage:NAME:FUNCTION`)."""
+    """A JSONL, JSON or Parquet file, or a hub name.  For pairs also `stage:NAME`: the best and the
+    worst completion of every group of an earlier stage, by its combined reward or by one reward
+    function (`stage:NAME:FUNCTION`)."""
     split: str = "train"
     """Split of a hub data set."""
     task: str | None = None
@@ -129,35 +144,41 @@ class DataSettings:
     task_args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the task."""
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Renames columns: `{prompt: question}` reads the prompt from the column `question`.  A row may lack columns that its prompt
-    and its answer do not need."""
+    """Renames columns: `{prompt: question}` reads the prompt from the column `question`.  A row may
+    lack columns that its prompt and its answer do not need."""
     system: str | None = None
     """System message of chat prompts without one."""
     chat: bool = False
     """Make string prompts user messages and apply the chat template."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, `{enable_thinking: false}`.  A row's column of that name overrides them.  A variable that
-    the template does not use is refused."""
+    """Variables of the chat template, `{enable_thinking: false}`.  A row's column of that name
+    overrides them.  A variable that the template does not use is refused."""
     template: str | None = None
-    """Python format string that builds the prompt from the row's columns, or `alpaca` for instruction/input rows."""
+    """Python format string that builds the prompt from the row's columns, or `alpaca` for
+    instruction/input rows.
+    """
     limit: Positive | None = None
     """Use only the first rows."""
     control_tokens: ControlTokens = "warn"
-    """Special tokens (`<|im_end|>`) as text in a row's messages (except the assistant's), tools or `chat_template_kwargs`: `warn`
-    encodes them as tokens, counts and reports them; `plain` encodes them as text; `drop` skips the row; `error` refuses the
-    data."""
+    """Special tokens (`<|im_end|>`) as text in a row's messages (except the assistant's), tools or
+    `chat_template_kwargs`: `warn` encodes them as tokens, counts and reports them; `plain` encodes
+    them as text; `drop` skips the row; `error` refuses the data."""
     max_prompt_tokens: Positive | None = None
     """Longest prompt; default: the context minus `rollout.max_new_tokens`."""
     max_tokens: Positive | None = None
-    """Longest row (prompt and completion) of a data-set objective; default and maximum: the context."""
+    """Longest row (prompt and completion) of a data-set objective; default and maximum: the
+    context.
+    """
     too_long: Literal["drop", "truncate_left", "error"] = "drop"
-    """Longer prompts and rows: `drop` skips them, `truncate_left` cuts the prompt's beginning, `error` refuses the data.  The
-    plan counts them."""
+    """Longer prompts and rows: `drop` skips them, `truncate_left` cuts the prompt's beginning,
+    `error` refuses the data.  The plan counts them."""
     retire: Count = 0
-    """Online objectives: remove a prompt after this many consecutive solved groups (every completion right by `verdict`); 0:
-    never.  When all prompts are removed, all return."""
+    """Online objectives: remove a prompt after this many consecutive solved groups (every
+    completion right by `verdict`); 0: never.  When all prompts are removed, all return."""
     curriculum: Fraction = 0.0
-    """Online objectives: skip a prompt in an epoch with this probability times the pass rate of its last group."""
+    """Online objectives: skip a prompt in an epoch with this probability times the pass rate of its
+    last group.
+    """
     shuffle: bool = True
     """Visit rows in a new seeded random order each epoch."""
     eval_path: str | None = None
@@ -165,8 +186,8 @@ class DataSettings:
     eval_split: str = "test"
     """Split of a hub data set for evaluation."""
     eval_fraction: Share | Mapping[str, Share] = 0.0
-    """Hold out this share of `path` by a hash of the prompt.  `{test: 0.2, validation: 0.1}` holds out two parts: evaluations
-    during training use `validation`, at the end `test`."""
+    """Hold out this share of `path` by a hash of the prompt.  `{test: 0.2, validation: 0.1}` holds
+    out two parts: evaluations during training use `validation`, at the end `test`."""
     eval_limit: Positive | None = None
     """Evaluate on the first rows only."""
     train_on: Literal["completion", "all"] = "completion"
@@ -174,12 +195,17 @@ class DataSettings:
 
     @property
     def parts(self) -> dict[str, float]:
-        """The held-out shares by name, `test` first: it keeps its rows whatever `validation` is.  Empty if nothing is held out.
+        """The held-out shares by name, `test` first: it keeps its rows whatever `validation` is.
+        Empty if nothing is held out.
 
         >>> DataSettings(eval_fraction=0.2).parts, DataSettings(eval_fraction={"validation": 0.1, "test": 0.2}).parts
         ({'test': 0.2}, {'test': 0.2, 'validation': 0.1})
         """
-        shares = self.eval_fraction if isinstance(self.eval_fraction, Mapping) else {"test": self.eval_fraction}
+        shares = (
+            self.eval_fraction
+            if isinstance(self.eval_fraction, Mapping)
+            else {"test": self.eval_fraction}
+        )
         return {name: shares[name] for name in sorted(shares) if shares[name]}
 
 
@@ -196,29 +222,39 @@ class RewardSettings:
     args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the function."""
     timeout: Annotated[float, Gt(0.0)] | None = None
-    """Seconds after which a call is stopped and counts as None.  If more than a tenth of the calls are stopped, the run ends.
+    """Seconds after which a call is stopped and counts as None.  If more than a tenth of the calls
+    are stopped, the run ends.
     null: a call of more than ten minutes, or 10 s per completion if that is more, ends the run."""
 
 
-VERDICTS = tuple(name for name, place in REWARDS.items() if place.startswith("groupwise.rewards.accuracy:"))
+VERDICTS = tuple(
+    name for name, place in REWARDS.items() if place.startswith("groupwise.rewards.accuracy:")
+)
 """Built-in reward functions whose 1 says that a completion is right."""
 
 
 def verdict_of(rewards: Sequence[RewardSettings], named: str | None) -> str | None:
-    """The reward that says which completions are right: `verdict` of the recipe, else the first of `VERDICTS`, else none.
+    """The reward that says which completions are right: `verdict` of the recipe, else the first of
+    `VERDICTS`, else none.
 
     >>> verdict_of([RewardSettings(function="tags"), RewardSettings(function="exact", name="word")], None)
     'word'
     """
-    return named or next((one.name or one.function for one in rewards if one.function in VERDICTS), None)
+    return named or next(
+        (one.name or one.function for one in rewards if one.function in VERDICTS), None
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineTraits:
-    """What a recipe's other settings must know of a rollout engine.  The defaults are those of an engine of one's own."""
+    """What a recipe's other settings must know of a rollout engine.  The defaults are those of an
+    engine of one's own.
+    """
 
     own_weights: bool = False
-    """Samples with the very weights that are trained: unless it is ahead of them, there is nothing to correct."""
+    """Samples with the very weights that are trained: unless it is ahead of them, there is nothing
+    to correct.
+    """
     packed: bool = False
     """Computes packed streams only."""
     prepares: bool = False
@@ -247,19 +283,24 @@ class EngineSettings:
     """The sampler.  `engine: vllm` is short for `{name: vllm}`."""
 
     name: Name = "native"
-    """`native` (in the trainer's process), `transformers` (`generate`, slow), `vllm` (a server that the run starts), or
-    `file.py:function`, which makes your own engine."""
+    """`native` (in the trainer's process), `transformers` (`generate`, slow), `vllm` (a server that
+    the run starts), or `file.py:function`, which makes your own engine."""
     servers: tuple[str, ...] = ()
     """vllm: addresses of running servers, e.g. `[http://127.0.0.1:8000]`."""
     colocated: bool = False
-    """vllm: sample in the trainer's process, in turn with training.  Needs vLLM in the same environment."""
+    """vllm: sample in the trainer's process, in turn with training.  Needs vLLM in the same
+    environment.
+    """
     dtype: Literal["float32", "bfloat16"] | None = None
     """vllm: dtype of a server that the run starts; default: the dtype of the policy's products."""
     ahead: Count = 0
-    """Steps by which sampling is ahead of training: sampled tokens are at most this many steps old. vllm samples while the
-    trainer trains.  Other engines sample before each step and save no time."""
+    """Steps by which sampling is ahead of training: sampled tokens are at most this many steps old.
+    vllm samples while the trainer trains.  Other engines sample before each step and save no time.
+    """
     correct: Correction | None = field(default_factory=Correction)
-    """Importance weights `exp(trainer's log-prob - sampler's)` for completions of vLLM or older weights. null: none."""
+    """Importance weights `exp(trainer's log-prob - sampler's)` for completions of vLLM or older
+    weights. null: none.
+    """
     args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of an engine of your own."""
 
@@ -289,34 +330,39 @@ class RolloutSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnvironmentSettings:
-    """Tools, an environment, or a procedural data set.  With tools or an environment a completion is a conversation;
-    `rollout.max_new_tokens` limits all its turns and answers together."""
+    """Tools, an environment, or a procedural data set.  With tools or an environment a completion
+    is a conversation; `rollout.max_new_tokens` limits all its turns and answers together."""
 
     tools: tuple[str, ...] = ()
-    """Functions that the policy can call, plain or `async`: `file.py:function` or `module:function`, with type hints and a
-    docstring that describes every parameter under `Args:`."""
+    """Functions that the policy can call, plain or `async`: `file.py:function` or
+    `module:function`, with type hints and a docstring that describes every parameter under `Args:`.
+    """
     factory: str | Mapping[str, str] | None = None
-    """Makes an environment per episode: a built-in one, `file.py:Class` or `module:Class`, in TRL's form (`reset(**row)`, public
-    methods as tools, optional `get_reward()`) or with `reset` and `step(text) -> (observation, reward, done)`.  With a mapping of
-    names to classes the row's column `environment` selects one."""
+    """Makes an environment per episode: a built-in one, `file.py:Class` or `module:Class`, in TRL's
+    form (`reset(**row)`, public methods as tools, optional `get_reward()`) or with `reset` and
+    `step(text) -> (observation, reward, done)`.  With a mapping of names to classes the row's
+    column `environment` selects one."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the factory, or of the procedural data set."""
     interface: Literal["tools", "step"] | None = None
-    """`tools`: the policy calls the environment's methods; `step`: the policy's text goes to `step`. null: `step` if the
-    environment has that method."""
+    """`tools`: the policy calls the environment's methods; `step`: the policy's text goes to
+    `step`. null: `step` if the environment has that method."""
     reasoning_gym: Name | None = None
     """Instead of `data` and `rewards`: a Reasoning Gym data set (`chain_sum`) with its scorer."""
     openenv: Name | None = None
-    """Instead of `factory: openenv` with `args: {url: ...}`: the address of an OpenEnv server, `ws://host:port`; `args` may name
-    `field` and `seconds`."""
+    """Instead of `factory: openenv` with `args: {url: ...}`: the address of an OpenEnv server,
+    `ws://host:port`; `args` may name `field` and `seconds`."""
     harness: str | Annotated[tuple[str, ...], MinLen(1)] | None = None
-    """Runs an episode with the run's endpoint: a function of `base_url` and `row` that returns the reward (`file.py:function` or
-    `module:function`), a program with its arguments, or `outside`: processes that fetch episodes."""
+    """Runs an episode with the run's endpoint: a function of `base_url` and `row` that returns the
+    reward (`file.py:function` or `module:function`), a program with its arguments, or `outside`:
+    processes that fetch episodes."""
     verifiers: Name | None = None
-    """Instead of `data` and `rewards`: an installed taskset of verifiers by name; `args` is its `[env]`."""
+    """Instead of `data` and `rewards`: an installed taskset of verifiers by name; `args` is its
+    `[env]`.
+    """
     listen: str = "127.0.0.1:0"
-    """Address of the endpoint for harnesses; port 0 is any free port.  Other addresses than the loopback need the environment
-    variable GROUPWISE_TOKEN, which requests must send."""
+    """Address of the endpoint for harnesses; port 0 is any free port.  Other addresses than the
+    loopback need the environment variable GROUPWISE_TOKEN, which requests must send."""
     at_once: Positive = 64
     """Harnesses that run at the same time."""
     max_turns: Positive = 16
@@ -330,11 +376,12 @@ class EnvironmentSettings:
     max_observation_bytes: Positive = 32768
     """The same in bytes of UTF-8."""
     past: Literal["keep", "split"] = "keep"
-    """If the chat template rewrites earlier turns (drops reasoning): `keep` continues after the sampled tokens; `split` continues
-    after the template's version, as at inference, and trains each part with the context that it was sampled from."""
+    """If the chat template rewrites earlier turns (drops reasoning): `keep` continues after the
+    sampled tokens; `split` continues after the template's version, as at inference, and trains each
+    part with the context that it was sampled from."""
     runs: Literal["process", "thread"] | None = None
-    """Tools and environments run in a worker `process`, which can be killed, or in a `thread` of the trainer, which is faster to
-    call. null: `process` for names, `thread` for objects."""
+    """Tools and environments run in a worker `process`, which can be killed, or in a `thread` of
+    the trainer, which is faster to call. null: `process` for names, `thread` for objects."""
 
     def named(self, keys: Sequence[str]) -> list[str]:
         """Those of these keys that a recipe sets."""
@@ -363,8 +410,8 @@ OWNERS = ("factory", "reasoning_gym", "openenv", *ASKING)
 class GroupSettings:
     """A step of reinforcement learning and its loss.
 
-    `objective` names a preset: one row of the algorithm table.  `credit`, `ratio`, `surrogate` and `weights` replace parts of it.
-    """
+    `objective` names a preset: one row of the algorithm table.  `credit`, `ratio`, `surrogate` and
+    `weights` replace parts of it."""
 
     prompts_per_step: Positive = 16
     """Prompts of one rollout."""
@@ -375,7 +422,8 @@ class GroupSettings:
     minibatches: Positive = 1
     """Optimizer steps per pass, each with an equal part of the prompts."""
     beta: Annotated[float, Ge(0.0)] | None = None
-    """Weight of the KL to the reference; 0 needs no reference.  Default: the preset's (0 for most)."""
+    """Weight of the KL to the reference; 0 needs no reference.  Default: the preset's (0 for most).
+    """
     kl: Literal["k1", "k2", "k3", "k3_ratio"] | None = None
     """KL estimator in the loss.  Default: the preset's (k3)."""
     credit: Part | None = None
@@ -387,32 +435,38 @@ class GroupSettings:
     weights: Part | None = None
     """Normalisation.  Default: the preset's."""
     divergence: Part | None = None
-    """Distance between the next-token distributions of policy and teacher, added to the loss. jsd with `beta` 0 is KL(teacher ||
-    policy), with 1, the default, KL(policy || teacher).  `top_k` uses the policy's most likely tokens and one bucket for the
-    rest.  Default: the preset's, if it has one."""
+    """Distance between the next-token distributions of policy and teacher, added to the loss. jsd
+    with `beta` 0 is KL(teacher || policy), with 1, the default, KL(policy || teacher).  `top_k`
+    uses the policy's most likely tokens and one bucket for the rest.  Default: the preset's, if it
+    has one."""
     mix: Share | None = None
     """Share of the teacher in the sampling distribution.  Default: the preset's (0 for most)."""
     dead_groups: Literal["exact", "drop", "refill"] | None = None
-    """Groups with equal rewards: `exact` (counted in the denominators), `drop` (not counted), `refill` (replaced by groups of
-    other prompts).  Default: the preset's."""
+    """Groups with equal rewards: `exact` (counted in the denominators), `drop` (not counted),
+    `refill` (replaced by groups of other prompts).  Default: the preset's."""
     filter: Part | None = None
-    """Your `file.py:function` that selects the groups that `dead_groups: refill` keeps: it takes a scored group and returns true
-    or false.  Default: groups with different rewards."""
+    """Your `file.py:function` that selects the groups that `dead_groups: refill` keeps: it takes a
+    scored group and returns true or false.  Default: groups with different rewards."""
     max_refills: Positive = 4
     """`refill` stops after this many times `prompts_per_step` additional prompts."""
     truncated: Literal["keep", "mask"] | None = None
     """Train truncated completions, or mask them in the loss.  Default: the preset's."""
     entropy_bonus: float = 0.0
-    """Coefficient of the mean token entropy, subtracted from the loss; with `entropy_target` its maximum."""
+    """Coefficient of the mean token entropy, subtracted from the loss; with `entropy_target` its
+    maximum.
+    """
     entropy_target: Annotated[float, Gt(0.0)] | None = None
-    """Adaptive entropy bonus (2505.22312), in nats.  If the sampled entropy of an optimizer step is at or below it, the
-    coefficient (0 at first) rises by `entropy_step` and is applied.  Otherwise it falls by `entropy_step` and is not applied."""
+    """Adaptive entropy bonus (2505.22312), in nats.  If the sampled entropy of an optimizer step is
+    at or below it, the coefficient (0 at first) rises by `entropy_step` and is applied.  Otherwise
+    it falls by `entropy_step` and is not applied."""
     entropy_step: Annotated[float, Gt(0.0)] = 0.005
     """Change of that coefficient per optimizer step."""
     entropy_quantile: Annotated[float, Ge(0.0), Lt(1.0)] = 0.0
     """Train only tokens whose entropy is at or above this quantile (2506.01939 uses 0.8)."""
     off_policy_delta: Annotated[float, Gt(0.0)] | None = None
-    """Drop completions with negative advantage if their mean log-ratio to the sampler exceeds this many nats (2512.02556)."""
+    """Drop completions with negative advantage if their mean log-ratio to the sampler exceeds this
+    many nats (2512.02556).
+    """
     reference_refresh: Count = 0
     """Move the reference to the policy every this many steps; 0: never."""
     reference_mix: Annotated[float, Gt(0.0), Le(1.0)] = 1.0
@@ -424,11 +478,11 @@ class CriticSettings:
     """The value function of `ppo`, or of any other preset with `group.credit: gae`."""
 
     path: str | None = None
-    """A separate backbone: a checkpoint, a reward model (with its head), or `stage:NAME`. null: a new head on the policy's
-    backbone, which both losses train."""
+    """A separate backbone: a checkpoint, a reward model (with its head), or `stage:NAME`. null: a
+    new head on the policy's backbone, which both losses train."""
     lr: Annotated[float, Gt(0.0), Lt(1.0)] | None = None
-    """Peak learning rate.  Other settings are those of `optimizer`.  Default: 5e-3 for a new head on the policy, 1e-5 for a
-    separate backbone."""
+    """Peak learning rate.  Other settings are those of `optimizer`.  Default: 5e-3 for a new head
+    on the policy, 1e-5 for a separate backbone."""
     coefficient: Annotated[float, Gt(0.0)] = 0.1
     """Weight of the value loss."""
     clip: Annotated[float, Gt(0.0)] | None = 0.2
@@ -453,19 +507,25 @@ class DemonstrationSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TeacherSettings:
-    """The teacher of `distill`, `distill_sampled`, `minillm`, or any other preset with `group.divergence`."""
+    """The teacher of `distill`, `distill_sampled`, `minillm`, or any other preset with
+    `group.divergence`.
+    """
 
     path: str | None = None
-    """A checkpoint with the policy's vocabulary, or `stage:NAME`.  null: the policy before its first step."""
+    """A checkpoint with the policy's vocabulary, or `stage:NAME`.  null: the policy before its
+    first step.
+    """
     servers: tuple[str, ...] = ()
-    """Instead of `path`: `http://host:port` of vLLM servers of a model with the policy's vocabulary.  They return log-probs of
-    sampled tokens at temperature 1, which is enough for distill_sampled."""
+    """Instead of `path`: `http://host:port` of vLLM servers of a model with the policy's
+    vocabulary.  They return log-probs of sampled tokens at temperature 1, which is enough for
+    distill_sampled."""
     ema: Fraction = 0.0
-    """If the policy is its own teacher: the policy's share in the teacher's update after every step; 1: the teacher is the
-    policy."""
+    """If the policy is its own teacher: the policy's share in the teacher's update after every
+    step; 1: the teacher is the policy."""
     hint: str | None = None
-    """Text before the prompt for the teacher only: a Python format string over the row's columns, e.g. `Answer: {answer}\n`, or
-    one text for all rows.  A row without one of the columns gets no hint."""
+    """Text before the prompt for the teacher only: a Python format string over the row's columns,
+    e.g. `Answer: {answer}\n`, or one text for all rows.  A row without one of the columns gets no
+    hint."""
     demonstrations: DemonstrationSettings | None = None
 
 
@@ -481,7 +541,10 @@ class OptimizerSettings:
     """Last learning rate of linear and cosine, as a share of `lr`."""
     warmup_steps: Count = 0
     """Optimizer steps of linear warm-up."""
-    betas: tuple[Annotated[float, Ge(0.0), Lt(1.0)], Annotated[float, Ge(0.0), Lt(1.0)]] = (0.9, 0.999)
+    betas: tuple[Annotated[float, Ge(0.0), Lt(1.0)], Annotated[float, Ge(0.0), Lt(1.0)]] = (
+        0.9,
+        0.999,
+    )
     """Decay rates of AdamW's moments."""
     eps: Annotated[float, Gt(0.0)] = 1e-8
     """AdamW's epsilon."""
@@ -490,10 +553,12 @@ class OptimizerSettings:
     clip_norm: Annotated[float, Gt(0.0)] | None = 1.0
     """Largest gradient norm; null: no clipping."""
     tokens_per_microbatch: Positive | None = None
-    """Packed positions per forward and backward pass.  It changes memory and speed, not the update. null: in proportion to the
-    model's size (see the plan)."""
+    """Packed positions per forward and backward pass.  It changes memory and speed, not the update.
+    null: in proportion to the model's size (see the plan)."""
     max_nonfinite_steps: Positive = 5
-    """The run stops after this many consecutive skipped steps, whose loss or gradient is not finite."""
+    """The run stops after this many consecutive skipped steps, whose loss or gradient is not
+    finite.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -527,13 +592,16 @@ class SaveSettings:
     rollouts_every: Count = 1
     """Record the completions of every this many steps in `rollouts/`; 0: never."""
     report_to: tuple[BoardName, ...] = ()
-    """Dashboards: TensorBoard, Weights & Biases, MLflow, Trackio.  They read project and server from their environment variables
-    (WANDB_PROJECT, MLFLOW_TRACKING_URI ...). metrics.jsonl is always written."""
+    """Dashboards: TensorBoard, Weights & Biases, MLflow, Trackio.  They read project and server
+    from their environment variables (WANDB_PROJECT, MLFLOW_TRACKING_URI ...). metrics.jsonl is
+    always written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplaySettings:
-    """Old pairs of `path` or `task`, mixed into training on new ones (DeepSeekMath 2402.03300, Algorithm 1)."""
+    """Old pairs of `path` or `task`, mixed into training on new ones (DeepSeekMath 2402.03300,
+    Algorithm 1).
+    """
 
     path: str | None = None
     """A file of older pairs with the same columns as `data.path`."""
@@ -548,7 +616,9 @@ class RewardModelSettings:
     """`objective: reward`: a Bradley-Terry reward model from pairs."""
 
     pooling: Literal["last", "mean", "sum"] = "last"
-    """The score of a completion: the number at its last token, the mean over its tokens, or their sum divided by 32."""
+    """The score of a completion: the number at its last token, the mean over its tokens, or their
+    sum divided by 32.
+    """
     centering: Annotated[float, Ge(0.0)] = 0.0
     """Coefficient of (score_chosen + score_rejected)^2."""
     lm_coefficient: Annotated[float, Ge(0.0)] = 0.0
@@ -568,12 +638,13 @@ class PairSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelSettings:
-    """What each of several processes holds (`--nproc`, torchrun).  It does not change the updates.  `parallel: zero3` is short
-    for `{name: zero3}`."""
+    """What each of several processes holds (`--nproc`, torchrun).  It does not change the updates.
+    `parallel: zero3` is short for `{name: zero3}`."""
 
     name: Literal["auto", "ddp", "zero2", "zero3"] = "auto"
-    """`ddp`: everything; `zero3`: a part of weights, gradients and optimizer state (FSDP2); `zero2`: the same, with weights
-    gathered from forward to backward; `auto`: `zero3` from a billion parameters on, else `ddp`."""
+    """`ddp`: everything; `zero3`: a part of weights, gradients and optimizer state (FSDP2);
+    `zero2`: the same, with weights gathered from forward to backward; `auto`: `zero3` from a
+    billion parameters on, else `ddp`."""
     shards: Annotated[int, Ge(2)] | None = None
     """Processes that share one copy (HSDP); default: all of them."""
     offload: bool = False
@@ -589,7 +660,9 @@ class Recipe:
     """One run: objective, model, data and length."""
 
     objective: Name
-    """A loss on data (`prm`: a process reward model), an online algorithm, or `file.py:NAME`, your own `Algorithm`."""
+    """A loss on data (`prm`: a process reward model), an online algorithm, or `file.py:NAME`, your
+    own `Algorithm`.
+    """
     name: str = "run"
     """The run folder is `runs`/`name`."""
     runs: str = "runs"
@@ -597,20 +670,24 @@ class Recipe:
     seed: Seed = 0
     """Seed of random weights, data order and sampling."""
     threads: Annotated[int, Gt(0), Le(1024)] | None = None
-    """CPU threads of torch; default: OMP_NUM_THREADS, else one below a million parameters, else torch's default."""
+    """CPU threads of torch; default: OMP_NUM_THREADS, else one below a million parameters, else
+    torch's default.
+    """
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     steps: Positive | None = None
     """Optimizer steps for data-set objectives, rollouts for online ones."""
     epochs: Annotated[float, Gt(0.0)] | None = None
     """Instead of `steps`: passes over the data."""
     batch_size: Positive = 32
-    """Rows per optimizer step of a data-set objective.  Online ones use `group.prompts_per_step`."""
+    """Rows per optimizer step of a data-set objective.  Online ones use `group.prompts_per_step`.
+    """
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
     rewards: tuple[RewardSettings, ...] = ()
     verdict: str | None = None
-    """Name of the reward that is 1 for right completions, for accuracies, pass@k, solved groups and `data.retire`.  Default: the
-    first accuracy, exact or number.  Without one, evaluations report only rewards."""
+    """Name of the reward that is 1 for right completions, for accuracies, pass@k, solved groups and
+    `data.retire`.  Default: the first accuracy, exact or number.  Without one, evaluations report
+    only rewards."""
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     environment: EnvironmentSettings = field(default_factory=EnvironmentSettings)
     group: GroupSettings = field(default_factory=GroupSettings)

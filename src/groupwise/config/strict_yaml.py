@@ -1,8 +1,9 @@
 """YAML with nothing surprising in it, read into plain values and the place of each.
 
-Differences from `yaml.safe_load`: duplicate keys are errors; scalars follow YAML 1.2 (`1e-5` is a number; `yes`, `on`, `1:30` and
-dates are text); tags other than the plain ones are errors; anchors may not blow a file up.  All mistakes of a file are collected,
-except for a syntax error, behind which nothing can be read.
+Differences from `yaml.safe_load`: duplicate keys are errors; scalars follow YAML 1.2 (`1e-5` is a
+number; `yes`, `on`, `1:30` and dates are text); tags other than the plain ones are errors; anchors
+may not blow a file up.  All mistakes of a file are collected, except for a syntax error, behind
+which nothing can be read.
 """
 
 from __future__ import annotations
@@ -17,13 +18,18 @@ from typing import Any, NamedTuple
 import yaml
 
 MOST_VALUES = 10_000
-"""Values in one file after anchors are expanded: recipes have a hundred, a "billion laughs" file has 10^9."""
+"""Values in one file after anchors are expanded: recipes have a hundred, a "billion laughs" file
+has 10^9.
+"""
 
 TAG = "tag:yaml.org,2002:"
 _SCALARS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "null": (r"~|null|Null|NULL|", lambda _: None),
     "bool": (r"true|True|TRUE|false|False|FALSE", lambda text: text.lower() == "true"),
-    "int": (r"[-+]?[0-9]+|0x[0-9a-fA-F]+|0o[0-7]+", lambda text: int(text, 0 if text[1:2] in "xo" else 10)),
+    "int": (
+        r"[-+]?[0-9]+|0x[0-9a-fA-F]+|0o[0-7]+",
+        lambda text: int(text, 0 if text[1:2] in "xo" else 10),
+    ),
     "float": (
         r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
         lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
@@ -40,7 +46,9 @@ class _Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """Writes what `parse` reads back as the same value: text that any YAML would take for a number or a word is quoted."""
+    """Writes what `parse` reads back as the same value: text that any YAML would take for a number
+    or a word is quoted.
+    """
 
     def ignore_aliases(self, data: Any) -> bool:
         """Repeats values instead of naming them by anchors."""
@@ -53,7 +61,10 @@ for _name, (_pattern, _) in _SCALARS.items():
 
 def _represent_text(dumper: Dumper, text: str) -> yaml.ScalarNode:
     plain = (True, False)
-    readers = {_READER.resolve(yaml.ScalarNode, text, plain), dumper.resolve(yaml.ScalarNode, text, plain)}
+    readers = {
+        _READER.resolve(yaml.ScalarNode, text, plain),
+        dumper.resolve(yaml.ScalarNode, text, plain),
+    }
     style = None
     if readers != {TAG + "str"} or not text.replace("\n", "").isprintable():
         style = '"'
@@ -110,7 +121,10 @@ class Document:
     def part(self, path: Path) -> Document:
         """The value at `path` as a document."""
         start = len(path)
-        return Document(self.get(path), {one[start:]: place for one, place in self.places.items() if one[:start] == path})
+        return Document(
+            self.get(path),
+            {one[start:]: place for one, place in self.places.items() if one[:start] == path},
+        )
 
     def put(self, path: Path, part: Document) -> None:
         """Set the value at `path`; what holds it is there."""
@@ -151,29 +165,46 @@ def parse(text: str, name: str) -> tuple[Document, list[Problem]]:
         if root is None:
             return Document({}, {(): Place(f"{name}:1")}), problems
         document = Document(None)
-        document.values = _value(root, (), root.start_mark.line, name, document.places, problems, [])
+        document.values = _value(
+            root, (), root.start_mark.line, name, document.places, problems, []
+        )
         return document, problems
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}" if mark else name
         snippet = mark.get_snippet(indent=4) if mark else None
-        message = f"not YAML: {error.problem or error.context}" + (f"\n{snippet}" if snippet else "")
+        message = f"not YAML: {error.problem or error.context}" + (
+            f"\n{snippet}" if snippet else ""
+        )
     except yaml.reader.ReaderError as error:
-        where, message = name, f"not text: character {error.character!r} at position {error.position}"
+        where, message = (
+            name,
+            f"not text: character {error.character!r} at position {error.position}",
+        )
     except RecursionError:
         where, message = name, "nested too deeply"
     return Document({}, {(): Place(where)}), [Problem(where, message)]
 
 
 def parse_value(text: str, where: str) -> tuple[Document, list[Problem]]:
-    """One value, as it stands behind `key=` on a command line; every value in it has the same place."""
+    """One value, as it stands behind `key=` on a command line; every value in it has the same
+    place.
+    """
     document, problems = parse(text, where)
     places = {path: Place(where, place.text) for path, place in document.places.items()}
-    return Document(document.values if text.strip() else None, places), [Problem(where, problem.message) for problem in problems]
+    return Document(document.values if text.strip() else None, places), [
+        Problem(where, problem.message) for problem in problems
+    ]
 
 
 def _value(
-    node: yaml.Node, path: Path, line: int, name: str, places: dict[Path, Place], problems: list[Problem], around: list[yaml.Node]
+    node: yaml.Node,
+    path: Path,
+    line: int,
+    name: str,
+    places: dict[Path, Place],
+    problems: list[Problem],
+    around: list[yaml.Node],
 ) -> Any:
     """The value of one of YAML's nodes; adds the places of what is in it, and the mistakes.
 
@@ -182,7 +213,9 @@ def _value(
     if len(places) >= MOST_VALUES or node in around:
         problem = f"more than {MOST_VALUES} values once its anchors are expanded"
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-    places[path] = Place(f"{name}:{line + 1}", node.value if isinstance(node, yaml.ScalarNode) else "")
+    places[path] = Place(
+        f"{name}:{line + 1}", node.value if isinstance(node, yaml.ScalarNode) else ""
+    )
 
     def refuse(wrong: yaml.Node, message: str) -> None:
         problems.append(Problem(f"{name}:{wrong.start_mark.line + 1}", message))
@@ -193,7 +226,10 @@ def _value(
     kind = node.tag.removeprefix(TAG)
     match node:
         case yaml.SequenceNode() if kind == "seq":
-            return [inside(inner, place, inner.start_mark.line) for place, inner in enumerate(node.value)]
+            return [
+                inside(inner, place, inner.start_mark.line)
+                for place, inner in enumerate(node.value)
+            ]
         case yaml.ScalarNode() if kind in _SCALARS and re.fullmatch(_SCALARS[kind][0], node.value):
             with contextlib.suppress(ValueError):  # thousands of digits
                 return _SCALARS[kind][1](node.value)
@@ -202,11 +238,17 @@ def _value(
     values: dict[str, Any] = {}
     lines: dict[str, int] = {}
     for key_node, value_node in node.value if isinstance(node, yaml.MappingNode) else ():
-        key, line = key_node.value if isinstance(key_node, yaml.ScalarNode) else None, key_node.start_mark.line
+        key, line = (
+            (key_node.value if isinstance(key_node, yaml.ScalarNode) else None),
+            key_node.start_mark.line,
+        )
         if key is None:
             refuse(key_node, "a key must be a word")
         elif key_node.tag == TAG + "merge" or key == "<<":
-            refuse(key_node, "merge keys (<<) are not allowed: say what is shared at the top, and use `stages`")
+            refuse(
+                key_node,
+                "merge keys (<<) are not allowed: say what is shared at the top, and use `stages`",
+            )
         elif key in values:
             refuse(key_node, f"{key!r} stands here twice (first on line {lines[key] + 1})")
         else:
@@ -223,4 +265,11 @@ def dump(data: Mapping[str, Any]) -> str:
     stop:
     - "yes"
     """
-    return yaml.dump(dict(data), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=10**9, default_flow_style=False)
+    return yaml.dump(
+        dict(data),
+        Dumper=Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+        width=10**9,
+        default_flow_style=False,
+    )

@@ -1,11 +1,12 @@
 """What becomes of every argument of TRL 1.16: the table, and the converters that its rows name.
 
-The one table behind `groupwise config OLD_NAME`, docs/from-trl.md, what an unknown key may have meant, `groupwise recipes
-import-trl` and `gw.from_trl`.
+The one table behind `groupwise config OLD_NAME`, docs/from-trl.md, what an unknown key may have
+meant, `groupwise recipes import-trl` and `gw.from_trl`.
 
-The arguments are those of GRPOConfig, RLOOConfig, SFTConfig, RewardConfig and DPOConfig, of transformers' TrainingArguments (5.23)
-that they inherit, of ModelConfig and ScriptArguments, a few of trainers (`reward_funcs`) and of accelerate's launcher, and older
-names that configurations still hold.
+The arguments are those of GRPOConfig, RLOOConfig, SFTConfig, RewardConfig and DPOConfig, of
+transformers' TrainingArguments (5.23) that they inherit, of ModelConfig and ScriptArguments, a few
+of trainers (`reward_funcs`) and of accelerate's launcher, and older names that configurations still
+hold.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ FATES: dict[Fate, str] = {
 """What can become of an argument, in words."""
 
 Converter = Callable[[Configuration], None]
-"""Reads arguments that go together and writes the keys that they come to.  Several rows may name the same one, which runs once."""
+"""Reads arguments that go together and writes the keys that they come to.  Several rows may name
+the same one, which runs once.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,25 +72,41 @@ class Argument:
     says: str = ""
     """What to write, what differs, or why it is not needed."""
     convert: Converter | Value | None = None
-    """From its value, and those of arguments that it goes with, to keys of a recipe; None where none is written."""
+    """From its value, and those of arguments that it goes with, to keys of a recipe; None where
+    none is written.
+    """
 
 
 def convert(trl: Configuration) -> None:
-    """Write the recipe of a configuration into it.  Raises ConfigError for a value of another type than TRL has there."""
+    """Write the recipe of a configuration into it.  Raises ConfigError for a value of another type
+    than TRL has there.
+    """
     ran = set()
     for name, row in TABLE.items():
         if isinstance(row.convert, Value) and (row.convert.always or name in trl.arguments):
             value = trl.get(name)
             if trl.made(name, row.convert.when, value):
                 trl.write(str(row.key), trl.made(name, row.convert.kind, value), name)
-        elif row.convert is not None and not isinstance(row.convert, Value) and row.convert not in ran:
+        elif (
+            row.convert is not None
+            and not isinstance(row.convert, Value)
+            and row.convert not in ran
+        ):
             ran.add(row.convert)
             row.convert(trl)
 
 
 # ---------------------------------------------------------------- the model
 
-ADAMW = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_torch_xla", "paged_adamw_32bit", "paged_adamw")
+ADAMW = (
+    "adamw",
+    "adamw_torch",
+    "adamw_torch_fused",
+    "adamw_hf",
+    "adamw_torch_xla",
+    "paged_adamw_32bit",
+    "paged_adamw",
+)
 
 
 def _is_text(value: Any) -> bool:
@@ -104,7 +123,9 @@ def _texts(value: Any) -> list[str]:
 
 
 def _mappings(value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, list | tuple) or not all(isinstance(inner, Mapping) for inner in value):
+    if not isinstance(value, list | tuple) or not all(
+        isinstance(inner, Mapping) for inner in value
+    ):
         raise Needed("a list of mappings is needed")
     return [dict(inner) for inner in value]
 
@@ -133,7 +154,9 @@ def _mapping(value: Any) -> dict[str, Any]:
 def _folder_name(trl: Configuration) -> None:
     source = "output_dir" if trl.arguments.get("output_dir") else "run_name"
     folder = trl.arguments.get(source)
-    if isinstance(folder, str) and (name := re.sub(r"[^\w.+-]+", "-", Path(folder).name).strip("-.")):
+    if isinstance(folder, str) and (
+        name := re.sub(r"[^\w.+-]+", "-", Path(folder).name).strip("-.")
+    ):
         trl.write("name", name, source)
 
 
@@ -149,17 +172,28 @@ def _model_path(trl: Configuration) -> None:
 def _dtype(trl: Configuration) -> None:
     """Of the weights' type and of the products'."""
     options = trl.get("model_init_kwargs")
-    option = options.get("dtype", options.get("torch_dtype")) if isinstance(options, Mapping) else None
+    option = (
+        options.get("dtype", options.get("torch_dtype")) if isinstance(options, Mapping) else None
+    )
     named = next((name for name in ("dtype", "torch_dtype") if name in trl.arguments), "dtype")
     dtype = str(option or trl.get(named)).removeprefix("torch.")
     half = bool(trl.get("fp16")) or trl.get("bf16") is not False or dtype == "float16"
     wanted = "bfloat16" if dtype == "bfloat16" else "autocast" if half else "float32"
     names = ("bf16", "fp16", "dtype", "torch_dtype", *(["model_init_kwargs"] if option else []))
-    trl.write("model.dtype", wanted, *names, says="float32 weights, bfloat16 products" if wanted == "autocast" else "")
+    trl.write(
+        "model.dtype",
+        wanted,
+        *names,
+        says="float32 weights, bfloat16 products" if wanted == "autocast" else "",
+    )
 
 
 def _checkpointing(trl: Configuration) -> None:
-    name = "activation_checkpointing" if "activation_checkpointing" in trl.arguments else "gradient_checkpointing"
+    name = (
+        "activation_checkpointing"
+        if "activation_checkpointing" in trl.arguments
+        else "gradient_checkpointing"
+    )
     trl.write("model.gradient_checkpointing", bool(trl.get(name)), name)
 
 
@@ -171,38 +205,80 @@ def _lora(trl: Configuration) -> None:
     alpha *= math.sqrt(rank) if trl.arguments.get("use_rslora") else 1.0
     for name in ("lora_modules_to_save", f"{ADAPTER}modules_to_save"):
         if trl.kind == "RewardConfig" and trl.arguments.get(name) in ("score", ["score"]):
-            trl.note(name, "unneeded", "the head of a reward model is always trained, and stands in the adapter's file")
+            trl.note(
+                name,
+                "unneeded",
+                "the head of a reward model is always trained, and stands in the adapter's file",
+            )
     targets = trl.arguments.get("lora_target_modules")
-    adapter = {"rank": rank, "alpha": int(alpha) if alpha.is_integer() else alpha, "targets": targets or "all-linear"}
+    adapter = {
+        "rank": rank,
+        "alpha": int(alpha) if alpha.is_integer() else alpha,
+        "targets": targets or "all-linear",
+    }
     says = "TRL leaves the choice of layers to peft, which takes fewer" if targets is None else ""
-    trl.write("model.lora", adapter, "use_peft", "lora_r", "lora_alpha", "lora_target_modules", "use_rslora", says=says)
+    trl.write(
+        "model.lora",
+        adapter,
+        "use_peft",
+        "lora_r",
+        "lora_alpha",
+        "lora_target_modules",
+        "use_rslora",
+        says=says,
+    )
 
 
 def _parallel(trl: Configuration) -> None:
     """Of a configuration of DeepSpeed, FSDP or accelerate, or of the file that is named."""
-    option = next((name for name in ("deepspeed", "fsdp", "config_file", "accelerate_config") if trl.arguments.get(name)), None)
+    option = next(
+        (
+            name
+            for name in ("deepspeed", "fsdp", "config_file", "accelerate_config")
+            if trl.arguments.get(name)
+        ),
+        None,
+    )
     if option is None:
         return
     value = trl.arguments[option]
     if isinstance(value, str):
         beside = trl.file.parent if trl.file is not None else Path()
-        value = next((mapping_of(file) for file in (beside / value, Path(value)) if file.is_file()), value)
-    both = {option: value} | ({"fsdp_config": trl.arguments["fsdp_config"]} if trl.arguments.get("fsdp_config") else {})
+        value = next(
+            (mapping_of(file) for file in (beside / value, Path(value)) if file.is_file()), value
+        )
+    both = {option: value} | (
+        {"fsdp_config": trl.arguments["fsdp_config"]} if trl.arguments.get("fsdp_config") else {}
+    )
     trl.write("parallel", parallel_of(both), *both)
 
 
-OFFLOADED = re.compile(r'offload\w*": (\{[^{}]*"device": )?("cpu"|"nvme"|true)|fsdp": "[^"]*\boffload\b')
+OFFLOADED = re.compile(
+    r'offload\w*": (\{[^{}]*"device": )?("cpu"|"nvme"|true)|fsdp": "[^"]*\boffload\b'
+)
 """What keeps parameters or the optimizer's state in host memory, in JSON."""
 
 
 def parallel_of(launcher: object) -> str | dict[str, Any]:
-    """`parallel` for a configuration of DeepSpeed, of FSDP, or of accelerate, or for the name of its file."""
+    """`parallel` for a configuration of DeepSpeed, of FSDP, or of accelerate, or for the name of
+    its file.
+    """
     text = json.dumps(launcher, default=str).lower()
     whole = "fsdp" in text and not re.search(r"grad_op|fsdp_reshard_after_forward\": false", text)
     name = "zero3"
     if not whole and not re.search(r'zero_?3|stage_?3|stage": 3|full_shard', text):
-        name = "zero2" if re.search(r'zero_?2|stage_?2|stage": 2|grad_op|fsdp', text) else "ddp" if "multi_gpu" in text else "auto"
-    return {"name": name, "offload": True} if name in ("zero2", "zero3") and OFFLOADED.search(text) else name
+        name = (
+            "zero2"
+            if re.search(r'zero_?2|stage_?2|stage": 2|grad_op|fsdp', text)
+            else "ddp"
+            if "multi_gpu" in text
+            else "auto"
+        )
+    return (
+        {"name": name, "offload": True}
+        if name in ("zero2", "zero3") and OFFLOADED.search(text)
+        else name
+    )
 
 
 # ---------------------------------------------------------------- data
@@ -212,7 +288,10 @@ def _data(trl: Configuration) -> None:
     """`data.path` and `data.eval_path` with their splits."""
     arguments = {**trl.arguments, **_mixture(trl)}
     name = arguments.get("dataset_name", arguments.get("train_dataset"))
-    split, part = arguments.get("dataset_train_split") or "train", arguments.get("dataset_test_split") or "test"
+    split, part = (
+        arguments.get("dataset_train_split") or "train",
+        arguments.get("dataset_test_split") or "test",
+    )
     if name is None:
         trl.need("data.path: a file or hub name")
     else:
@@ -222,31 +301,56 @@ def _data(trl: Configuration) -> None:
             trl.write("data.split", split, "dataset_train_split", "datasets")
     if isinstance(share := arguments.get("test_split_size"), float) and 0 < share < 1:
         if arguments.get("eval_dataset") is None:
-            trl.write("data.eval_fraction", share, "test_split_size", says="by a hash of the prompt, not at random")
+            trl.write(
+                "data.eval_fraction",
+                share,
+                "test_split_size",
+                says="by a hash of the prompt, not at random",
+            )
             return
-        trl.note("test_split_size", "missing", "beside data.eval_path nothing is held out: these rows are trained too")
+        trl.note(
+            "test_split_size",
+            "missing",
+            "beside data.eval_path nothing is held out: these rows are trained too",
+        )
     if trl.file is None or trl.file.suffix == ".py":  # rows are handed over
         held = arguments.get("eval_dataset")
     else:  # TRL's command takes another split of the same data set
-        held = name if (arguments.get("evaluation_strategy") or trl.get("eval_strategy")) not in ("no", None) else None
+        held = (
+            name
+            if (arguments.get("evaluation_strategy") or trl.get("eval_strategy"))
+            not in ("no", None)
+            else None
+        )
     if held is not None and not isinstance(held, str):
         trl.write("data.eval_path", held, "eval_dataset")
-    elif held is not None and (held != name or (part != split and not held.endswith(DATA_SUFFIXES))):
+    elif held is not None and (
+        held != name or (part != split and not held.endswith(DATA_SUFFIXES))
+    ):
         trl.write("data.eval_path", held, "eval_dataset", "dataset_name", says="for evaluation")
         if part != "test":
             trl.write("data.eval_split", part, "dataset_test_split")
     elif held is not None:
-        trl.need(f"data.eval_path, or data.eval_fraction: a part of {held} to evaluate on, and not to train on")
+        trl.need(
+            f"data.eval_path, or data.eval_fraction: a part of {held} to evaluate on, and not to"
+            " train on"
+        )
 
 
 def _mixture(trl: Configuration) -> dict[str, Any]:
-    """The one data set of `datasets` under the names of TRL's other arguments, which it goes before."""
+    """The one data set of `datasets` under the names of TRL's other arguments, which it goes
+    before.
+    """
     mixed = trl.made("datasets", _mappings, trl.arguments.get("datasets") or [])
     names = {"dataset_name": "path", "dataset_config": "name", "dataset_train_split": "split"}
     if len(mixed) == 1 and mixed[0].keys() <= {*names.values(), "columns"}:
         return {name: mixed[0].get(key) for name, key in names.items()}
     if mixed:
-        trl.note("datasets", "missing", "data.path is one file or hub name: write the rows of all of them into one file")
+        trl.note(
+            "datasets",
+            "missing",
+            "data.path is one file or hub name: write the rows of all of them into one file",
+        )
     return dict.fromkeys(names) if mixed else {}
 
 
@@ -257,11 +361,15 @@ def _system_prompt(trl: Configuration) -> None:
 
 
 def _shuffle(trl: Configuration) -> None:
-    """Where rows are taken in their order: of trainers without completions by the sampler, whatever they shuffle before."""
+    """Where rows are taken in their order: of trainers without completions by the sampler, whatever
+    they shuffle before.
+    """
     if trl.online:
         if trl.arguments.get("shuffle_dataset") is False:
             trl.write("data.shuffle", False, "shuffle_dataset")
-    elif trl.arguments.get("train_sampling_strategy") == "sequential" and not trl.arguments.get("shuffle_dataset"):
+    elif trl.arguments.get("train_sampling_strategy") == "sequential" and not trl.arguments.get(
+        "shuffle_dataset"
+    ):
         trl.write("data.shuffle", False, "train_sampling_strategy")
 
 
@@ -269,7 +377,9 @@ def _prompt_length(trl: Configuration) -> None:
     name = "max_prompt_length"
     if trl.online and trl.arguments.get(name) is not None:
         trl.write("data.max_prompt_tokens", trl.whole(name, 1), name)
-        trl.write("data.too_long", "truncate_left", name, says="TRL keeps the end of a longer prompt")
+        trl.write(
+            "data.too_long", "truncate_left", name, says="TRL keeps the end of a longer prompt"
+        )
 
 
 def _longest(trl: Configuration) -> str:
@@ -294,14 +404,24 @@ def _train_on(trl: Configuration) -> None:
     name = "completion_only_loss"
     if trl.kind != "SFTConfig" or trl.get(name) or trl.get("assistant_only_loss"):
         return
-    if trl.get(name) is False or (trl.columns is not None and not {"prompt", "completion"} <= trl.columns):
-        says = "" if trl.get(name) is False else "of rows without prompt and completion TRL trains every token"
+    if trl.get(name) is False or (
+        trl.columns is not None and not {"prompt", "completion"} <= trl.columns
+    ):
+        says = (
+            ""
+            if trl.get(name) is False
+            else "of rows without prompt and completion TRL trains every token"
+        )
         trl.write("data.train_on", "all", name, says=says)
     elif trl.columns is None:
-        trl.need("data.train_on: all, if rows are messages: TRL trains every token of those, Groupwise the last answer")
+        trl.need(
+            "data.train_on: all, if rows are messages: TRL trains every token of those, Groupwise"
+            " the last answer"
+        )
 
 
-# ---------------------------------------------------------------- the optimizer, and how long it goes
+# ---------------------------------------------------------------- the optimizer, and how long it
+# goes
 
 SCHEDULES = {
     "linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
@@ -335,30 +455,58 @@ def _schedule(trl: Configuration) -> None:
 def _betas(trl: Configuration) -> None:
     usual = {"adam_beta1": 0.9, "adam_beta2": 0.999}
     if usual.keys() & trl.arguments.keys():
-        betas = [trl.number(name) if name in trl.arguments else beta for name, beta in usual.items()]
+        betas = [
+            trl.number(name) if name in trl.arguments else beta for name, beta in usual.items()
+        ]
         trl.write("optimizer.betas", betas, *usual)
 
 
 def _batch(trl: Configuration) -> None:
     """`batch_size`, or how a rollout is made up and cut."""
-    batch, names = trl.batch, ("per_device_train_batch_size", "per_gpu_train_batch_size", "gradient_accumulation_steps")
+    batch, names = (
+        trl.batch,
+        (
+            "per_device_train_batch_size",
+            "per_gpu_train_batch_size",
+            "gradient_accumulation_steps",
+        ),
+    )
     if not trl.online:
-        says = f"{batch.rows // trl.devices} x {counted(trl.devices, 'device')} x {counted(batch.pieces, 'step')}"
+        says = (
+            f"{batch.rows // trl.devices} x {counted(trl.devices, 'device')} x"
+            f" {counted(batch.pieces, 'step')}"
+        )
         if trl.kind == "SFTConfig" and trl.arguments.get("packing"):
             longest = f"{trl.whole(_longest(trl), 1):,} tokens"
             says += f" of TRL's packed sequences, {longest} each"
-            trl.note("packing", "changed", f"batch_size counts rows, TRL with packing sequences of {longest}")
-            trl.need(f"batch_size: {batch.rows * batch.pieces} x {longest} / the mean tokens of a row, to train on as many a step")
+            trl.note(
+                "packing",
+                "changed",
+                f"batch_size counts rows, TRL with packing sequences of {longest}",
+            )
+            trl.need(
+                f"batch_size: {batch.rows * batch.pieces} x {longest} / the mean tokens of a row,"
+                " to train on as many a step"
+            )
         trl.write("batch_size", batch.rows * batch.pieces, *names, says=says)
         return
     uneven = batch.completions % batch.size
     trl.write("group.group_size", batch.size, "num_generations", fate="changed" if uneven else None)
     says = f"{counted(batch.completions, 'completion')} of a rollout / {batch.size}"
     says += f" is {Fraction(batch.completions, batch.size)}: rounded" if uneven else ""
-    trl.write("group.prompts_per_step", batch.prompts, *names, "generation_batch_size", *trl.lost & {"num_generations"}, says=says)
+    trl.write(
+        "group.prompts_per_step",
+        batch.prompts,
+        *names,
+        "generation_batch_size",
+        *trl.lost & {"num_generations"},
+        says=says,
+    )
     if batch.passes != batch.pieces:
         names = ("steps_per_generation", "generation_batch_size")
-        trl.write("group.minibatches", batch.minibatches, *names, says=f"{batch.passes} / {batch.pieces}")
+        trl.write(
+            "group.minibatches", batch.minibatches, *names, says=f"{batch.passes} / {batch.pieces}"
+        )
     if (updates := trl.whole("num_iterations")) > 1:
         trl.write("group.updates_per_rollout", updates, "num_iterations")
 
@@ -375,11 +523,20 @@ def _length(trl: Configuration) -> None:
     if not trl.online:
         trl.write("epochs", epochs, "num_train_epochs")
     elif trl.steps is not None:
-        says = f"{epochs:g} x {counted(trl.rows or 0, 'row')} / {counted(trl.batch.prompts, 'prompt')}"
+        says = (
+            f"{epochs:g} x {counted(trl.rows or 0, 'row')} / {counted(trl.batch.prompts, 'prompt')}"
+        )
         trl.write("steps", trl.steps, "num_train_epochs", says=says)
     else:
-        trl.note("num_train_epochs", "changed", "steps counts rollouts, and how many rows there are is not known here")
-        trl.need(f"steps: num_train_epochs ({epochs:g}) x rows of the data / {counted(trl.batch.prompts, 'prompt')}")
+        trl.note(
+            "num_train_epochs",
+            "changed",
+            "steps counts rollouts, and how many rows there are is not known here",
+        )
+        trl.need(
+            f"steps: num_train_epochs ({epochs:g}) x rows of the data /"
+            f" {counted(trl.batch.prompts, 'prompt')}"
+        )
 
 
 def _warm_up(trl: Configuration) -> None:
@@ -390,9 +547,19 @@ def _warm_up(trl: Configuration) -> None:
     if warmup >= 1:
         trl.write("optimizer.warmup_steps", int(warmup), name)
     elif warmup and updates is not None:
-        trl.write("optimizer.warmup_steps", math.ceil(warmup * updates), name, says=f"{warmup:g} of all optimizer steps")
+        trl.write(
+            "optimizer.warmup_steps",
+            math.ceil(warmup * updates),
+            name,
+            says=f"{warmup:g} of all optimizer steps",
+        )
     elif warmup:
-        trl.note(name, "changed", "optimizer.warmup_steps counts optimizer steps, and how many there are is not known here")
+        trl.note(
+            name,
+            "changed",
+            "optimizer.warmup_steps counts optimizer steps, and how many there are is not known"
+            " here",
+        )
         trl.need(f"optimizer.warmup_steps: {warmup:g} of all optimizer steps")
 
 
@@ -407,7 +574,9 @@ def _every(trl: Configuration, key: str, steps: str, *names: str) -> None:
 def _evaluation(trl: Configuration) -> None:
     trl.write("eval.at_start", bool(trl.get("eval_on_start")), "eval_on_start")
     if (trl.arguments.get("evaluation_strategy") or trl.get("eval_strategy")) == "steps":
-        steps = "eval_steps" if trl.get("eval_steps") is not None else "logging_steps"  # as often as TRL logs
+        steps = (
+            "eval_steps" if trl.get("eval_steps") is not None else "logging_steps"
+        )  # as often as TRL logs
         _every(trl, "eval.every", steps, "eval_strategy", "evaluation_strategy")
 
 
@@ -432,7 +601,12 @@ PRESETS = ("grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
 """Losses of TRL's that are presets of the same name here; its `dapo` is bnpo."""
 SURROGATES = {
     "sapo": {"tau_pos": "sapo_temperature_pos", "tau_neg": "sapo_temperature_neg"},
-    "vespo": {"k_pos": "vespo_k_pos", "lam_pos": "vespo_lambda_pos", "k_neg": "vespo_k_neg", "lam_neg": "vespo_lambda_neg"},
+    "vespo": {
+        "k_pos": "vespo_k_pos",
+        "lam_pos": "vespo_lambda_pos",
+        "k_neg": "vespo_k_neg",
+        "lam_neg": "vespo_lambda_neg",
+    },
 }
 """Surrogates with keywords of their own: ours -> TRL's argument."""
 
@@ -455,29 +629,55 @@ def _objective(trl: Configuration) -> None:
         loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
         known = loss in ("sigmoid", "ipo")
         says = "" if known else f"{short(loss)} is not there"
-        trl.write("pairs.loss", loss if known else "sigmoid", "loss_type", says=says, fate="same" if known else "missing")
+        trl.write(
+            "pairs.loss",
+            loss if known else "sigmoid",
+            "loss_type",
+            says=says,
+            fate="same" if known else "missing",
+        )
     elif trl.kind == "SFTConfig":
         plain = loss in ("nll", "chunked_nll")
-        says = "the loss of sft is the mean over tokens of -log p" + ("" if plain else f"; {short(loss)} is not there")
+        says = "the loss of sft is the mean over tokens of -log p" + (
+            "" if plain else f"; {short(loss)} is not there"
+        )
         trl.note("loss_type", "unneeded" if plain else "missing", says)
     elif preset == "gdpo":
         trl.write("objective", preset, "multi_objective_aggregation")
     elif trl.kind == "GRPOConfig":
         there = ("dapo", *PRESETS)
-        says = "" if loss in there else f"TRL 1.16 knows {', '.join(there)}{closest(str(loss), PRESETS)}"
+        says = (
+            ""
+            if loss in there
+            else f"TRL 1.16 knows {', '.join(there)}{closest(str(loss), PRESETS)}"
+        )
         fate = "missing" if says else None
-        trl.write("objective", preset, "loss_type", says="TRL's dapo is a mean over tokens" if loss == "dapo" else says, fate=fate)
+        trl.write(
+            "objective",
+            preset,
+            "loss_type",
+            says="TRL's dapo is a mean over tokens" if loss == "dapo" else says,
+            fate=fate,
+        )
 
 
 def _credit(trl: Configuration) -> None:
     """Where the preset's differs."""
     if trl.kind == "RLOOConfig" and trl.get("normalize_advantages"):
-        trl.write("group.credit", {"name": "leave_one_out", "scale": "batch"}, "normalize_advantages")
+        trl.write(
+            "group.credit", {"name": "leave_one_out", "scale": "batch"}, "normalize_advantages"
+        )
     scale, preset = str(trl.get("scale_rewards")), _preset(trl)
     scale = {"True": "group", "False": "none"}.get(scale, scale)
-    if trl.kind == "GRPOConfig" and preset != "gdpo" and scale != ("none" if preset == "dr_grpo" else "group"):
+    if (
+        trl.kind == "GRPOConfig"
+        and preset != "gdpo"
+        and scale != ("none" if preset == "dr_grpo" else "group")
+    ):
         says = "TRL's loss_type dr_grpo leaves it to scale_rewards" if preset == "dr_grpo" else ""
-        trl.write("group.credit", {"name": "standardized", "scale": scale}, "scale_rewards", says=says)
+        trl.write(
+            "group.credit", {"name": "standardized", "scale": scale}, "scale_rewards", says=says
+        )
 
 
 def _ratio(trl: Configuration) -> None:
@@ -487,14 +687,22 @@ def _ratio(trl: Configuration) -> None:
 
 
 def _kl(trl: Configuration) -> None:
-    beta = trl.number("beta", null=0.0) if trl.kind in ("DPOConfig", "RLOOConfig", "GRPOConfig") else 0.0
+    beta = (
+        trl.number("beta", null=0.0)
+        if trl.kind in ("DPOConfig", "RLOOConfig", "GRPOConfig")
+        else 0.0
+    )
     if trl.kind == "DPOConfig":
         trl.write("pairs.beta", beta, "beta")
     elif trl.kind == "RLOOConfig":
         trl.write("group.beta", beta, "beta", says="of the KL in the reward")
     elif beta:
         trl.write("group.beta", beta, "beta")
-        trl.write("group.kl", "k3_ratio" if trl.get("use_bias_correction_kl") else "k3", "use_bias_correction_kl")
+        trl.write(
+            "group.kl",
+            "k3_ratio" if trl.get("use_bias_correction_kl") else "k3",
+            "use_bias_correction_kl",
+        )
 
 
 def _moving_reference(trl: Configuration) -> None:
@@ -505,12 +713,18 @@ def _moving_reference(trl: Configuration) -> None:
     elif trl.online:
         every = trl.our_steps("ref_model_sync_steps", None) or 1
         trl.write("group.reference_refresh", every, "ref_model_sync_steps", "sync_ref_model")
-        trl.write("group.reference_mix", trl.number("ref_model_mixup_alpha"), "ref_model_mixup_alpha")
+        trl.write(
+            "group.reference_mix", trl.number("ref_model_mixup_alpha"), "ref_model_mixup_alpha"
+        )
 
 
 def _entropy(trl: Configuration) -> None:
     """`group.entropy_bonus`, constant or adaptive."""
-    keys = {"entropy_target": "entropy_target", "entropy_coef_max": "entropy_bonus", "entropy_coef_delta": "entropy_step"}
+    keys = {
+        "entropy_target": "entropy_target",
+        "entropy_coef_max": "entropy_bonus",
+        "entropy_coef_delta": "entropy_step",
+    }
     if trl.kind == "GRPOConfig" and trl.arguments.get("use_adaptive_entropy"):
         for name, key in keys.items():
             trl.write(f"group.{key}", trl.number(name), name, "use_adaptive_entropy")
@@ -529,9 +743,17 @@ def _surrogate(trl: Configuration) -> None:
         return
     if preset == "cispo":
         if trl.get("epsilon_high") is not None:
-            trl.write("group.surrogate", {"name": "cispo", "cap": trl.number("epsilon_high")}, "epsilon_high")
+            trl.write(
+                "group.surrogate",
+                {"name": "cispo", "cap": trl.number("epsilon_high")},
+                "epsilon_high",
+            )
     elif preset in SURROGATES:
-        keywords = {ours: trl.number(theirs) for ours, theirs in SURROGATES[preset].items() if theirs in arguments}
+        keywords = {
+            ours: trl.number(theirs)
+            for ours, theirs in SURROGATES[preset].items()
+            if theirs in arguments
+        }
         if keywords:
             trl.write("group.surrogate", {"name": preset, **keywords}, *SURROGATES[preset].values())
     else:
@@ -549,7 +771,11 @@ def _surrogate(trl: Configuration) -> None:
 def _generation(trl: Configuration) -> None:
     options = trl.arguments.get("generation_kwargs")
     if isinstance(options, Mapping) and options.get("stop"):
-        trl.write("rollout.stop", trl.made("generation_kwargs", _texts, options["stop"]), "generation_kwargs")
+        trl.write(
+            "rollout.stop",
+            trl.made("generation_kwargs", _texts, options["stop"]),
+            "generation_kwargs",
+        )
 
 
 def _engine(trl: Configuration) -> None:
@@ -564,19 +790,41 @@ def _engine(trl: Configuration) -> None:
         vllm["colocated"] = True
     elif device is None:
         host = str(trl.get("vllm_server_host"))
-        vllm["servers"] = [f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{trl.get('vllm_server_port')}"]
+        vllm["servers"] = [
+            f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{trl.get('vllm_server_port')}"
+        ]
     if "servers" in vllm:
-        trl.need("rollout.engine: start the servers with `groupwise serve MODEL`; those of `trl vllm-serve` have other routes")
+        trl.need(
+            "rollout.engine: start the servers with `groupwise serve MODEL`; those of `trl"
+            " vllm-serve` have other routes"
+        )
     vllm["correct"] = None
     if trl.get("vllm_importance_sampling_correction"):
         prefix = "vllm_importance_sampling_"
         level, _, mode = str(trl.get(f"{prefix}mode")).partition("_")
         cap = f"{prefix}cap" if arguments.get(f"{prefix}cap") else f"{prefix}clip_max"
-        vllm["correct"] = {"level": "token" if level == "token" else "sequence_sum", "mode": mode or "mask"}
+        vllm["correct"] = {
+            "level": "token" if level == "token" else "sequence_sum",
+            "mode": mode or "mask",
+        }
         bounds = {"high": cap, "low": f"{prefix}clip_min"}
-        vllm["correct"] |= {bound: trl.number(name) for bound, name in bounds.items() if trl.get(name) is not None}
-    names = ("use_vllm", "vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_device")
-    trl.write("rollout.engine", vllm, *names, *(name for name in arguments if name.startswith("vllm_importance")))
+        vllm["correct"] |= {
+            bound: trl.number(name) for bound, name in bounds.items() if trl.get(name) is not None
+        }
+    names = (
+        "use_vllm",
+        "vllm_mode",
+        "vllm_server_base_url",
+        "vllm_server_host",
+        "vllm_server_port",
+        "vllm_device",
+    )
+    trl.write(
+        "rollout.engine",
+        vllm,
+        *names,
+        *(name for name in arguments if name.startswith("vllm_importance")),
+    )
 
 
 # ---------------------------------------------------------------- rewards, tools, environments
@@ -597,34 +845,56 @@ def _rewards(trl: Configuration) -> None:
     if not trl.online:
         return
     functions = trl.arguments.get("reward_funcs")
-    functions = list(functions) if isinstance(functions, list | tuple) else [functions] if functions is not None else []
+    functions = (
+        list(functions)
+        if isinstance(functions, list | tuple)
+        else [functions]
+        if functions is not None
+        else []
+    )
     if isinstance(judge := trl.arguments.get("reward_model_name_or_path"), str):
         functions.insert(0, RewardModel(judge))  # TRL's scripts put it before the functions
     if not functions:
         trl.need("rewards: a list of {function: module:function or file.py:function, weight: ...}")
         trl.note("reward_weights", "changed", "rewards.N.weight, one in each entry of rewards")
         return
-    weights = trl.made("reward_weights", _numbers, trl.arguments.get("reward_weights") or [None] * len(functions))
+    weights = trl.made(
+        "reward_weights", _numbers, trl.arguments.get("reward_weights") or [None] * len(functions)
+    )
     if len(weights) != len(functions):
-        trl.refuse("reward_weights", f"{counted(len(weights), 'weight')} for {counted(len(functions), 'reward function')}")
+        trl.refuse(
+            "reward_weights",
+            f"{counted(len(weights), 'weight')} for {counted(len(functions), 'reward function')}",
+        )
     entries: list[dict[str, Any]] = []
     guessed: list[str] = []
     for place, (function, weight) in enumerate(zip(functions, weights, strict=True)):
         entry = _reward(trl, function)
         if type(function) is str and entry["function"] == f"rewards.py:{function}":
             guessed.append(function)
-        taken, name = [one.get("name", _called(one["function"])) for one in entries], _called(entry["function"])
+        taken, name = (
+            [one.get("name", _called(one["function"])) for one in entries],
+            _called(entry["function"]),
+        )
         if name in taken and name != "<lambda>":  # names tell rewards apart
             source = str(function) if isinstance(function, str) and ":" not in function else name
             entry["name"] = source if source not in taken else f"{source}_{place + 1}"
-        entries.append(entry | ({} if weight is None else {"weight": trl.made("reward_weights", float, weight)}))
+        entries.append(
+            entry
+            | ({} if weight is None else {"weight": trl.made("reward_weights", float, weight)})
+        )
     trl.write("rewards", entries, "reward_funcs", "reward_weights", "reward_model_name_or_path")
     if guessed:
-        trl.need(f"rewards: where {', '.join(guessed)} {'are' if len(guessed) > 1 else 'is'} (rewards.py is a guess)")
+        trl.need(
+            f"rewards: where {', '.join(guessed)} {'are' if len(guessed) > 1 else 'is'} (rewards.py"
+            " is a guess)"
+        )
 
 
 def _reward(trl: Configuration, function: Any) -> dict[str, Any]:
-    """An entry of `rewards`.  A function of the user's own is never taken for a built-in one of the same name."""
+    """An entry of `rewards`.  A function of the user's own is never taken for a built-in one of the
+    same name.
+    """
     if isinstance(function, RewardEntry):
         return dict(function)
     if isinstance(function, RewardModel):
@@ -633,18 +903,33 @@ def _reward(trl: Configuration, function: Any) -> dict[str, Any]:
         name = getattr(function, "__name__", "")
         return {"function": built_in(str(getattr(function, "__module__", "")), name) or function}
     if not isinstance(function, str) or not function:
-        trl.refuse("reward_funcs", f"functions are needed, by name or themselves; {short(function)} is none")
+        trl.refuse(
+            "reward_funcs",
+            f"functions are needed, by name or themselves; {short(function)} is none",
+        )
     if function in OVERLONG:
         return soft_overlong(
-            {name: trl.whole(name) for name in ("max_completion_len", "soft_punish_cache") if trl.get(name) is not None}
+            {
+                name: trl.whole(name)
+                for name in ("max_completion_len", "soft_punish_cache")
+                if trl.get(name) is not None
+            }
         )
-    if function in REWARD_NAMES or function in REWARDS or ":" in function:  # a name of TRL's registry, not of a script
+    if (
+        function in REWARD_NAMES or function in REWARDS or ":" in function
+    ):  # a name of TRL's registry, not of a script
         return {"function": REWARD_NAMES.get(function, function)}
-    return {"function": ":".join(function.rsplit(".", 1)) if "." in function else f"rewards.py:{function}"}
+    return {
+        "function": (
+            ":".join(function.rsplit(".", 1)) if "." in function else f"rewards.py:{function}"
+        )
+    }
 
 
 def soft_overlong(arguments: Mapping[str, int]) -> RewardEntry:
-    """The entry of `rewards` for TRL's punishment of long completions.   arguments: of the function that makes it."""
+    """The entry of `rewards` for TRL's punishment of long completions.   arguments: of the function
+    that makes it.
+    """
     sizes = {"max_tokens": ("max_completion_len", 1280), "cache": ("soft_punish_cache", 256)}
     arguments = {ours: arguments.get(name, usual) for ours, (name, usual) in sizes.items()}
     return RewardEntry(function="soft_overlong", args=arguments)
@@ -657,7 +942,11 @@ def built_in(module: str, name: str) -> str | None:
 
 def _called(function: Any) -> str:
     """The name that a reward gets."""
-    return function.rpartition(":")[2] if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
+    return (
+        function.rpartition(":")[2]
+        if isinstance(function, str)
+        else getattr(function, "__name__", type(function).__name__)
+    )
 
 
 def _environment(trl: Configuration) -> None:
@@ -677,7 +966,10 @@ def _environment(trl: Configuration) -> None:
 
 # ---------------------------------------------------------------- the table
 
-STEPS = "counts optimizer steps; ours counts rollouts, each of group.updates_per_rollout x group.minibatches optimizer steps"
+STEPS = (
+    "counts optimizer steps; ours counts rollouts, each of group.updates_per_rollout x"
+    " group.minibatches optimizer steps"
+)
 
 SAME: Sequence[tuple[Any, ...]] = [
     ("seed", "seed", Value(int, always=True)),
@@ -717,7 +1009,9 @@ SAME: Sequence[tuple[Any, ...]] = [
     ("num_generations_eval", "eval.k", Value(int, bool)),
     ("save_total_limit", "save.keep", _checkpoints, "at least 2"),
 ]  # fmt: skip
-"""Names, our key, a converter or the type of a value that is taken as it is, and perhaps what to know."""
+"""Names, our key, a converter or the type of a value that is taken as it is, and perhaps what to
+know.
+"""
 CHANGED: Sequence[tuple[Any, ...]] = [
     ("loss_type", "objective",
      "the preset of that name, but bnpo for dapo; of DPOConfig: pairs.loss", _objective),
@@ -812,7 +1106,8 @@ CHANGED: Sequence[tuple[Any, ...]] = [
      Value(_boards, _boards)),
     ("log_completions", "save.rollouts_every", "completions are written every this many steps; `groupwise view` shows them"),
 ]  # fmt: skip
-"""Names, our key, what to write or what differs, and the converter if a value can be carried over."""
+"""Names, our key, what to write or what differs, and the converter if a value can be carried over.
+"""
 UNNEEDED = {
     "processes are started by --nproc or torchrun, and what each holds is `parallel`":
         "accelerator_config ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph "
@@ -928,7 +1223,12 @@ KEYLESS = {"optim": _optimizer, "generation_kwargs": _generation}
 def _rows() -> Iterator[tuple[str, Argument]]:
     """Every argument, its names one by one."""
     for names, key, convert, *says in SAME:
-        yield names, Argument("same", key, "".join(says), Value(convert) if isinstance(convert, type) else convert)
+        yield (
+            names,
+            Argument(
+                "same", key, "".join(says), Value(convert) if isinstance(convert, type) else convert
+            ),
+        )
     for names, key, says, *convert in CHANGED:
         yield names, Argument("changed", key, says, next(iter(convert), None))
     for says, names in UNNEEDED.items():
@@ -937,13 +1237,20 @@ def _rows() -> Iterator[tuple[str, Argument]]:
         yield names, Argument("missing", None, says)
 
 
-TABLE = {name: replace(row, convert=KEYLESS[name]) if name in KEYLESS else row for names, row in _rows() for name in names.split()}
+TABLE = {
+    name: replace(row, convert=KEYLESS[name]) if name in KEYLESS else row
+    for names, row in _rows()
+    for name in names.split()
+}
 """TRL's argument -> what becomes of it."""
 
 CALLS: dict[str, Argument] = {
     "add_callback": TABLE["callbacks"],
     "create_model_card": Argument("unneeded", says="`final/README.md` is one"),
-    "evaluate": Argument("unneeded", says="what is held out is evaluated after the last step; groupwise eval RUN does it again"),
+    "evaluate": Argument(
+        "unneeded",
+        says="what is held out is evaluated after the last step; groupwise eval RUN does it again",
+    ),
     "log_metrics": TABLE["logging_steps"],
     "predict": Argument("unneeded", says="groupwise eval RUN"),
     "push_to_hub": TABLE["push_to_hub"],

@@ -1,4 +1,6 @@
-"""What a user of TRL wrote, with TRL's defaults, and the recipe that the table in `trl.py` makes of it."""
+"""What a user of TRL wrote, with TRL's defaults, and the recipe that the table in `trl.py` makes of
+it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from groupwise.errors import ConfigError
 
 Fate = Literal["same", "changed", "unneeded", "missing"]
 
-KINDS = {"GRPOConfig": "grpo", "RLOOConfig": "rloo", "SFTConfig": "sft", "RewardConfig": "reward", "DPOConfig": "dpo"}
+KINDS = {
+    "GRPOConfig": "grpo",
+    "RLOOConfig": "rloo",
+    "SFTConfig": "sft",
+    "RewardConfig": "reward",
+    "DPOConfig": "dpo",
+}
 """TRL's classes and the objective of each."""
 ROLLED = ("GRPOConfig", "RLOOConfig")
 """Classes of runs that sample their own completions."""
@@ -56,20 +64,37 @@ OWN_DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 ADAPTERS = {"LoraConfig": {"r": 8, "lora_alpha": 8}, "get_peft_model": {"r": 16, "lora_alpha": 16}}
-"""What describes an adapter, peft's configuration or unsloth's function with the same keywords, with its defaults."""
+"""What describes an adapter, peft's configuration or unsloth's function with the same keywords,
+with its defaults.
+"""
 LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "target_modules": "lora_target_modules",
         "use_rslora": "use_rslora"}  # fmt: skip
 """Arguments of peft's LoraConfig, as TRL's ModelConfig calls them."""
-NO_MATTER = ("task_type", "peft_type", "inference_mode", "peft_version", "base_model_name_or_path", "auto_mapping")
+NO_MATTER = (
+    "task_type",
+    "peft_type",
+    "inference_mode",
+    "peft_version",
+    "base_model_name_or_path",
+    "auto_mapping",
+)
 """Of a LoraConfig: what does not change what is trained."""
 ADAPTER = "peft_config."
 """Prefix of a LoraConfig's other arguments."""
 
 
 def adapter_arguments(adapter: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a LoraConfig under the names of TRL's ModelConfig, those that it lacks behind `peft_config.`."""
-    used = {name: value for name, value in adapter.items() if value not in (None, False, "none", [], {})}
-    return {"use_peft": True} | {LORA.get(name, ADAPTER + name): value for name, value in used.items() if name not in NO_MATTER}
+    """The arguments of a LoraConfig under the names of TRL's ModelConfig, those that it lacks
+    behind `peft_config.`.
+    """
+    used = {
+        name: value for name, value in adapter.items() if value not in (None, False, "none", [], {})
+    }
+    return {"use_peft": True} | {
+        LORA.get(name, ADAPTER + name): value
+        for name, value in used.items()
+        if name not in NO_MATTER
+    }
 
 
 class RewardModel(str):
@@ -113,7 +138,11 @@ class Written(NamedTuple):
     @property
     def comment(self) -> str:
         """Where it is from."""
-        source = f"TRL's default {self.names[0]}" if self.default and self.names else ", ".join(self.names)
+        source = (
+            f"TRL's default {self.names[0]}"
+            if self.default and self.names
+            else ", ".join(self.names)
+        )
         return f"{source}: {self.says}" if self.says else source
 
 
@@ -122,7 +151,9 @@ class Needed(Exception):
 
 
 def number_of(value: Any) -> float:
-    """A value as a number.  Raises Needed, also for true and false: a flag without its value is no number."""
+    """A value as a number.  Raises Needed, also for true and false: a flag without its value is no
+    number.
+    """
     try:
         if not isinstance(value, bool):
             return float(value)
@@ -172,10 +203,11 @@ class BatchCount(NamedTuple):
 
 @dataclass(kw_only=True)
 class Configuration:
-    """The arguments of one of TRL's classes and of what goes with it, and the recipe that is made of them.
+    """The arguments of one of TRL's classes and of what goes with it, and the recipe that is made
+    of them.
 
-    The converters of the table read values by `get` and `number`, and say what they come to by `write`, `note` and `need`.
-    """
+    The converters of the table read values by `get` and `number`, and say what they come to by
+    `write`, `note` and `need`."""
 
     kind: str
     arguments: Mapping[str, Any]
@@ -196,7 +228,9 @@ class Configuration:
     notes: dict[str, tuple[Fate, str]] = field(default_factory=dict)
     """Argument -> what becomes of it, where no key is from it and its value decides."""
     needed: list[str] = field(default_factory=list)
-    """What must be done to a script, and what the recipe still has to say, because the configuration does not."""
+    """What must be done to a script, and what the recipe still has to say, because the
+    configuration does not.
+    """
 
     @property
     def online(self) -> bool:
@@ -209,9 +243,15 @@ class Configuration:
 
     def get(self, name: str) -> Any:
         """An argument's value: what the user wrote, else the object's value, else TRL's default."""
-        return self.arguments[name] if name in self.arguments else self.values.get(name, self.default(name))
+        return (
+            self.arguments[name]
+            if name in self.arguments
+            else self.values.get(name, self.default(name))
+        )
 
-    def number(self, name: str, least: float = -math.inf, null: float | None = None, kind: type = float) -> Any:
+    def number(
+        self, name: str, least: float = -math.inf, null: float | None = None, kind: type = float
+    ) -> Any:
         """An argument's value as a number.   null: what null means; None: it is refused."""
         value = self.get(name)
         return null if value is None and null is not None else self.made(name, kind, value, least)
@@ -220,8 +260,12 @@ class Configuration:
         """An argument's value as a whole number."""
         return self.number(name, least, null, int)
 
-    def made(self, name: str, kind: Callable[[Any], Any], value: Any, least: float = -math.inf) -> Any:
-        """A value as `kind` makes it.  Raises ConfigError for a value of another type than TRL has there."""
+    def made(
+        self, name: str, kind: Callable[[Any], Any], value: Any, least: float = -math.inf
+    ) -> Any:
+        """A value as `kind` makes it.  Raises ConfigError for a value of another type than TRL has
+        there.
+        """
         limit = f", at least {least:g}" if math.isfinite(least) else ""
         try:
             result = NUMBERS.get(kind, kind)(value)
@@ -240,7 +284,9 @@ class Configuration:
         """Arguments that stand in the file and could not be read."""
         return {line.name for line in self.unread if line.fate is None}
 
-    def write(self, key: str, value: Any, *names: str, says: str = "", fate: Fate | None = None) -> None:
+    def write(
+        self, key: str, value: Any, *names: str, says: str = "", fate: Fate | None = None
+    ) -> None:
         """Set a key, if runs of TRL's class have it.   names: the arguments that it is from."""
         if self.kind in SECTIONS.get(key.partition(".")[0], (self.kind,)):
             sources = tuple(name for name in names if name in self.arguments or name in self.lost)
@@ -260,10 +306,20 @@ class Configuration:
     def batch(self) -> BatchCount:
         """How many rows are taken at a time."""
         old = "per_gpu_train_batch_size"
-        rows = self.whole(old if old in self.arguments else "per_device_train_batch_size", 1, null=8) * self.devices
-        pieces, size = self.whole("gradient_accumulation_steps", 1), self.whole("num_generations", 1) if self.online else 1
+        rows = (
+            self.whole(old if old in self.arguments else "per_device_train_batch_size", 1, null=8)
+            * self.devices
+        )
+        pieces, size = (
+            self.whole("gradient_accumulation_steps", 1),
+            (self.whole("num_generations", 1) if self.online else 1),
+        )
         completions = self.whole("generation_batch_size", null=0)
-        passes = max(1, completions // rows) if completions else self.whole("steps_per_generation", null=0) or pieces
+        passes = (
+            max(1, completions // rows)
+            if completions
+            else self.whole("steps_per_generation", null=0) or pieces
+        )
         return BatchCount(rows, pieces, passes, completions or rows * passes, size)
 
     @property
@@ -284,7 +340,9 @@ class Configuration:
             return math.ceil(self.most_updates / self.updates)
         if self.rows is None or not self.online:
             return None
-        return max(1, math.ceil(self.number("num_train_epochs") * max(1, self.rows // self.batch.prompts)))
+        return max(
+            1, math.ceil(self.number("num_train_epochs") * max(1, self.rows // self.batch.prompts))
+        )
 
     def our_steps(self, name: str, total: int | None) -> int | None:
         """An argument's optimizer steps as steps of ours; a share below 1 is one of all steps."""
@@ -299,7 +357,9 @@ class Configuration:
 
 def short(value: Any) -> str:
     """A value in one line of 60 characters at most."""
-    written = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_shown)
+    written = (
+        value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_shown)
+    )
     text = " ".join(written.split())
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -316,9 +376,16 @@ def flow(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(flow, value)) + "]"
     if isinstance(value, str):
-        plain = re.fullmatch(r"[A-Za-z][\w./-]*(:[A-Za-z]\w*)?", value) and dump({"a": value}) == f"a: {value}\n"
+        plain = (
+            re.fullmatch(r"[A-Za-z][\w./-]*(:[A-Za-z]\w*)?", value)
+            and dump({"a": value}) == f"a: {value}\n"
+        )
         return value if plain else json.dumps(value, ensure_ascii=False)
-    return dump({"a": value}).removeprefix("a: ").strip() if isinstance(value, bool | int | float | None) else _shown(value)
+    return (
+        dump({"a": value}).removeprefix("a: ").strip()
+        if isinstance(value, bool | int | float | None)
+        else _shown(value)
+    )
 
 
 def mapping_of(file: Path) -> dict[str, Any]:
@@ -330,5 +397,7 @@ def mapping_of(file: Path) -> dict[str, Any]:
     if problems:
         raise ConfigError(str(problems[0]))
     if not isinstance(document.values, dict) or not document.values:
-        raise ConfigError(f"{file} holds no arguments by name: a mapping such as `learning_rate: 1e-6` is needed")
+        raise ConfigError(
+            f"{file} holds no arguments by name: a mapping such as `learning_rate: 1e-6` is needed"
+        )
     return document.values

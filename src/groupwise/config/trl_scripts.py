@@ -1,7 +1,7 @@
 """A Python script that makes one of TRL's configurations, read as text: nothing of it runs.
 
-Of the arguments of the configuration and of the trainer those are known that are written out, or that are names of such values;
-of every other one a line says what becomes of it.
+Of the arguments of the configuration and of the trainer those are known that are written out, or
+that are names of such values; of every other one a line says what becomes of it.
 """
 
 from __future__ import annotations
@@ -30,17 +30,47 @@ from groupwise.config.trl_arguments import (
 from groupwise.errors import ConfigError
 
 OBJECTS = {"reward_funcs": "rewards", "tools": "tools", "environment_factory": "environment"}
-"""Arguments that hold functions and classes; the file in which those go that cannot stay in the script."""
+"""Arguments that hold functions and classes; the file in which those go that cannot stay in the
+script.
+"""
 ORDER = {
-    "GRPOConfig": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class"),
-    "SFTConfig": ("model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
-    "DPOConfig": ("model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
+    "GRPOConfig": (
+        "model",
+        "reward_funcs",
+        "args",
+        "train_dataset",
+        "eval_dataset",
+        "processing_class",
+    ),
+    "SFTConfig": (
+        "model",
+        "args",
+        "data_collator",
+        "train_dataset",
+        "eval_dataset",
+        "processing_class",
+    ),
+    "DPOConfig": (
+        "model",
+        "ref_model",
+        "args",
+        "data_collator",
+        "train_dataset",
+        "eval_dataset",
+        "processing_class",
+    ),
 }
 """Arguments of the trainers in the order of their places."""
 ORDER |= {"RLOOConfig": ORDER["GRPOConfig"], "RewardConfig": ORDER["SFTConfig"]}
 SPLITS = {"train_dataset": "dataset_train_split", "eval_dataset": "dataset_test_split"}
 """The argument of TRL's command that says which split of a data set is taken."""
-LOADING = ("dtype", "torch_dtype", "attn_implementation", "trust_remote_code", "quantization_config")
+LOADING = (
+    "dtype",
+    "torch_dtype",
+    "attn_implementation",
+    "trust_remote_code",
+    "quantization_config",
+)
 """What matters of a model's `from_pretrained`."""
 FILES = ("json", "parquet", "csv", "text", "arrow")
 """What `load_dataset` takes in place of a data set's name where the rows are files."""
@@ -56,21 +86,34 @@ DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def read_script(file: Path, text: str, kind: str | None, devices: int) -> Configuration:
-    """TRL's class and its arguments.   kind: the class, where the script makes several.   Raises ConfigError."""
+    """TRL's class and its arguments.   kind: the class, where the script makes several.   Raises
+    ConfigError.
+    """
     try:
         script = Script(ast.parse(text), file)
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is no Python that can be read: {error}") from error
     name = script.read_all(kind)
     return Configuration(
-        kind=name, arguments=script.known, devices=devices, file=file, unread=script.unread_lines, needed=script.needed
+        kind=name,
+        arguments=script.known,
+        devices=devices,
+        file=file,
+        unread=script.unread_lines,
+        needed=script.needed,
     )
 
 
 def called(call: ast.AST) -> str:
     """The last name of what is called; empty for what is no call."""
     function = call.func if isinstance(call, ast.Call) else None
-    return function.id if isinstance(function, ast.Name) else function.attr if isinstance(function, ast.Attribute) else ""
+    return (
+        function.id
+        if isinstance(function, ast.Name)
+        else function.attr
+        if isinstance(function, ast.Attribute)
+        else ""
+    )
 
 
 class Script:
@@ -79,7 +122,11 @@ class Script:
     def __init__(self, tree: ast.Module, file: Path) -> None:
         self.file, nodes = file, list(ast.walk(tree))
         self.calls = [node for node in nodes if isinstance(node, ast.Call)]
-        names = Counter(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+        names = Counter(
+            node.id
+            for node in nodes
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        )
         self.constants = {
             target.id: node.value
             for node in nodes
@@ -89,12 +136,17 @@ class Script:
         }
         """Names that are assigned once in the whole script, and what to."""
         self.definitions = {node.name for node in tree.body if isinstance(node, DEFINITIONS)}
-        self.nested = {node.name for node in nodes if isinstance(node, DEFINITIONS)} - self.definitions
+        self.nested = {
+            node.name for node in nodes if isinstance(node, DEFINITIONS)
+        } - self.definitions
         self.imported: dict[str, tuple[str, str]] = {}
         """Local name -> module and the name in it; the name is empty for a module."""
         for node in nodes:
             if isinstance(node, ast.Import):
-                modules = ((one.asname, one.name if one.asname else one.name.partition(".")[0]) for one in node.names)
+                modules = (
+                    (one.asname, one.name if one.asname else one.name.partition(".")[0])
+                    for one in node.names
+                )
                 self.imported |= {name or module: (module, "") for name, module in modules}
             elif isinstance(node, ast.ImportFrom):
                 module = "." * node.level + (node.module or "")
@@ -106,17 +158,30 @@ class Script:
 
     def read_all(self, kind: str | None) -> str:
         """Read what the script says; TRL's class."""
-        made = [(name, call) for call in self.calls if (name := called(call)) in KINDS and kind in (None, name)]
+        made = [
+            (name, call)
+            for call in self.calls
+            if (name := called(call)) in KINDS and kind in (None, name)
+        ]
         if not made:
-            remedy = " of its own, but reads it from its command line: import the shell script (.sh) that starts it, or the file "
+            remedy = (
+                " of its own, but reads it from its command line: import the shell script (.sh)"
+                " that starts it, or the file "
+            )
             parsed = any(called(call) in ("TrlParser", "HfArgumentParser") for call in self.calls)
             remedy = f"{remedy}behind its --config" if parsed else ""
             raise ConfigError(f"{self.file} makes no {kind or ', '.join(KINDS)}{remedy}")
         if len(made) > 1:
             places = ", ".join(f"{name} in line {call.lineno}" for name, call in made)
-            raise ConfigError(f"{self.file} makes {len(made)} configurations ({places}): keep one of them in a file of its own")
+            raise ConfigError(
+                f"{self.file} makes {len(made)} configurations ({places}): keep one of them in a"
+                " file of its own"
+            )
         name, call = made[0]
-        for argument, node in [*(("output_dir", one) for one in call.args[:1]), *self.keywords(call)]:
+        for argument, node in [
+            *(("output_dir", one) for one in call.args[:1]),
+            *self.keywords(call),
+        ]:
             self.read(argument, node)
         for node in call.args[1:]:
             self.unread("an argument without a name", node, "set it in the recipe")
@@ -126,13 +191,25 @@ class Script:
                 self.read_trainer(name, other)
             elif called(other) in ADAPTERS:
                 self.read_adapter(other)
-            elif isinstance(other.func, ast.Attribute) and called(self.followed(other.func.value)) == trainer:
+            elif (
+                isinstance(other.func, ast.Attribute)
+                and called(self.followed(other.func.value)) == trainer
+            ):
                 values, row = (
-                    ", ".join(map(ast.unparse, (*other.args, *(one.value for one in other.keywords)))),
+                    ", ".join(
+                        map(ast.unparse, (*other.args, *(one.value for one in other.keywords)))
+                    ),
                     CALLS.get(called(other)),
                 )
                 if called(other) != "train" or values:
-                    self.unread_lines.append(Line(f"{called(other)}()", values, row and row.fate, row.says if row else "not known"))
+                    self.unread_lines.append(
+                        Line(
+                            f"{called(other)}()",
+                            values,
+                            row and row.fate,
+                            row.says if row else "not known",
+                        )
+                    )
         return name
 
     def keywords(self, call: ast.Call, depth: int = 0) -> Iterator[tuple[str, ast.expr]]:
@@ -141,9 +218,20 @@ class Script:
             inner = self.followed(keyword.value)
             if keyword.arg is not None:
                 yield keyword.arg, keyword.value
-            elif isinstance(inner, ast.Dict) and all(isinstance(key, ast.Constant) for key in inner.keys):
-                yield from ((str(self.value(key)), value) for key, value in zip(inner.keys, inner.values, strict=True) if key)
-            elif isinstance(inner, ast.Call) and called(inner) == "dict" and not inner.args and depth < DEPTH:
+            elif isinstance(inner, ast.Dict) and all(
+                isinstance(key, ast.Constant) for key in inner.keys
+            ):
+                yield from (
+                    (str(self.value(key)), value)
+                    for key, value in zip(inner.keys, inner.values, strict=True)
+                    if key
+                )
+            elif (
+                isinstance(inner, ast.Call)
+                and called(inner) == "dict"
+                and not inner.args
+                and depth < DEPTH
+            ):
                 yield from self.keywords(inner, depth + 1)
             else:
                 yield OPEN, keyword.value
@@ -153,7 +241,10 @@ class Script:
         if name == OPEN:
             self.unread(name, node, "arguments that are not known: say them in the recipe")
             return
-        value, row = self.objects(OBJECTS[name], node) if name in OBJECTS else self.value(node), TABLE.get(name)
+        value, row = (
+            (self.objects(OBJECTS[name], node) if name in OBJECTS else self.value(node)),
+            TABLE.get(name),
+        )
         if value is not UNKNOWN:
             self.known[name] = value
         elif row is not None and row.convert is None:
@@ -189,22 +280,40 @@ class Script:
             if name == "args" or (isinstance(node, ast.Constant) and node.value is None):
                 continue
             if name == OPEN:
-                self.unread(f"{called(call)}({OPEN})", node, "arguments that are not known: say them in the recipe")
+                self.unread(
+                    f"{called(call)}({OPEN})",
+                    node,
+                    "arguments that are not known: say them in the recipe",
+                )
             elif name == "model":
                 self.read_model(node)
             elif name in SPLITS:
                 self.read_rows(name, node)
-            elif name == "ref_model" and self.checkpoint(node) == self.checkpoint(arguments.get("model", node)) is not None:
+            elif (
+                name == "ref_model"
+                and self.checkpoint(node)
+                == self.checkpoint(arguments.get("model", node))
+                is not None
+            ):
                 self.unread_lines.append(
-                    Line(name, ast.unparse(node), "unneeded", "the reference is the policy before its first step")
+                    Line(
+                        name,
+                        ast.unparse(node),
+                        "unneeded",
+                        "the reference is the policy before its first step",
+                    )
                 )
-            elif name != "peft_config" or not any(called(one) in ADAPTERS for one in self.calls):  # read where it is made
+            elif name != "peft_config" or not any(
+                called(one) in ADAPTERS for one in self.calls
+            ):  # read where it is made
                 self.read(name, node)
 
     def read_model(self, node: ast.expr) -> None:
         """Add a model's path, also that of `AutoModelForCausalLM.from_pretrained(PATH, ...)`."""
         loaded = self.loaded(node)
-        if not (isinstance(loaded, ast.Call) and called(loaded) == "from_pretrained" and loaded.args):
+        if not (
+            isinstance(loaded, ast.Call) and called(loaded) == "from_pretrained" and loaded.args
+        ):
             self.read("model_name_or_path", node)
             return
         if "model_name_or_path" not in self.known:
@@ -216,7 +325,11 @@ class Script:
     def loaded(self, node: ast.expr) -> ast.expr:
         """A model without what moves it to a device."""
         loaded = self.followed(node)
-        while isinstance(loaded, ast.Call) and isinstance(loaded.func, ast.Attribute) and called(loaded) in MOVES:
+        while (
+            isinstance(loaded, ast.Call)
+            and isinstance(loaded.func, ast.Attribute)
+            and called(loaded) in MOVES
+        ):
             loaded = self.followed(loaded.func.value)
         return loaded
 
@@ -232,9 +345,16 @@ class Script:
         split, inner = None, self.followed(node)
         if isinstance(inner, ast.Subscript) and isinstance(inner.slice, ast.Constant):
             split, inner = str(inner.slice.value), self.followed(inner.value)
-        if isinstance(inner, ast.Call) and called(inner) == "train_test_split" and isinstance(inner.func, ast.Attribute):
+        if (
+            isinstance(inner, ast.Call)
+            and called(inner) == "train_test_split"
+            and isinstance(inner.func, ast.Attribute)
+        ):
             share = {one.arg: self.value(one.value) for one in inner.keywords}.get("test_size")
-            if isinstance(share, float) and split == {"train_dataset": "train", "eval_dataset": "test"}[which]:
+            if (
+                isinstance(share, float)
+                and split == {"train_dataset": "train", "eval_dataset": "test"}[which]
+            ):
                 self.known["test_split_size"] = share
                 if which == "train_dataset":
                     self.read_rows(which, inner.func.value)
@@ -245,9 +365,14 @@ class Script:
             path, split = self.value(inner.args[0]), keywords.get("split", split)
             split = split if isinstance(split, str) else None
             part = self.value(inner.args[1]) if len(inner.args) > 1 else keywords.get("name")
-            if path in FILES:  # a format, and not a data set: the file is what `split` names in `data_files`
+            if (
+                path in FILES
+            ):  # a format, and not a data set: the file is what `split` names in `data_files`
                 files = keywords.get("data_files", UNKNOWN)
-                path, split = (files.get(split or "train") if isinstance(files, dict) else files), None
+                path, split = (
+                    (files.get(split or "train") if isinstance(files, dict) else files),
+                    None,
+                )
             elif isinstance(part, str) and part:
                 path = f"{path}:{part}"
         if isinstance(path, str):
@@ -255,7 +380,10 @@ class Script:
         else:
             key = TABLE[which].key
             self.unread(
-                which, node, f"rows that the script makes: write them with dataset.to_json(...), and give the file as {key}"
+                which,
+                node,
+                "rows that the script makes: write them with dataset.to_json(...), and give the"
+                f" file as {key}",
             )
 
     # ------------------------------------------------------------ values
@@ -263,7 +391,11 @@ class Script:
     def followed(self, node: ast.expr) -> ast.expr:
         """What a name stands for."""
         seen = set()
-        while isinstance(node, ast.Name) and node.id in self.constants and node.id not in seen | self.definitions:
+        while (
+            isinstance(node, ast.Name)
+            and node.id in self.constants
+            and node.id not in seen | self.definitions
+        ):
             seen.add(node.id)
             node = self.constants[node.id]
         return node
@@ -286,8 +418,16 @@ class Script:
             case ast.Dict(keys=keys, values=nodes) if all(keys):
                 inside = dict(zip(map(str, values(keys)), values(nodes), strict=True))
                 return UNKNOWN if str(UNKNOWN) in inside or UNKNOWN in inside.values() else inside
-            case ast.Call(func=ast.Name(id="dict"), args=[], keywords=keywords) if all(one.arg for one in keywords):
-                inside = dict(zip([one.arg for one in keywords], values([one.value for one in keywords]), strict=True))
+            case ast.Call(func=ast.Name(id="dict"), args=[], keywords=keywords) if all(
+                one.arg for one in keywords
+            ):
+                inside = dict(
+                    zip(
+                        [one.arg for one in keywords],
+                        values([one.value for one in keywords]),
+                        strict=True,
+                    )
+                )
                 return UNKNOWN if UNKNOWN in inside.values() else inside
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return self.computed(operator.sub, 0, *values([operand]))
@@ -301,49 +441,81 @@ class Script:
     def computed(operation: Any, left: Any, right: Any) -> Any:
         """A sum, a product and so on of two numbers, or UNKNOWN."""
         try:
-            return operation(left, right) if isinstance(left, int | float) and isinstance(right, int | float) else UNKNOWN
+            return (
+                operation(left, right)
+                if isinstance(left, int | float) and isinstance(right, int | float)
+                else UNKNOWN
+            )
         except ArithmeticError:
             return UNKNOWN
 
     # ------------------------------------------------------------ functions and classes
 
     def objects(self, file: str, node: ast.expr) -> Any:
-        """Functions and classes as a recipe names them, and the folders of reward models, as a list; UNKNOWN if none is named.
+        """Functions and classes as a recipe names them, and the folders of reward models, as a
+        list; UNKNOWN if none is named.
 
         One without a name beside others keeps its place, which its weight may go with.
         """
         node = self.followed(node)
-        elements = [self.followed(element) for element in (node.elts if isinstance(node, ast.List | ast.Tuple) else [node])]
+        elements = [
+            self.followed(element)
+            for element in (node.elts if isinstance(node, ast.List | ast.Tuple) else [node])
+        ]
         things: list[str | RewardEntry | None] = []
         for element in elements:
             value = self.value(element)
             made = self.overlong(element) if file == "rewards" else None
-            things.append(RewardModel(value) if isinstance(value, str) else made or self.object(file, element))
+            things.append(
+                RewardModel(value) if isinstance(value, str) else made or self.object(file, element)
+            )
         if not any(things) or any(isinstance(element, ast.Starred) for element in elements):
             return UNKNOWN
         for place, element in enumerate(elements):
             if things[place] is None:
                 name = f"number_{place + 1}"
-                self.needed.append(f"{file}: write `{name} = {ast.unparse(element)}` into {file}.py")
+                self.needed.append(
+                    f"{file}: write `{name} = {ast.unparse(element)}` into {file}.py"
+                )
                 things[place] = f"{file}.py:{name}"
         return things
 
     def overlong(self, node: ast.expr) -> RewardEntry | None:
-        """An entry of `rewards` for a call that makes TRL's punishment of long completions; None for anything else."""
+        """An entry of `rewards` for a call that makes TRL's punishment of long completions; None
+        for anything else.
+        """
         if called(node) not in OVERLONG or not isinstance(node, ast.Call):
             return None
-        arguments = dict(zip(("max_completion_len", "soft_punish_cache"), map(self.value, node.args), strict=False))
+        arguments = dict(
+            zip(
+                ("max_completion_len", "soft_punish_cache"),
+                map(self.value, node.args),
+                strict=False,
+            )
+        )
         arguments |= {name: self.value(one) for name, one in self.keywords(node)}
-        return soft_overlong(arguments) if all(isinstance(value, int) for value in arguments.values()) else None
+        return (
+            soft_overlong(arguments)
+            if all(isinstance(value, int) for value in arguments.values())
+            else None
+        )
 
     def object(self, file: str, node: ast.expr) -> str | None:
-        """A function or a class as a recipe names it; None for what is no name, or one that nothing in the script has."""
-        *inside, name = ast.unparse(node).split(".") if isinstance(node, ast.Name | ast.Attribute) else [""]
+        """A function or a class as a recipe names it; None for what is no name, or one that nothing
+        in the script has.
+        """
+        *inside, name = (
+            ast.unparse(node).split(".") if isinstance(node, ast.Name | ast.Attribute) else [""]
+        )
         if not inside and name in self.definitions and not self.trains:
             return f"{shown_path(self.file)}:{name}"
         if not inside and name in self.definitions | self.nested:
             stands = f"in {self.file.name} it stands inside of a function or a class"
-            why = f"{self.file.name} would train when it is imported" if name in self.definitions else stands
+            why = (
+                f"{self.file.name} would train when it is imported"
+                if name in self.definitions
+                else stands
+            )
             self.needed.append(f"{file}: move {name} into {file}.py: {why}")
             return f"{file}.py:{name}"
         module, attribute = self.imported.get(inside[0] if inside else name, ("", ""))
@@ -357,7 +529,9 @@ class Script:
     def place(self, module: str) -> str:
         """A module, or its file if that lies beside the script."""
         name = module.lstrip(".")
-        beside = self.file.parent.joinpath(*[".."] * (len(module) - len(name) - 1), *name.split(".")).with_suffix(".py")
+        beside = self.file.parent.joinpath(
+            *[".."] * (len(module) - len(name) - 1), *name.split(".")
+        ).with_suffix(".py")
         return shown_path(beside) if name and beside.is_file() else name
 
 
@@ -375,4 +549,8 @@ def trains_when_imported(tree: ast.Module) -> bool:
         return any(isinstance(part, ast.Name) and part.id == "__name__" for part in names)
 
     run = [node for node in tree.body if not isinstance(node, DEFINITIONS) and not guards(node)]
-    return any(called(call) == "train" or called(call).endswith("Trainer") for part in run for call in ast.walk(part))
+    return any(
+        called(call) == "train" or called(call).endswith("Trainer")
+        for part in run
+        for call in ast.walk(part)
+    )

@@ -1,8 +1,10 @@
-"""What the keys of a recipe must be together: checks that look at more than one value, at files and at names.
+"""What the keys of a recipe must be together: checks that look at more than one value, at files and
+at names.
 
-Each check yields messages that name the keys they are about, the most telling one first; `recipes.py` adds the line of the first
-that the file holds.  Where a message names none, or in another order, the keys come with it.  Nothing here imports torch or reads a
-weight, so that a recipe is refused in a fraction of a second.
+Each check yields messages that name the keys they are about, the most telling one first;
+`recipes.py` adds the line of the first that the file holds.  Where a message names none, or in
+another order, the keys come with it.  Nothing here imports torch or reads a weight, so that a
+recipe is refused in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -63,12 +65,21 @@ def validate_recipe(recipe: Recipe, earlier: Sequence[str] = ()) -> list[Finding
     earlier: names of the stages that run before this one, which `stage:NAME` may refer to.
     """
     findings = (finding for check in _CHECKS for finding in check(recipe, earlier))
-    return [(_keys(finding, recipe), finding) if isinstance(finding, str) else finding for finding in findings]
+    return [
+        (_keys(finding, recipe), finding) if isinstance(finding, str) else finding
+        for finding in findings
+    ]
 
 
 def _keys(message: str, recipe: Recipe) -> tuple[str, ...]:
-    """The keys that a message names: its first word, dotted ones, and `objective` where it has the recipe's."""
-    keys = [key for key in re.findall(r"^[a-z_.0-9]+|[a-z_]+(?:\.\w+)+", message) if lookup(key) is not None]
+    """The keys that a message names: its first word, dotted ones, and `objective` where it has the
+    recipe's.
+    """
+    keys = [
+        key
+        for key in re.findall(r"^[a-z_.0-9]+|[a-z_]+(?:\.\w+)+", message)
+        if lookup(key) is not None
+    ]
     return (*keys, *(["objective"] if repr(recipe.objective) in message else []))
 
 
@@ -80,42 +91,92 @@ def _objective(recipe: Recipe, _: Sequence[str]) -> Findings:
         yield f"objective: {wrong}"
     if not re.fullmatch(r"\w[\w.+-]*(/\w[\w.+-]*)?", recipe.name):
         yield f"name must be a folder name (letters, digits, . _ + -), got {recipe.name!r}"
-    if recipe.parallel.name == "ddp" and (recipe.parallel.shards is not None or recipe.parallel.offload):
-        yield "parallel: shards and offload are for weights that are spread: name zero2 or zero3, not ddp"
+    if recipe.parallel.name == "ddp" and (
+        recipe.parallel.shards is not None or recipe.parallel.offload
+    ):
+        yield (
+            "parallel: shards and offload are for weights that are spread: name zero2 or zero3,"
+            " not ddp"
+        )
 
 
 def _length(recipe: Recipe, _: Sequence[str]) -> Findings:
     if recipe.steps is not None and recipe.epochs is not None:
-        yield ("epochs", "steps"), f"say steps ({recipe.steps}) or epochs ({recipe.epochs:g}), not both"
+        yield (
+            (
+                "epochs",
+                "steps",
+            ),
+            f"say steps ({recipe.steps}) or epochs ({recipe.epochs:g}), not both",
+        )
     if is_online(recipe.objective) and recipe.steps is None:
         instead = " (epochs are for data-set objectives)" if recipe.epochs is not None else ""
-        yield ("steps", "epochs", "objective"), f"steps is missing: {recipe.objective!r} needs the number of rollouts{instead}"
+        yield (
+            (
+                "steps",
+                "epochs",
+                "objective",
+            ),
+            f"steps is missing: {recipe.objective!r} needs the number of rollouts{instead}",
+        )
     if recipe.objective in DATASET and recipe.steps is None and recipe.epochs is None:
-        yield ("steps", "epochs", "objective"), f"steps is missing: say steps or epochs for {recipe.objective!r}"
+        yield (
+            (
+                "steps",
+                "epochs",
+                "objective",
+            ),
+            f"steps is missing: say steps or epochs for {recipe.objective!r}",
+        )
     if recipe.steps is not None and recipe.optimizer.warmup_steps > policy_updates(recipe):
         warmup, updates = recipe.optimizer.warmup_steps, policy_updates(recipe)
-        message = f"optimizer.warmup_steps ({warmup}) is more than all {updates} optimizer steps: lower it, or raise steps"
+        message = (
+            f"optimizer.warmup_steps ({warmup}) is more than all {updates} optimizer steps: lower"
+            " it, or raise steps"
+        )
         yield ("optimizer.warmup_steps", "steps"), message
 
 
 def policy_updates(recipe: Recipe) -> int:
     """Optimizer steps of the policy in the whole run; `steps` must be set."""
-    per_step = recipe.group.updates_per_rollout * recipe.group.minibatches if is_online(recipe.objective) else 1
+    per_step = (
+        recipe.group.updates_per_rollout * recipe.group.minibatches
+        if is_online(recipe.objective)
+        else 1
+    )
     return max((recipe.steps or 0) - recipe.critic.pretrain, 0) * per_step
 
 
 def _model(recipe: Recipe, earlier: Sequence[str]) -> Findings:
     model = recipe.model
     if model.path is not None and model.scratch is not None:
-        yield ("model.scratch", "model.path"), "say model.path (a checkpoint) or model.scratch (random weights), not both"
+        yield (
+            (
+                "model.scratch",
+                "model.path",
+            ),
+            "say model.path (a checkpoint) or model.scratch (random weights), not both",
+        )
     if model.path is None and model.scratch is None:
-        yield ("model.path",), "model.path is missing: a checkpoint folder, a hub name, or model.scratch for random weights"
+        yield (
+            ("model.path",),
+            (
+                "model.path is missing: a checkpoint folder, a hub name, or model.scratch for"
+                " random weights"
+            ),
+        )
     if model.path is not None and (wrong := wrong_model(model.path, earlier)):
         yield f"model.path: {wrong}"
     if model.lora is not None and model.scratch is not None:
-        yield "model.lora trains beside weights that stay as they are; those of model.scratch are random"
+        yield (
+            "model.lora trains beside weights that stay as they are; those of model.scratch are"
+            " random"
+        )
     if model.lora is not None and recipe.group.reference_refresh:
-        yield "model.lora: the reference is what lies under the adapter and cannot move: leave group.reference_refresh out"
+        yield (
+            "model.lora: the reference is what lies under the adapter and cannot move: leave"
+            " group.reference_refresh out"
+        )
     template = model.chat_template
     if template is not None and template.endswith(".jinja") and (wrong := _no_file(template)):
         yield f"model.chat_template: {wrong}"
@@ -131,13 +192,16 @@ def _unspeakable(path: str) -> str | None:
 
 def _no_file(path: str) -> str | None:
     """Why there is no file of this path, or None."""
-    return _unspeakable(path) or (None if expanded(path).is_file() else f"no such file {path!r}{near_path(expanded(path))}")
+    return _unspeakable(path) or (
+        None if expanded(path).is_file() else f"no such file {path!r}{near_path(expanded(path))}"
+    )
 
 
 def wrong_model(path: str, earlier: Sequence[str] = ()) -> str | None:
     """Why a model cannot come from `path` (a folder, a hub name or stage:NAME), or None.
 
-    A path that is no hub name, or that lies in a folder that exists, is never looked for on the hub.
+    A path that is no hub name, or that lies in a folder that exists, is never looked for on the
+    hub.
     """
     if path.startswith(LIVE):  # whoever needs the object says if it is not there
         return None
@@ -145,7 +209,9 @@ def wrong_model(path: str, earlier: Sequence[str] = ()) -> str | None:
         stage = path.removeprefix(STAGE)
         if stage in earlier:
             return None
-        known = f"earlier stages are {', '.join(earlier)}" if earlier else "there is no earlier stage"
+        known = (
+            f"earlier stages are {', '.join(earlier)}" if earlier else "there is no earlier stage"
+        )
         return f"no stage {stage!r} runs before this one ({known}){closest(stage, earlier)}"
     if wrong := _unspeakable(path):
         return wrong
@@ -155,10 +221,16 @@ def wrong_model(path: str, earlier: Sequence[str] = ()) -> str | None:
     if folder.is_file() and folder.suffix.lower() == ".gguf":
         return None
     if folder.is_dir():
-        if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")) or any(folder.glob("*.gguf")):
+        if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")) or any(
+            folder.glob("*.gguf")
+        ):
             return None
         inside = sorted((*folder.glob("final/config.json"), *folder.glob("*/final/config.json")))
-        meant = f"; did you mean {path.rstrip('/')}/{inside[0].parent.relative_to(folder)}?" if inside else ""
+        meant = (
+            f"; did you mean {path.rstrip('/')}/{inside[0].parent.relative_to(folder)}?"
+            if inside
+            else ""
+        )
         return f"the folder {path!r} is not a model: it holds no config.json{meant}"
     if folder.exists():
         return f"{path!r} is a file; a model is a folder in Hugging Face's format, or a .gguf file"
@@ -168,17 +240,27 @@ def wrong_model(path: str, earlier: Sequence[str] = ()) -> str | None:
 
 
 def _means_local(path: str) -> bool:
-    """True if a path that does not exist cannot be a hub name (`name` or `owner/name`), or is unlikely to be one."""
+    """True if a path that does not exist cannot be a hub name (`name` or `owner/name`), or is
+    unlikely to be one.
+    """
     first = path.split("/", 1)[0]
-    return not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) or first in (".", "..", "~") or Path(first).is_dir()
+    return (
+        not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path)
+        or first in (".", "..", "~")
+        or Path(first).is_dir()
+    )
 
 
 UNREACHABLE = "as a hub name it is not in the cache, and HF_HUB_OFFLINE forbids fetching it"
 
 
 def _unreachable(kind: str, name: str) -> bool:
-    """True offline, if Hugging Face's cache has no folder of the repository (whether it is complete is for transformers to say)."""
-    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
+    """True offline, if Hugging Face's cache has no folder of the repository (whether it is complete
+    is for transformers to say).
+    """
+    home = os.environ.get("HF_HOME") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"
+    )
     cache = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     return offline and not (expanded(cache) / f"{kind}--{name.replace('/', '--')}").is_dir()
@@ -189,7 +271,10 @@ def _replay(recipe: Recipe, _: Sequence[str]) -> Findings:
     if replay is None:
         return
     if (replay.path is None) == (replay.task is None):
-        yield f"{at} needs the path of a file of older pairs, or a task: {{path: old.jsonl, share: 0.1}}"
+        yield (
+            f"{at} needs the path of a file of older pairs, or a task: {{path: old.jsonl, share:"
+            " 0.1}"
+        )
     elif replay.path is not None and (wrong := _wrong_data(replay.path)):
         yield f"{at}.path: {wrong}"
     elif replay.task is not None and (wrong := _wrong_choice(replay.task, TASKS)):
@@ -203,21 +288,37 @@ def _scratch(recipe: Recipe, _: Sequence[str]) -> Findings:
     at, kind = "model.scratch", scratch.tokenizer
     if scratch.hidden % scratch.heads:
         near = _nearest_multiples(scratch.hidden, scratch.heads)
-        yield f"{at}.heads ({scratch.heads}) must divide {at}.hidden ({scratch.hidden}; nearest: {near})"
+        yield (
+            f"{at}.heads ({scratch.heads}) must divide {at}.hidden ({scratch.hidden}; nearest:"
+            f" {near})"
+        )
     elif scratch.family != "gpt2" and (scratch.hidden // scratch.heads) % 2:
-        message = f"a head is {scratch.hidden // scratch.heads} wide; rotary positions need an even width ({at}.hidden / heads)"
+        message = (
+            f"a head is {scratch.hidden // scratch.heads} wide; rotary positions need an even width"
+            f" ({at}.hidden / heads)"
+        )
         yield (f"{at}.heads", f"{at}.hidden"), message
     if scratch.kv_heads is not None and scratch.heads % scratch.kv_heads:
         yield f"{at}.kv_heads ({scratch.kv_heads}) must divide {at}.heads ({scratch.heads})"
     prompt, new = recipe.data.max_prompt_tokens or 1, recipe.rollout.max_new_tokens
     if is_online(recipe.objective) and prompt + new > scratch.context:
-        longest = "a prompt of 1 token" if recipe.data.max_prompt_tokens is None else f"data.max_prompt_tokens ({prompt})"
-        message = f"{longest} + rollout.max_new_tokens ({new}) is {prompt + new}, more than {at}.context ({scratch.context})"
+        longest = (
+            "a prompt of 1 token"
+            if recipe.data.max_prompt_tokens is None
+            else f"data.max_prompt_tokens ({prompt})"
+        )
+        message = (
+            f"{longest} + rollout.max_new_tokens ({new}) is {prompt + new}, more than {at}.context"
+            f" ({scratch.context})"
+        )
         yield ("rollout.max_new_tokens", "data.max_prompt_tokens", f"{at}.context"), message
     known = kind in ("arithmetic", "bytes") or re.fullmatch(r"bpe:\d+", kind)
     near = closest(kind, ("arithmetic", "bytes"))
     if not known and ((wrong := _unspeakable(kind)) or not expanded(kind).is_dir()):
-        yield f"{at}.tokenizer: {wrong or f'no such folder {kind!r}, and it is not arithmetic, bytes or bpe:N{near}'}"
+        yield (
+            f"{at}.tokenizer:"
+            f" {wrong or f'no such folder {kind!r}, and it is not arithmetic, bytes or bpe:N{near}'}"
+        )
 
 
 def _nearest_multiples(value: int, of: int) -> str:
@@ -229,26 +330,51 @@ def _data(recipe: Recipe, earlier: Sequence[str]) -> Findings:
     data = recipe.data
     sampled = data.path is not None and data.path.startswith(STAGE)
     if sampled and recipe.objective not in PAIRED:
-        yield ("data.path", "objective"), f"data.path: {data.path!r} means pairs, which {' and '.join(PAIRED)} learn from"
+        yield (
+            (
+                "data.path",
+                "objective",
+            ),
+            f"data.path: {data.path!r} means pairs, which {' and '.join(PAIRED)} learn from",
+        )
     elif sampled and (wrong := wrong_model(STAGE + str(data.path).split(":")[1], earlier)):
         yield f"data.path: {wrong}"
     if data.path is not None and data.task is not None:
-        yield ("data.task", "data.path"), "say data.path (a file or a hub name) or data.task (a generated task), not both"
+        yield (
+            (
+                "data.task",
+                "data.path",
+            ),
+            "say data.path (a file or a hub name) or data.task (a generated task), not both",
+        )
     if recipe.environment.reasoning_gym is not None:
         if data.path is not None or data.task is not None:
             yield "environment.reasoning_gym brings its own rows: leave data.path and data.task out"
     elif data.path is None and data.task is None and recipe.environment.verifiers is None:
-        yield ("data.path",), "data.path is missing: a .jsonl, .json or .parquet file, a hub name, or data.task"
+        yield (
+            ("data.path",),
+            "data.path is missing: a .jsonl, .json or .parquet file, a hub name, or data.task",
+        )
     if data.task is not None and (wrong := _wrong_choice(data.task, TASKS)):
         yield f"data.task {wrong}"
     if data.task is None and data.task_args:
         yield "data.task_args belongs to data.task, which is not set"
     for key, path in (("data.path", data.path), ("data.eval_path", data.eval_path)):
-        if path is not None and not (sampled and key == "data.path") and (wrong := _wrong_data(path)):
+        if (
+            path is not None
+            and not (sampled and key == "data.path")
+            and (wrong := _wrong_data(path))
+        ):
             yield f"{key}: {wrong}"
     at = "data.eval_fraction"
     if data.eval_path is not None and data.parts:
-        yield (at, "data.eval_path"), f"say data.eval_path or {at} ({show(data.eval_fraction)}), not both"
+        yield (
+            (
+                at,
+                "data.eval_path",
+            ),
+            f"say data.eval_path or {at} ({show(data.eval_fraction)}), not both",
+        )
     if unknown := sorted(data.parts.keys() - {"test", "validation"}):
         yield f"{at} has parts test and validation, not {', '.join(unknown)}"
     elif "validation" in data.parts and "test" not in data.parts:
@@ -260,14 +386,25 @@ def _data(recipe: Recipe, earlier: Sequence[str]) -> Findings:
     sampling, stages = is_online(recipe.objective), "; of several stages, in those that read it"
     if data.max_tokens is not None and sampling and recipe.teacher.demonstrations is None:
         bounds = f"set data.max_prompt_tokens and rollout.max_new_tokens{stages}"
-        yield f"data.max_tokens is for rows that an objective learns from, and {recipe.objective!r} samples completions: {bounds}"
+        yield (
+            f"data.max_tokens is for rows that an objective learns from, and {recipe.objective!r}"
+            f" samples completions: {bounds}"
+        )
     if data.max_prompt_tokens is not None and not sampling and not recipe.rewards:
         instead = f"set data.max_tokens{stages}"
-        yield f"data.max_prompt_tokens is for prompts to sample from; {recipe.objective!r} learns from rows: {instead}"
+        yield (
+            f"data.max_prompt_tokens is for prompts to sample from; {recipe.objective!r} learns"
+            f" from rows: {instead}"
+        )
     for ours, theirs in data.columns.items():
         near = nearest(ours, ROW, cutoff=0.85)
-        if near is not None and ours not in ROW and f"{ours}s" != near:  # `message` may be a column that a reward asks for
-            message = f"data.columns names ours: yours; nothing reads a column {ours!r}: write {{{near}: {theirs}}}"
+        if (
+            near is not None and ours not in ROW and f"{ours}s" != near
+        ):  # `message` may be a column that a reward asks for
+            message = (
+                f"data.columns names ours: yours; nothing reads a column {ours!r}: write {{{near}:"
+                f" {theirs}}}"
+            )
             yield (f"data.columns.{ours}",), message
 
 
@@ -290,7 +427,9 @@ def _wrong_data(path: str) -> str | None:
 
 
 def wrong_rows(path: str) -> str | None:
-    """Why there are no rows at `path`, or None: it is a file that may be read, or may be a name on the hub."""
+    """Why there are no rows at `path`, or None: it is a file that may be read, or may be a name on
+    the hub.
+    """
     if wrong := _unspeakable(path):
         return wrong
     file = expanded(path)
@@ -302,16 +441,25 @@ def wrong_rows(path: str) -> str | None:
 
 
 def _no_rows(file: Path) -> str | None:
-    """Why a file or a folder that exists is none that rows are read from, and what to do; None if rows are read from it."""
+    """Why a file or a folder that exists is none that rows are read from, and what to do; None if
+    rows are read from it.
+    """
     suffixes, to_file = ", ".join(DATA_SUFFIXES), f".to_json('{file.stem}.jsonl')"
     for name, split in (("dataset_dict.json", "['train']"), ("dataset_info.json", "")):
         if (file / name).is_file():
-            return f"was written by save_to_disk: make a file of it, datasets.load_from_disk('{file}'){split}{to_file}"
+            return (
+                "was written by save_to_disk: make a file of it,"
+                f" datasets.load_from_disk('{file}'){split}{to_file}"
+            )
     if file.is_dir():
         return f"is a folder: give one of its files ({suffixes})"
     if file.suffix.lower() in DATA_SUFFIXES:
         return None
-    remedy = f"make one of it, datasets.Dataset.from_csv('{file}'){to_file}" if file.suffix.lower() == ".csv" else "convert it"
+    remedy = (
+        f"make one of it, datasets.Dataset.from_csv('{file}'){to_file}"
+        if file.suffix.lower() == ".csv"
+        else "convert it"
+    )
     return f"is none of {suffixes}: {remedy}"
 
 
@@ -336,26 +484,55 @@ def _scored(recipe: Recipe) -> bool:
 
 
 def _rewards(recipe: Recipe, earlier: Sequence[str]) -> Findings:
-    if is_online(recipe.objective) and not _unknown_credit(recipe) and _algorithm(recipe).needs_reward and not _scored(recipe):
-        yield f"rewards is missing: {recipe.objective!r} needs at least one, e.g. [{{function: accuracy}}]"
+    if (
+        is_online(recipe.objective)
+        and not _unknown_credit(recipe)
+        and _algorithm(recipe).needs_reward
+        and not _scored(recipe)
+    ):
+        yield (
+            f"rewards is missing: {recipe.objective!r} needs at least one, e.g. [{{function:"
+            " accuracy}]"
+        )
     names: dict[str, int] = {}
     for place, reward in enumerate(recipe.rewards):
         at = f"rewards.{place}"
-        if wrong := _wrong_choice(reward.function, REWARDS, "function", "module:function or file.py:function"):
+        if wrong := _wrong_choice(
+            reward.function, REWARDS, "function", "module:function or file.py:function"
+        ):
             yield f"{at}.function: {wrong}"
         if reward.function == "model" and "path" not in reward.args:
-            yield (f"{at}.args", f"{at}.function"), f"{at}.args: the reward 'model' needs the path of a reward model: {{path: ...}}"
+            yield (
+                (
+                    f"{at}.args",
+                    f"{at}.function",
+                ),
+                f"{at}.args: the reward 'model' needs the path of a reward model: {{path: ...}}",
+            )
         name = reward.name or reward.function.rpartition(":")[2]
         if name in names:
-            yield (f"{at}.name", f"{at}.function"), f"two rewards are called {name!r}; give one of them another name"
+            yield (
+                (
+                    f"{at}.name",
+                    f"{at}.function",
+                ),
+                f"two rewards are called {name!r}; give one of them another name",
+            )
         names[name] = place
         for key, value in reward.args.items():
-            if isinstance(value, str) and value.startswith(STAGE) and (wrong := wrong_model(value, earlier)):
+            if (
+                isinstance(value, str)
+                and value.startswith(STAGE)
+                and (wrong := wrong_model(value, earlier))
+            ):
                 yield (f"{at}.args.{key}",), f"{at}.args.{key}: {wrong}"
     known = [*names, *(["environment"] if not recipe.rewards else [])]
     if recipe.verdict is not None and recipe.verdict not in known:
         there = f"the rewards are {', '.join(known)}" if known else "there are no rewards"
-        message = f"verdict: there is no reward {recipe.verdict!r}{closest(recipe.verdict, known)}; {there}"
+        message = (
+            f"verdict: there is no reward {recipe.verdict!r}{closest(recipe.verdict, known)};"
+            f" {there}"
+        )
         yield ("verdict", "rewards"), message
     if recipe.rewards and all(reward.weight == 0 for reward in recipe.rewards):
         yield ("rewards.0.weight",), "every reward has weight 0: nothing would be learnt"
@@ -387,28 +564,54 @@ def _environment(recipe: Recipe, _: Sequence[str]) -> Findings:
         yield f"{at}.tools: two tools are called {twice!r}; the policy tells them apart by name"
     if factory is not None and not factory:
         yield f"{at}.factory names no environment: write {{name: file.py:Class}}"
-    for name, spec in factory.items() if isinstance(factory, Mapping) else [("", factory)] if factory else []:
+    for name, spec in (
+        factory.items() if isinstance(factory, Mapping) else [("", factory)] if factory else []
+    ):
         key = f"{at}.factory.{name}" if name else f"{at}.factory"
         if wrong := _wrong_choice(spec, FACTORIES, "Class", "module:Class or file.py:Class"):
             yield (key,), f"{key}: {wrong}"
     if environment.talks and recipe.objective in DATASET and recipe.objective != "sft":
-        yield f"{at}: {recipe.objective!r} samples no conversations and shows no tools: leave it out of this stage"
+        yield (
+            f"{at}: {recipe.objective!r} samples no conversations and shows no tools: leave it out"
+            " of this stage"
+        )
     bringing = [f"{at}.{name}" for name in environment.named((*ANSWERING, *ASKING))]
     if len(bringing) > 1 and bringing != [f"{at}.tools", f"{at}.factory"]:
         yield f"{' and '.join(bringing)}: who answers the policy is one of them"
     if environment.asks and not is_online(recipe.objective):
-        yield f"{bringing[-1]}: {recipe.objective!r} samples no episodes: leave it out of this stage"
+        yield (
+            f"{bringing[-1]}: {recipe.objective!r} samples no episodes: leave it out of this stage"
+        )
     path = recipe.data.path
-    if environment.verifiers is not None and (recipe.data.task is not None or (path is not None and not path.startswith(LIVE))):
+    if environment.verifiers is not None and (
+        recipe.data.task is not None or (path is not None and not path.startswith(LIVE))
+    ):
         yield f"{at}.verifiers brings its own rows: leave data.path and data.task out"
     if isinstance(environment.harness, tuple) and not environment.harness[0]:
-        yield f"{at}.harness: a program has a name, [python, agent.py]; got {show(environment.harness)}"
-    if isinstance(environment.harness, str) and environment.harness != "outside" and (wrong := _wrong_name(environment.harness)):
-        yield f"{at}.harness: {wrong}; or write `outside`, or a program as a list, [python, agent.py]"
-    if not re.fullmatch(r"([^\s:]+|\[[0-9a-fA-F:]+\]):\d{1,5}", environment.listen) or _has_wrong_port(f"//{environment.listen}"):
-        yield f"{at}.listen is written ADDRESS:PORT, with a port of at most 65535; got {environment.listen!r}"
+        yield (
+            f"{at}.harness: a program has a name, [python, agent.py]; got"
+            f" {show(environment.harness)}"
+        )
+    if (
+        isinstance(environment.harness, str)
+        and environment.harness != "outside"
+        and (wrong := _wrong_name(environment.harness))
+    ):
+        yield (
+            f"{at}.harness: {wrong}; or write `outside`, or a program as a list, [python, agent.py]"
+        )
+    if not re.fullmatch(
+        r"([^\s:]+|\[[0-9a-fA-F:]+\]):\d{1,5}", environment.listen
+    ) or _has_wrong_port(f"//{environment.listen}"):
+        yield (
+            f"{at}.listen is written ADDRESS:PORT, with a port of at most 65535; got"
+            f" {environment.listen!r}"
+        )
     if environment.reasoning_gym is not None and not is_online(recipe.objective):
-        yield f"{at}.reasoning_gym has prompts and a scorer, and no completions for {recipe.objective!r} to learn from"
+        yield (
+            f"{at}.reasoning_gym has prompts and a scorer, and no completions for"
+            f" {recipe.objective!r} to learn from"
+        )
     if environment.interface is not None and factory is None:
         yield f"{at}.interface belongs to {at}.factory, which is not set"
     if environment.args and not environment.named(OWNERS):
@@ -419,14 +622,29 @@ def _environment(recipe: Recipe, _: Sequence[str]) -> Findings:
         yield f"{at}.args: say whose they are: leave {at}.factory or {at}.reasoning_gym out"
     if environment.past == "split" and not (environment.talks or environment.asks):
         yield f"{at}.past is about conversations, and neither {at}.tools nor {at}.factory is set"
-    if environment.talks and (recipe.data.task is not None or recipe.data.template is not None) and not recipe.data.chat:
-        yield ("data.chat", "data.task", "data.template", at), f"{at}: conversations are chat messages: set data.chat: true"
+    if (
+        environment.talks
+        and (recipe.data.task is not None or recipe.data.template is not None)
+        and not recipe.data.chat
+    ):
+        yield (
+            (
+                "data.chat",
+                "data.task",
+                "data.template",
+                at,
+            ),
+            f"{at}: conversations are chat messages: set data.chat: true",
+        )
     if environment.talks and _algorithm(recipe).mix:
         yield f"{at}: a teacher that helps to sample holds no conversations: set group.mix: 0"
     names = [reward.function for reward in recipe.rewards]
     if "environment" in names and not (factory or environment.openenv or environment.asks):
         where = f"rewards.{names.index('environment')}.function"
-        yield (where,), "the reward 'environment' needs environment.factory, openenv, harness or verifiers"
+        yield (
+            (where,),
+            "the reward 'environment' needs environment.factory, openenv, harness or verifiers",
+        )
 
 
 def _group(recipe: Recipe, _: Sequence[str]) -> Findings:
@@ -434,22 +652,42 @@ def _group(recipe: Recipe, _: Sequence[str]) -> Findings:
     for kind in PARTS:
         yield from _wrong_part(kind, recipe)
     if group.entropy_target is not None and group.entropy_bonus <= 0.0:
-        yield ("group.entropy_bonus", "group.entropy_target"), "group.entropy_target needs a bound: group.entropy_bonus, e.g. 0.02"
+        yield (
+            (
+                "group.entropy_bonus",
+                "group.entropy_target",
+            ),
+            "group.entropy_target needs a bound: group.entropy_bonus, e.g. 0.02",
+        )
     if group.entropy_target is not None and _algorithm(recipe).mix:
-        yield "group.entropy_target reads the policy's entropy off its samples; here a teacher helps to sample (group.mix)"
+        yield (
+            "group.entropy_target reads the policy's entropy off its samples; here a teacher helps"
+            " to sample (group.mix)"
+        )
     if not is_online(recipe.objective):
         return
     if group.minibatches > group.prompts_per_step:
         prompts = f"group.prompts_per_step ({group.prompts_per_step})"
-        yield f"group.minibatches ({group.minibatches}) is more than {prompts}: a minibatch holds at least one prompt"
+        yield (
+            f"group.minibatches ({group.minibatches}) is more than {prompts}: a minibatch holds at"
+            " least one prompt"
+        )
     if not _unknown_credit(recipe):
-        yield from conflicts(_algorithm(recipe), ALGORITHMS.get(recipe.objective, PLAIN), _known(recipe))
-    # No preset has a KL of its own, so a beta that is not set is 0 too (a test asks the table); a row of the user's may have one.
+        yield from conflicts(
+            _algorithm(recipe), ALGORITHMS.get(recipe.objective, PLAIN), _known(recipe)
+        )
+    # No preset has a KL of its own, so a beta that is not set is 0 too (a test asks the table); a
+    # row of the user's may have one.
     without = not group.beta and (group.beta is not None or ":" not in recipe.objective)
     if without and group.reference_refresh:
-        yield f"group.reference_refresh is {group.reference_refresh}, but with group.beta 0 there is no reference to refresh"
+        yield (
+            f"group.reference_refresh is {group.reference_refresh}, but with group.beta 0 there is"
+            " no reference to refresh"
+        )
     if group.reference_refresh:
-        yield from _too_little(recipe, "group.reference_mix", group.reference_mix, "the reference", "a mix")
+        yield from _too_little(
+            recipe, "group.reference_mix", group.reference_mix, "the reference", "a mix"
+        )
     if without and group.kl is not None:
         yield f"group.kl is {group.kl!r}, but with group.beta 0 no KL is in the loss"
 
@@ -459,12 +697,18 @@ def _critic(recipe: Recipe, earlier: Sequence[str]) -> Findings:
     valued = is_online(recipe.objective) and (_may_read(recipe) or _algorithm(recipe).needs_value)
     if not valued:
         if critic != CriticSettings():
-            yield f"critic is for credits that ask one: objective {_names(lambda row: row.needs_value)}, or group.credit: gae"
+            yield (
+                "critic is for credits that ask one: objective"
+                f" {_names(lambda row: row.needs_value)}, or group.credit: gae"
+            )
         return
     if critic.path is not None and (wrong := wrong_model(critic.path, earlier)):
         yield f"critic.path: {wrong}"
     if recipe.steps is not None and critic.pretrain >= recipe.steps:
-        message = f"critic.pretrain ({critic.pretrain}) leaves none of the {recipe.steps} steps to train the policy: raise steps"
+        message = (
+            f"critic.pretrain ({critic.pretrain}) leaves none of the {recipe.steps} steps to train"
+            " the policy: raise steps"
+        )
         yield ("critic.pretrain", "steps"), message
 
 
@@ -474,9 +718,18 @@ def _curriculum(recipe: Recipe, earlier: Sequence[str]) -> Findings:
         return
     if not (is_online(recipe.objective) and _scored(recipe)):
         keys = ("data.retire", "data.curriculum", "objective")
-        yield keys, "data.retire and data.curriculum go by the verdict of sampled completions: there are none here"
+        yield (
+            keys,
+            (
+                "data.retire and data.curriculum go by the verdict of sampled completions: there"
+                " are none here"
+            ),
+        )
     elif verdict_of(recipe.rewards, recipe.verdict) is None:
-        message = "data.retire and data.curriculum go by the reward whose 1 says that a completion is right: name it, verdict: NAME"
+        message = (
+            "data.retire and data.curriculum go by the reward whose 1 says that a completion is"
+            " right: name it, verdict: NAME"
+        )
         yield ("data.retire", "data.curriculum", "verdict"), message
 
 
@@ -485,7 +738,10 @@ def _teacher(recipe: Recipe, earlier: Sequence[str]) -> Findings:
     may_read = _may_read(recipe)
     if not is_online(recipe.objective) or not (may_read or _algorithm(recipe).needs_teacher):
         if teacher != TeacherSettings():
-            yield f"teacher is for those that learn from one: {_names(lambda row: row.needs_teacher)}, or group.divergence"
+            yield (
+                "teacher is for those that learn from one:"
+                f" {_names(lambda row: row.needs_teacher)}, or group.divergence"
+            )
         return
     if teacher.path is not None and (wrong := wrong_model(teacher.path, earlier)):
         yield f"teacher.path: {wrong}"
@@ -505,26 +761,46 @@ def _teacher(recipe: Recipe, earlier: Sequence[str]) -> Findings:
 
 
 def _served(recipe: Recipe) -> Findings:
-    """A teacher on servers, which say the log-probs of given tokens by their raw logits, and nothing else."""
+    """A teacher on servers, which say the log-probs of given tokens by their raw logits, and
+    nothing else.
+    """
     teacher, rollout = recipe.teacher, recipe.rollout
     if not teacher.servers:
         return
     yield from _addresses("teacher.servers", teacher.servers)
     if teacher.path is not None or teacher.ema:
-        yield "teacher.servers is instead of a checkpoint (teacher.path) or the policy itself (teacher.ema): name one of them"
+        yield (
+            "teacher.servers is instead of a checkpoint (teacher.path) or the policy itself"
+            " (teacher.ema): name one of them"
+        )
     algorithm = _algorithm(recipe)
     if message := beyond_servers(algorithm):
         yield ("teacher.servers", "objective", "group.divergence", "group.mix"), message
     if rollout.temperature != 1.0 or rollout.top_k or rollout.top_p < 1 or rollout.min_p:
-        message = "teacher.servers score at temperature 1 over the whole vocabulary: leave temperature, top_k, top_p and min_p out"
-        yield ("teacher.servers", "rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.min_p"), message
+        message = (
+            "teacher.servers score at temperature 1 over the whole vocabulary: leave temperature,"
+            " top_k, top_p and min_p out"
+        )
+        yield (
+            (
+                "teacher.servers",
+                "rollout.temperature",
+                "rollout.top_k",
+                "rollout.top_p",
+                "rollout.min_p",
+            ),
+            message,
+        )
 
 
 def without_teacher(teacher: TeacherSettings) -> str | None:
     """Why nothing can be learnt from a teacher that is the policy itself, or None."""
     if teacher.path or teacher.servers or teacher.ema or teacher.hint is not None:
         return None
-    return "teacher.path is missing: the policy would learn from itself as it is; give a checkpoint, a teacher.hint or an ema"
+    return (
+        "teacher.path is missing: the policy would learn from itself as it is; give a checkpoint, a"
+        " teacher.hint or an ema"
+    )
 
 
 def beyond_servers(algorithm: Algorithm) -> str | None:
@@ -532,8 +808,8 @@ def beyond_servers(algorithm: Algorithm) -> str | None:
     if "teacher" not in algorithm.reads and not algorithm.mix:
         return None
     return (
-        "teacher.servers tell the log-probs of tokens that were drawn, not whole distributions: take objective distill_sampled, "
-        "or a checkpoint (teacher.path)"
+        "teacher.servers tell the log-probs of tokens that were drawn, not whole distributions:"
+        " take objective distill_sampled, or a checkpoint (teacher.path)"
     )
 
 
@@ -557,11 +833,15 @@ def _mixing(recipe: Recipe) -> Findings:
         return
     if rollout.top_k or rollout.top_p < 1 or rollout.min_p:
         message = (
-            "the teacher helps to sample (group.mix), from the whole distribution: leave top_k, top_p and min_p out, or set mix: 0"
+            "the teacher helps to sample (group.mix), from the whole distribution: leave top_k,"
+            " top_p and min_p out, or set mix: 0"
         )
         yield ("rollout.top_k", "rollout.top_p", "rollout.min_p", "group.mix"), message
     if rollout.engine != EngineSettings():
-        message = f"the teacher helps to sample (group.mix) in this process: leave rollout.engine ({rollout.engine.name}) out"
+        message = (
+            "the teacher helps to sample (group.mix) in this process: leave rollout.engine"
+            f" ({rollout.engine.name}) out"
+        )
         yield ("rollout.engine", "group.mix"), f"{message}, or set group.mix: 0"
 
 
@@ -572,7 +852,10 @@ SEEN_BY_BFLOAT16 = 0.5
 def _too_little(recipe: Recipe, key: str, share: float, moved: str, remedy: str) -> Findings:
     """Weights in bfloat16 that are moved by a share that rounds to nothing."""
     if recipe.model.dtype == "bfloat16" and share < SEEN_BY_BFLOAT16:
-        message = f"{key} {show(share)} moves {moved} by less than bfloat16 weights can hold, so it would stay as it is: "
+        message = (
+            f"{key} {show(share)} moves {moved} by less than bfloat16 weights can hold, so it would"
+            " stay as it is: "
+        )
         yield f"{message}set model.dtype: autocast, or {remedy} of at least {SEEN_BY_BFLOAT16}"
 
 
@@ -588,7 +871,9 @@ def _shown(recipe: Recipe) -> Findings:
         yield f"{at}: nothing ties demonstrations to a reference: leave group.beta out"
 
 
-def _wrong_choice(name: str, names: Collection[str], kind: str = "NAME", others: str = "or module:NAME") -> str | None:
+def _wrong_choice(
+    name: str, names: Collection[str], kind: str = "NAME", others: str = "or module:NAME"
+) -> str | None:
     """Why `name` is neither one of ours nor somebody's own, or None.   own: how those are written."""
     if name in names:
         return None
@@ -598,27 +883,38 @@ def _wrong_choice(name: str, names: Collection[str], kind: str = "NAME", others:
 
 
 PLAIN = ALGORITHMS["grpo"]
-"""Stands for a row of somebody's own, of which only the parts that the recipe replaces are known."""
+"""Stands for a row of somebody's own, of which only the parts that the recipe replaces are known.
+"""
 
 
 def _algorithm(recipe: Recipe) -> Algorithm:
     """The recipe's algorithm as far as it is known without anybody's code."""
-    return with_group(ALGORITHMS.get(recipe.objective, PLAIN), _known(recipe), recipe.rollout.max_new_tokens)
+    return with_group(
+        ALGORITHMS.get(recipe.objective, PLAIN), _known(recipe), recipe.rollout.max_new_tokens
+    )
 
 
 def _known(recipe: Recipe) -> GroupSettings:
     """`group` without the parts that are wrong, or somebody's own: the row's stand in their place."""
-    unknown = [kind for kind in PARTS if _named(recipe, kind) or any(True for _ in _wrong_part(kind, recipe))]
+    unknown = [
+        kind
+        for kind in PARTS
+        if _named(recipe, kind) or any(True for _ in _wrong_part(kind, recipe))
+    ]
     return replace(recipe.group, **dict.fromkeys(unknown))
 
 
 def _unknown_credit(recipe: Recipe) -> bool:
     """True if the credit is somebody's own."""
-    return _named(recipe, "credit") is not None or (":" in recipe.objective and recipe.group.credit is None)
+    return _named(recipe, "credit") is not None or (
+        ":" in recipe.objective and recipe.group.credit is None
+    )
 
 
 def _may_read(recipe: Recipe) -> bool:
-    """True if somebody's own credit, or a term of somebody's own row, may read what a critic or a teacher gives."""
+    """True if somebody's own credit, or a term of somebody's own row, may read what a critic or a
+    teacher gives.
+    """
     return _named(recipe, "credit") is not None or ":" in recipe.objective
 
 
@@ -637,7 +933,9 @@ def _names(has: Callable[[Algorithm], bool]) -> str:
 
 
 def _wrong_part(kind: str, recipe: Recipe) -> Findings:
-    """What is wrong with a part; the options of one that is somebody's own are looked at when it is imported."""
+    """What is wrong with a part; the options of one that is somebody's own are looked at when it is
+    imported.
+    """
     part = getattr(recipe.group, kind)
     if name := _named(recipe, kind):
         if wrong := _wrong_name(name):
@@ -645,7 +943,9 @@ def _wrong_part(kind: str, recipe: Recipe) -> Findings:
     elif part is not None and (":" not in recipe.objective or _name(part) is not None or not part):
         row = ALGORITHMS.get(recipe.objective, PLAIN)
         preset = getattr(row, kind, None) or (Jsd() if kind == "divergence" else None)
-        for key, message in part_problems(kind, part, preset, {"beta": None} if kind == "credit" else None):
+        for key, message in part_problems(
+            kind, part, preset, {"beta": None} if kind == "credit" else None
+        ):
             yield (key, f"group.{kind}"), message
 
 
@@ -658,16 +958,31 @@ def _rollout(recipe: Recipe, _: Sequence[str]) -> Findings:
         return
     yield from _engine(engine, at)
     if engine.ahead and not is_online(recipe.objective):
-        yield f"{at}.ahead: nothing is sampled ahead of training by {recipe.objective!r}, which learns from a data set"
-    if is_online(recipe.objective) and recipe.model.attention == "single" and engine_traits(engine.name).packed:
+        yield (
+            f"{at}.ahead: nothing is sampled ahead of training by {recipe.objective!r}, which"
+            " learns from a data set"
+        )
+    if (
+        is_online(recipe.objective)
+        and recipe.model.attention == "single"
+        and engine_traits(engine.name).packed
+    ):
         needs = f"the {engine.name} engine needs packed streams"
-        yield (at, "model.attention"), f"model.attention is 'single', and {needs}; set rollout.engine to transformers"
+        yield (
+            (
+                at,
+                "model.attention",
+            ),
+            f"model.attention is 'single', and {needs}; set rollout.engine to transformers",
+        )
 
 
 def _engine(engine: EngineSettings, at: str) -> Findings:
     """What does not go together of an engine whose name is known."""
     plain, traits = EngineSettings(), engine_traits(engine.name)
-    for other, name in ((one, key) for one, has in ENGINES.items() for key in has.takes if key not in traits.takes):
+    for other, name in (
+        (one, key) for one, has in ENGINES.items() for key in has.takes if key not in traits.takes
+    ):
         if getattr(engine, name) != getattr(plain, name):
             yield f"{at}.{name} is for {other}; {engine.name} does not take it"
     if engine.args and ":" not in engine.name:
@@ -677,11 +992,19 @@ def _engine(engine: EngineSettings, at: str) -> Findings:
         yield f"{at}.correct: {trained}: there is nothing to correct, unless it is ahead of them"
     yield from _addresses(f"{at}.servers", engine.servers)
     if engine.colocated and (engine.servers or engine.ahead):
-        yield f"{at}.colocated samples in the trainer's process, in turn with training: leave servers and ahead out"
+        yield (
+            f"{at}.colocated samples in the trainer's process, in turn with training: leave servers"
+            " and ahead out"
+        )
     if engine.servers and engine.dtype is not None:
-        yield f"{at}.dtype is that of a server which the run starts for itself; running servers have theirs"
+        yield (
+            f"{at}.dtype is that of a server which the run starts for itself; running servers have"
+            " theirs"
+        )
     if engine.correct is not None and engine.correct.low > engine.correct.high:
-        yield f"{at}.correct.low ({engine.correct.low:g}) is more than high ({engine.correct.high:g})"
+        yield (
+            f"{at}.correct.low ({engine.correct.low:g}) is more than high ({engine.correct.high:g})"
+        )
 
 
 _CHECKS: tuple[Callable[[Recipe, Sequence[str]], Findings], ...] = (

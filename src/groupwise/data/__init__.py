@@ -1,5 +1,7 @@
-"""What the policy reads: rows from files, the hub or built-in tasks -> prompts, demonstrations, pairs; then packed batches.
+"""What the policy reads: rows from files, the hub or built-in tasks -> prompts, demonstrations,
+pairs; then packed batches.
 
-In: the `data` section of a recipe. Out: records. `load` is the entry; `templates` knows chat templates; `packing` turns samples
-into `Batch`es without padding; `rollout_table` is the form in which rollouts lie in files.
+In: the `data` section of a recipe. Out: records. `load` is the entry; `templates` knows chat
+    templates; `packing` turns samples into `Batch`es without padding; `rollout_table` is the form
+    in which rollouts lie in files.
 """

@@ -1,7 +1,8 @@
-"""Which prompts are visited again: those that are always solved are retired, those that are mostly solved come less often.
+"""Which prompts are visited again: those that are always solved are retired, those that are mostly
+solved come less often.
 
-A prompt's pass rate is the share of its last group's completions that are right by the verdict (`records.Scored.right`); one that
-it did not judge is not right.
+A prompt's pass rate is the share of its last group's completions that are right by the verdict
+(`records.Scored.right`); one that it did not judge is not right.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ class Curriculum(Order):
     (True, 1, 1)
     """
 
-    def __init__(self, n: int, seed: int, shuffle: bool = True, *, retire: int = 0, strength: float = 0.0) -> None:
-        """retire: after this many visits in a row with a pass rate of 1 a row is never visited again; 0: no row is retired.
+    def __init__(
+        self, n: int, seed: int, shuffle: bool = True, *, retire: int = 0, strength: float = 0.0
+    ) -> None:
+        """retire: after this many visits in a row with a pass rate of 1 a row is never visited
+        again; 0: no row is retired.
 
         strength: a row with pass rate p is left out of an epoch with probability `strength x p`.
         """
@@ -51,7 +55,9 @@ class Curriculum(Order):
             self._solved[row] = self._solved.get(row, 0) + 1 if rate >= 1.0 else 0
 
     def take(self, k: int) -> list[tuple[int, int]]:
-        """The next `k` visits of rows that are not left out.  Where no row would be left, all pass rates are forgotten."""
+        """The next `k` visits of rows that are not left out.  Where no row would be left, all pass
+        rates are forgotten.
+        """
         visits: list[tuple[int, int]] = []
         missed = 0
         while len(visits) < k:
@@ -69,7 +75,10 @@ class Curriculum(Order):
         if self.retire and self._solved.get(row, 0) >= self.retire:
             return True
         chance = self.strength * self._rates.get(row, 0.0)
-        return chance > 0.0 and bool(np.random.RandomState([self.seed & 0xFFFFFFFF, self.seed >> 32, epoch, row]).rand() < chance)
+        return chance > 0.0 and bool(
+            np.random.RandomState([self.seed & 0xFFFFFFFF, self.seed >> 32, epoch, row]).rand()
+            < chance
+        )
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint stores: the order, pass rates and solved visits."""
@@ -86,7 +95,9 @@ class Curriculum(Order):
 
 
 class Visits:
-    """Draws prompts in an order, and records the pass rates of their groups, also of groups that `refill` drops."""
+    """Draws prompts in an order, and records the pass rates of their groups, also of groups that
+    `refill` drops.
+    """
 
     def __init__(self, prompts: Sequence[Prompt], order: Order, *, ahead: bool = False) -> None:
         """ahead: rollouts may begin before the step that they belong to."""
@@ -103,17 +114,24 @@ class Visits:
         for group in groups:
             self._sampled += sum(len(rollout) for rollout in group.rollouts)
             if isinstance(self.order, Curriculum) and group.names:
-                rate = float("nan") if np.isnan(group.right).all() else float((group.right == 1.0).mean())
+                rate = (
+                    float("nan")
+                    if np.isnan(group.right).all()
+                    else float((group.right == 1.0).mean())
+                )
                 self.order.learn(self._rows[group.prompt.id.partition("/")[2]], rate)
 
     def account(self, groups: Sequence[Scored]) -> dict[str, float]:
         """Metrics of a step that keeps some of the groups that were sampled for it.
 
-        Where rollouts run ahead, groups of later steps have been recorded too, so the dropped ones are not counted.
-        """
+        Where rollouts run ahead, groups of later steps have been recorded too, so the dropped ones
+        are not counted."""
         tokens = sum(len(rollout) for group in groups for rollout in group.rollouts)
         discarded, self._sampled = self._sampled - tokens, 0
         metrics = {"tokens/discarded": float(discarded)} if discarded > 0 and not self.ahead else {}
         if isinstance(self.order, Curriculum):
-            metrics |= {"prompts/skipped": float(self.order.skipped), "prompts/retired": float(self.order.retired)}
+            metrics |= {
+                "prompts/skipped": float(self.order.skipped),
+                "prompts/retired": float(self.order.retired),
+            }
         return metrics

@@ -1,7 +1,9 @@
-"""From rows that have been read to records with token ids: the one encoder of prompts, demonstrations, pairs and solutions.
+"""From rows that have been read to records with token ids: the one encoder of prompts,
+demonstrations, pairs and solutions.
 
-It asks what each row asks through the chat template, puts its answers behind it, makes both fit, and counts every row that it
-leaves out.  What a kind of record is made from, and how, a `RecordKind` says.
+It asks what each row asks through the chat template, puts its answers behind it, makes both fit,
+and counts every row that it leaves out.  What a kind of record is made from, and how, a
+`RecordKind` says.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ Item = TypeVar("Item")
 TooLong = Literal["drop", "truncate_left", "error"]
 
 STEP_END = "\n"
-"""Between the steps of a solution: it reads as the policy writes it, one step a line, and `segment_steps` finds the same ends."""
+"""Between the steps of a solution: it reads as the policy writes it, one step a line, and
+`segment_steps` finds the same ends.
+"""
 SILENT = "of which the chat template writes nothing"
 UNKNOWN = "with characters unknown to the tokenizer"
 UNWRITTEN = "with a message that the chat template does not write"
@@ -68,7 +72,9 @@ class Demonstration:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Pair:
-    """Two completions of one prompt, of which the first is preferred.  Both end with an EOS id, and they differ."""
+    """Two completions of one prompt, of which the first is preferred.  Both end with an EOS id, and
+    they differ.
+    """
 
     id: str
     prompt: np.ndarray
@@ -78,12 +84,16 @@ class Pair:
     rejected: np.ndarray
     """int64 (n',), EOS last."""
     margin: float = 0.0
-    """By how much the score of the chosen completion should exceed the other's; from the column `margin`, if the data have it."""
+    """By how much the score of the chosen completion should exceed the other's; from the column
+    `margin`, if the data have it.
+    """
 
     def __post_init__(self) -> None:
         assert self.prompt.dtype == self.chosen.dtype == self.rejected.dtype == np.int64
         assert self.prompt.size >= 1, f"pair {self.id}: no prompt"
-        assert not np.array_equal(self.chosen, self.rejected), f"pair {self.id}: chosen and rejected are the same"
+        assert not np.array_equal(self.chosen, self.rejected), (
+            f"pair {self.id}: chosen and rejected are the same"
+        )
 
     def __len__(self) -> int:
         return self.prompt.size + self.chosen.size + self.rejected.size
@@ -91,7 +101,9 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Solution:
-    """A completion of a prompt with the label of each of its steps.  It ends with an EOS id, which belongs to the last step."""
+    """A completion of a prompt with the label of each of its steps.  It ends with an EOS id, which
+    belongs to the last step.
+    """
 
     id: str
     prompt: np.ndarray
@@ -104,7 +116,9 @@ class Solution:
     """float64, 0 .. 1: probability that the step is right."""
 
     def __post_init__(self) -> None:
-        assert self.prompt.size >= 1 and self.ends.shape == self.labels.shape and self.ends.size >= 1
+        assert (
+            self.prompt.size >= 1 and self.ends.shape == self.labels.shape and self.ends.size >= 1
+        )
         assert self.ends[-1] == self.completion.size - 1 and bool((np.diff(self.ends) > 0).all())
 
     def __len__(self) -> int:
@@ -124,7 +138,9 @@ class RecordKind(Generic[Item]):
 
 
 def read_pairs(rows: SourceRows, wording: Wording) -> SourceRows[ReadRow]:
-    """The pairs of a source in any published form (`preference_formats`): each with its chosen and its rejected answer."""
+    """The pairs of a source in any published form (`preference_formats`): each with its chosen and
+    its rejected answer.
+    """
     return as_pairs(rows, wording).mapped(partial(read_pair, wording=wording))
 
 
@@ -156,14 +172,22 @@ PAIRS = RecordKind(
     name="pair",
     read=read_pairs,
     make=lambda id, question, chosen, rejected: Pair(
-        id=id, prompt=question.tokens, chosen=chosen.tokens, rejected=rejected.tokens, margin=question.example.extra
+        id=id,
+        prompt=question.tokens,
+        chosen=chosen.tokens,
+        rejected=rejected.tokens,
+        margin=question.example.extra,
     ),
 )
 SOLUTIONS = RecordKind(
     name="solution",
     read=lambda rows, wording: rows.mapped(partial(read_solution, wording=wording)),
     make=lambda id, question, solved: Solution(
-        id=id, prompt=question.tokens, completion=solved.tokens, ends=solved.ends, labels=question.example.extra
+        id=id,
+        prompt=question.tokens,
+        completion=solved.tokens,
+        ends=solved.ends,
+        labels=question.example.extra,
     ),
 )
 
@@ -178,21 +202,25 @@ def encode(
     eos_ids: Sequence[int] = (),
     too_long: TooLong = "drop",
 ) -> tuple[list[Item], Report]:
-    """The records of rows that have been read.   limit: tokens of a prompt and the longest of its completions.
+    """The records of rows that have been read.   limit: tokens of a prompt and the longest of its
+    completions.
 
     limited_by: the setting that the limit is from, for messages.
 
-    Dropped and counted: rows that ask or answer nothing, hold characters that the tokenizer does not know, are refused by the chat
-    template, are too long (unless `truncate_left`, which keeps the prompt's end), or have two completions that are the same.
-    Duplicates are kept; of the rows that stay they are counted.
-    Raises DataError if no record is left, if one is too long and `too_long` is `error`, and for control tokens where that is the
-    template's `control_tokens`.
+    Dropped and counted: rows that ask or answer nothing, hold characters that the tokenizer does
+        not know, are refused by the chat template, are too long (unless `truncate_left`, which
+        keeps the prompt's end), or have two completions that are the same. Duplicates are kept; of
+        the rows that stay they are counted.
+    Raises DataError if no record is left, if one is too long and `too_long` is `error`, and for
+    control tokens where that is the template's `control_tokens`.
     """
     report = Report.of(rows)
     numbers, questions = _questions_of(rows, template, report)
     items: list[Item] = []
     keys: set[str] = set()
-    for number, question, answers in zip(numbers, questions, _answered(questions, template, eos_ids), strict=True):
+    for number, question, answers in zip(
+        numbers, questions, _answered(questions, template, eos_ids), strict=True
+    ):
         refused = [one for one in answers if isinstance(one, Refusal)]
         if refused:
             report.drop(refused[0].reason, first=str(refused[0]))
@@ -209,7 +237,10 @@ def encode(
                 report.drop("empty")
                 continue
             text = ended(question.tokens.tolist(), eos_ids, template.tokenizer)
-            question, answers = replace(question, tokens=text[:-1]), (replace(completions[0], tokens=text[-1:]),)
+            question, answers = (
+                replace(question, tokens=text[:-1]),
+                (replace(completions[0], tokens=text[-1:]),),
+            )
         sizes = [one.tokens.size for one in completions]
         if (size := question.tokens.size + max(sizes, default=0)) > limit:
             cut = _cut(question, size, limit, limited_by, too_long, report, template)
@@ -238,14 +269,21 @@ def _answered(
 ) -> Iterable[Sequence[EncodedAnswer | Refusal]]:
     """The answers of each question; none of a prompt."""
     if questions and questions[0].example.steps:
-        return [(template.in_steps(question, question.example.steps, STEP_END, eos_ids),) for question in questions]
+        return [
+            (template.in_steps(question, question.example.steps, STEP_END, eos_ids),)
+            for question in questions
+        ]
     sides = zip(*(question.example.answers for question in questions), strict=True)
     completed = [template.try_complete(questions, answers, eos_ids) for answers in sides]
     return zip(*completed, strict=True) if completed else [()] * len(questions)
 
 
-def _questions_of(rows: SourceRows[ReadRow], template: Template, report: Report) -> tuple[list[int], list[Question]]:
-    """Number and question of the rows that ask something the tokenizer can write; the others are counted in `report`."""
+def _questions_of(
+    rows: SourceRows[ReadRow], template: Template, report: Report
+) -> tuple[list[int], list[Question]]:
+    """Number and question of the rows that ask something the tokenizer can write; the others are
+    counted in `report`.
+    """
     filled: list[tuple[int, ReadRow]] = []
     for number, example in enumerate(rows):
         if is_blank(example.content):
@@ -256,11 +294,19 @@ def _questions_of(rows: SourceRows[ReadRow], template: Template, report: Report)
             filled.append((number, example))
     numbers: list[int] = []
     questions: list[Question] = []
-    for (number, _), question in zip(filled, template.try_ask([example for _, example in filled]), strict=True):
+    for (number, _), question in zip(
+        filled, template.try_ask([example for _, example in filled]), strict=True
+    ):
         if isinstance(question, Refusal):
-            report.drop(question.reason, first=f"{question}; change the messages, or set model.chat_template")
+            report.drop(
+                question.reason,
+                first=f"{question}; change the messages, or set model.chat_template",
+            )
         elif not question.tokens.size:
-            report.drop("empty" if question.plain else SILENT, first=f"{question.where}; set model.chat_template")
+            report.drop(
+                "empty" if question.plain else SILENT,
+                first=f"{question.where}; set model.chat_template",
+            )
         elif question.unknown:
             report.drop(UNKNOWN)
         elif question.control and template.control_tokens == "drop":
@@ -270,25 +316,56 @@ def _questions_of(rows: SourceRows[ReadRow], template: Template, report: Report)
             questions.append(question)
     _tell_control([question for question in questions if question.control], template, report)
     lost = [
-        question for question in questions if not isinstance(question.content, str) and unwritten(question.content, question.text)
+        question
+        for question in questions
+        if not isinstance(question.content, str) and unwritten(question.content, question.text)
     ]
-    messages = [message for question in lost[:1] for message in question.content if isinstance(message, dict)]
+    messages = [
+        message
+        for question in lost[:1]
+        for message in question.content
+        if isinstance(message, dict)
+    ]
     roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
-    what = f"the chat template does not write what one of its messages says (roles: {escaped(roles)})"
+    what = (
+        f"the chat template does not write what one of its messages says (roles: {escaped(roles)})"
+    )
     remedy = "set model.chat_template, or change the messages"
     _tell(lost, UNWRITTEN, f"{what}, and the policy does not see it; {remedy}", report)
     remedy = "give a list of JSON schemas, each with a name, or its JSON text; or rename the column"
     unread = [question for question in questions if question.unread_tools]
-    _tell(unread, UNREAD_TOOLS, f"the column tools cannot be read, and the policy does not see it; {remedy}", report)
+    _tell(
+        unread,
+        UNREAD_TOOLS,
+        f"the column tools cannot be read, and the policy does not see it; {remedy}",
+        report,
+    )
     names = {name for question in questions for name in question.variables}
     idle = set(unmentioned(sorted(names), template.tokenizer))
-    ignored = [question for question in questions if idle & question.variables.keys() and not question.plain]
-    what = f"the chat template does not mention {', '.join(map(repr, sorted(idle)))}, which chat_template_kwargs sets"
-    _tell(ignored, UNREAD_VARIABLES, f"{escaped(what)}: it changes nothing; correct its name, or leave it out", report)
+    ignored = [
+        question
+        for question in questions
+        if idle & question.variables.keys() and not question.plain
+    ]
+    what = (
+        f"the chat template does not mention {', '.join(map(repr, sorted(idle)))}, which"
+        " chat_template_kwargs sets"
+    )
+    _tell(
+        ignored,
+        UNREAD_VARIABLES,
+        f"{escaped(what)}: it changes nothing; correct its name, or leave it out",
+        report,
+    )
     unshown = template.unshown(questions)
     for what in ("tool", "call"):
-        without = [question for question, lacks in zip(questions, unshown, strict=True) if what in lacks]
-        missing = f"its prompt does not show a {what}, and the policy does not see it; set model.chat_template to one that shows it"
+        without = [
+            question for question, lacks in zip(questions, unshown, strict=True) if what in lacks
+        ]
+        missing = (
+            f"its prompt does not show a {what}, and the policy does not see it; set"
+            " model.chat_template to one that shows it"
+        )
         _tell(without, f"with a {what} that the chat template does not write", missing, report)
     return numbers, questions
 
@@ -303,17 +380,26 @@ def _tell(questions: Sequence[Question], remark: str, what: str, report: Report)
 
 
 def _tell_control(questions: Sequence[Question], template: Template, report: Report) -> None:
-    """Count questions with control tokens in their messages; say what becomes of them, or raise DataError."""
+    """Count questions with control tokens in their messages; say what becomes of them, or raise
+    DataError.
+    """
     if not questions:
         return
     first = questions[0]
     kind = "which is a control token" if len(first.control) == 1 else "which are control tokens"
-    what = escaped(f"its messages hold {', '.join(map(repr, first.control))}, {kind} of the tokenizer")
+    what = escaped(
+        f"its messages hold {', '.join(map(repr, first.control))}, {kind} of the tokenizer"
+    )
     remedy = "data.control_tokens: plain encodes them as text, drop leaves such rows out"
     if template.control_tokens == "error":
         raise DataError(f"{first.where}: {what}; {remedy}")
     if template.control_tokens != "plain":
-        _tell(questions, CONTROL, f"{what}: they can end a turn or begin another, or pass for a call; {remedy}", report)
+        _tell(
+            questions,
+            CONTROL,
+            f"{what}: they can end a turn or begin another, or pass for a call; {remedy}",
+            report,
+        )
         return
     for question in questions:
         report.note(f"{CONTROL}, encoded as text", first=question.where)
@@ -327,9 +413,16 @@ def cut_left(ids: np.ndarray, room: int, bos_id: int | None) -> np.ndarray:
 
 
 def _cut(
-    question: Question, size: int, limit: int, limited_by: str, too_long: TooLong, report: Report, template: Template
+    question: Question,
+    size: int,
+    limit: int,
+    limited_by: str,
+    too_long: TooLong,
+    report: Report,
+    template: Template,
 ) -> Question | None:
-    """What remains of a prompt that is too long beside its completion; None: the row is dropped.   size: tokens of both.
+    """What remains of a prompt that is too long beside its completion; None: the row is dropped.
+    size: tokens of both.
 
     Raises DataError if `too_long` is `error`.
     """
@@ -337,7 +430,8 @@ def _cut(
     if too_long == "error":
         what = "prompt and completion have" if completion else "the prompt has"
         raise DataError(
-            f"{question.where}: {what} {size} tokens and the limit is {limit}{source}; set data.too_long to drop or truncate_left"
+            f"{question.where}: {what} {size} tokens and the limit is {limit}{source}; set"
+            " data.too_long to drop or truncate_left"
         )
     if too_long == "drop" or limit - completion < 1:
         report.drop(f"longer than {limit} tokens{source}")
@@ -349,26 +443,31 @@ def _cut(
 
 
 def prompt_limit(context: int, max_new_tokens: int, max_prompt_tokens: int | None) -> int:
-    """Longest prompt in tokens: what the context leaves beside the completion, or the smaller one that was asked for.
+    """Longest prompt in tokens: what the context leaves beside the completion, or the smaller one
+    that was asked for.
 
     Raises DataError, with both numbers, if prompt and completion cannot fit into the context.
     """
     room = context - max_new_tokens
     if room <= 0:
         raise DataError(
-            f"max_new_tokens is {max_new_tokens} and the model's context is {context} tokens: no room is left for a prompt; "
-            f"lower it below {context} (in an evaluation: --max-new-tokens)"
+            f"max_new_tokens is {max_new_tokens} and the model's context is {context} tokens: no"
+            f" room is left for a prompt; lower it below {context} (in an evaluation:"
+            " --max-new-tokens)"
         )
     if max_prompt_tokens is not None and max_prompt_tokens > room:
         raise DataError(
-            f"max_prompt_tokens ({max_prompt_tokens}) + max_new_tokens ({max_new_tokens}) exceed the model's context of {context} "
-            f"tokens: lower one of them, or leave max_prompt_tokens out (it is then {room})"
+            f"max_prompt_tokens ({max_prompt_tokens}) + max_new_tokens ({max_new_tokens}) exceed"
+            f" the model's context of {context} tokens: lower one of them, or leave"
+            f" max_prompt_tokens out (it is then {room})"
         )
     return room if max_prompt_tokens is None else max_prompt_tokens
 
 
 def visit(prompt: Prompt, epoch: int | str) -> Prompt:
-    """The prompt as drawn in one epoch: its id is `epoch/row`, so that each visit of a row is a group of its own."""
+    """The prompt as drawn in one epoch: its id is `epoch/row`, so that each visit of a row is a
+    group of its own.
+    """
     return replace(prompt, id=f"{epoch}/{prompt.id}")
 
 

@@ -1,4 +1,6 @@
-"""From the `data` section of a recipe to prompts, demonstrations or pairs, with their held-out part."""
+"""From the `data` section of a recipe to prompts, demonstrations or pairs, with their held-out
+part.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,10 @@ class Data(Generic[Item]):
     def __str__(self) -> str:
         lines = [f"train: {self.report}"]
         if self.overlap:
-            lines.append(f"  ({counted(self.overlap, 'further row')} left out of training: their prompts are held out)")
+            lines.append(
+                f"  ({counted(self.overlap, 'further row')} left out of training: their prompts are"
+                " held out)"
+            )
         if self.held_out_report is not None:
             lines.append(f"held out: {self.held_out_report}")
         return "\n".join(lines)
@@ -77,20 +82,28 @@ def load_data(
     tools: Tools | None = None,
     train: bool = True,
 ) -> Data[Prompt]:
-    """Prompts for an online objective.  Training prompts have the id `row`: draw them with `visit(prompt, epoch)`.
+    """Prompts for an online objective.  Training prompts have the id `row`: draw them with
+    `visit(prompt, epoch)`.
 
-    context: tokens of the model, prompt and completion together.  seed: of generated tasks.  tools: that a row's prompt shows.
-    train: False leaves the training prompts out: what is held out is wanted, to judge an objective that learns from data.
-    Raises DataError or ConfigError: unreadable or missing data, no prompt left, no room for a prompt.
+    context: tokens of the model, prompt and completion together.  seed: of generated tasks.  tools:
+        that a row's prompt shows.
+    train: False leaves the training prompts out: what is held out is wanted, to judge an objective
+        that learns from data.
+    Raises DataError or ConfigError: unreadable or missing data, no prompt left, no room for a
+    prompt.
     """
     limit = prompt_limit(context, max_new_tokens, settings.max_prompt_tokens)
     template = Template.build(settings, tokenizer, tools)
     if not train and settings.task is not None:
-        settings = replace(settings, limit=1)  # what a task holds out does not depend on how much else it generates
+        settings = replace(
+            settings, limit=1
+        )  # what a task holds out does not depend on how much else it generates
     rest = f"the model's context of {context} less rollout.max_new_tokens of {max_new_tokens}"
     limited_by = rest if settings.max_prompt_tokens is None else "data.max_prompt_tokens"
     data = _load(settings, template, PROMPTS, seed, limit=limit, limited_by=limited_by, train=train)
-    held_out, validation = (tuple(visit(prompt, "eval") for prompt in part) for part in (data.held_out, data.validation))
+    held_out, validation = (
+        tuple(visit(prompt, "eval") for prompt in part) for part in (data.held_out, data.validation)
+    )
     return replace(data, held_out=held_out, validation=validation)
 
 
@@ -104,26 +117,36 @@ def load_records(
     seed: int = 0,
     tools: Tools | None = None,
 ) -> Data[Item]:
-    """Records that an objective learns from: `DEMONSTRATIONS`, `PAIRS` or `SOLUTIONS` of `data.encoding`.
+    """Records that an objective learns from: `DEMONSTRATIONS`, `PAIRS` or `SOLUTIONS` of
+    `data.encoding`.
 
     Each answer ends with `eos_ids[0]`, or with another of them where the chat template writes it.
     tools: that a row's prompt shows.
-    A built-in task holds out prompts without demonstrations: they are judged by sampling, so `held_out` is empty then.
+    A built-in task holds out prompts without demonstrations: they are judged by sampling, so
+    `held_out` is empty then.
     Raises DataError or ConfigError as `load_data`, and for a task without such records.
     """
     limit = min(context, settings.max_tokens or context)
     limited_by = "data.max_tokens" if limit == settings.max_tokens else "the model's context"
     template = Template.build(settings, tokenizer, tools)
-    return _load(settings, template, kind, seed, limit=limit, limited_by=limited_by, eos_ids=eos_ids)
+    return _load(
+        settings, template, kind, seed, limit=limit, limited_by=limited_by, eos_ids=eos_ids
+    )
 
 
 def load_texts(settings: DataSettings, seed: int) -> Iterator[str]:
-    """Every text of the training rows, for training a tokenizer on them; held-out rows are left out."""
+    """Every text of the training rows, for training a tokenizer on them; held-out rows are left
+    out.
+    """
     rows, _ = _sources(settings, "demonstration", seed)
     if settings.parts:
         wording = Wording.of(settings)
         pairs = {"chosen", "rejected"} <= set(rows[0])
-        examples = read_pairs(rows, wording) if pairs else rows.mapped(lambda row, where: read_answered_or_not(row, where, wording))
+        examples = (
+            read_pairs(rows, wording)
+            if pairs
+            else rows.mapped(lambda row, where: read_answered_or_not(row, where, wording))
+        )
         rows = [example.row for example in _split(examples, wording, settings.parts)["train"]]
     for row in rows:
         for value in row.values():
@@ -132,7 +155,9 @@ def load_texts(settings: DataSettings, seed: int) -> Iterator[str]:
 
 @contextmanager
 def _collector_at_rest() -> Iterator[None]:
-    """Without the garbage collector, which would walk over the rows again and again, a fifth of the time: all of them stay."""
+    """Without the garbage collector, which would walk over the rows again and again, a fifth of the
+    time: all of them stay.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -166,7 +191,10 @@ def _load(
         parts = _split(rows, template, settings.parts)
         for name, share in settings.parts.items():
             if not len(parts[name]):
-                raise DataError(f"data.eval_fraction {share:g} holds out no row of {len(rows)}: raise it, or set it to 0")
+                raise DataError(
+                    f"data.eval_fraction {share:g} holds out no row of {len(rows)}: raise it, or"
+                    " set it to 0"
+                )
         rows, held_out, watched = parts["train"], parts["test"], parts.get("validation")
     overlap = 0
     if held_out is not None:
@@ -175,8 +203,9 @@ def _load(
         rows, overlap = _without(rows, held_out, template)
         if not len(rows):
             raise DataError(
-                f"no row is left to train on: the prompts of all {overlap} rows of {rows.name} are held out by data.eval_path; "
-                "give another file, or hold out a part of this one with data.eval_fraction instead"
+                f"no row is left to train on: the prompts of all {overlap} rows of {rows.name} are"
+                " held out by data.eval_path; give another file, or hold out a part of this one"
+                " with data.eval_fraction instead"
             )
     nothing = Report(source=rows.name)
 
@@ -184,7 +213,15 @@ def _load(
         if part is None:
             return [], nothing
         too_long = settings.too_long
-        return encode(part, template, kind, limit=limit, limited_by=limited_by, eos_ids=eos_ids, too_long=too_long)
+        return encode(
+            part,
+            template,
+            kind,
+            limit=limit,
+            limited_by=limited_by,
+            eos_ids=eos_ids,
+            too_long=too_long,
+        )
 
     items, report = encoded(rows if train else None)
     judged, held_out_report = encoded(held_out)
@@ -202,29 +239,49 @@ def _load(
 def _sources(settings: DataSettings, kind: str, seed: int) -> tuple[SourceRows, SourceRows | None]:
     """Training rows, and held-out rows where the settings name them."""
     if (settings.path is None) == (settings.task is None):
-        raise ConfigError("data needs exactly one of path (a file or hub name) and task (a built-in task)")
+        raise ConfigError(
+            "data needs exactly one of path (a file or hub name) and task (a built-in task)"
+        )
     if settings.parts and (settings.eval_path or settings.task):
-        other = "data.eval_path" if settings.eval_path else "a built-in task (it has a held-out set of its own)"
+        other = (
+            "data.eval_path"
+            if settings.eval_path
+            else "a built-in task (it has a held-out set of its own)"
+        )
         raise ConfigError(f"data.eval_fraction cannot be used with {other}: leave one of them out")
     held_out = None
     if settings.eval_path is not None:
-        held_out = read_rows(settings.eval_path, settings.eval_split, lenient=True).renamed(settings.columns)
+        held_out = read_rows(settings.eval_path, settings.eval_split, lenient=True).renamed(
+            settings.columns
+        )
     if settings.path is not None:
         if settings.task_args:
-            raise ConfigError("data.task_args are the arguments of a task: set data.task, or leave them out")
-        return read_rows(settings.path, settings.split, lenient=True).first(settings.limit).renamed(settings.columns), held_out
+            raise ConfigError(
+                "data.task_args are the arguments of a task: set data.task, or leave them out"
+            )
+        return (
+            read_rows(settings.path, settings.split, lenient=True)
+            .first(settings.limit)
+            .renamed(settings.columns),
+            held_out,
+        )
     task = make_task(str(settings.task), settings.task_args)
     count = settings.limit or TASK_ROWS
     if kind == "demonstration":
         return _drawn(settings, task, "demonstrations", count, seed), held_out
     if kind == "solution":
-        raise ConfigError(f"the task {settings.task!r} has no labelled steps: give data.path with completions and labels columns")
+        raise ConfigError(
+            f"the task {settings.task!r} has no labelled steps: give data.path with completions and"
+            " labels columns"
+        )
     if kind == "pair":
         if not isinstance(task, Paired):
             remedy = "data.task: preferences, or data.path with chosen and rejected columns"
             raise ConfigError(f"the task {settings.task!r} has no preference pairs: give {remedy}")
         if held_out is None:
-            held_out = _drawn(settings, task, "held_out_pairs", settings.eval_limit or TASK_HELD_OUT)
+            held_out = _drawn(
+                settings, task, "held_out_pairs", settings.eval_limit or TASK_HELD_OUT
+            )
         return _drawn(settings, task, "pairs", count, seed), held_out
     if held_out is None:
         held_out = _drawn(settings, task, "held_out", settings.eval_limit or TASK_HELD_OUT)
@@ -232,31 +289,46 @@ def _sources(settings: DataSettings, kind: str, seed: int) -> tuple[SourceRows, 
 
 
 def _drawn(settings: DataSettings, task: object, method: str, *arguments: int) -> SourceRows:
-    """The rows that a method of a task draws.   Raises ConfigError for a task of the user's that gives none."""
+    """The rows that a method of a task draws.   Raises ConfigError for a task of the user's that
+    gives none.
+    """
     demand_attributes(f"the task {settings.task!r}", task, [method])
     with own_code(f"the task {settings.task!r}, {method},"):
         rows = list(getattr(task, method)(*arguments))
     wrong = next((row for row in rows if not isinstance(row, Mapping)), None)
     if wrong is not None:
-        raise ConfigError(f"the task {settings.task!r}: {method} gave {kind_of(wrong)}: a row is a mapping, {{'prompt': ...}}")
+        raise ConfigError(
+            f"the task {settings.task!r}: {method} gave {kind_of(wrong)}: a row is a mapping,"
+            " {'prompt': ...}"
+        )
     return SourceRows(f"task {settings.task}" + ", held out" * method.startswith("held_out"), rows)
 
 
-def _split(rows: SourceRows[ReadRow], wording: Wording, fractions: Mapping[str, float]) -> dict[str, SourceRows[ReadRow]]:
+def _split(
+    rows: SourceRows[ReadRow], wording: Wording, fractions: Mapping[str, float]
+) -> dict[str, SourceRows[ReadRow]]:
     """Rows by part, `train` among them, by a hash of each row's prompt."""
     places: dict[str, list[int]] = {name: [] for name in ("train", *fractions)}
     for i, example in enumerate(rows):
         places[part_of(wording.key(example.content), fractions)].append(i)
     titles = {"test": "held out", "validation": "for validation"}
     parts = {name: rows.subset(chosen) for name, chosen in places.items()}
-    named = {name: replace(parts[name], name=f"{rows.name}, {title}") for name, title in titles.items() if name in parts}
+    named = {
+        name: replace(parts[name], name=f"{rows.name}, {title}")
+        for name, title in titles.items()
+        if name in parts
+    }
     return parts | named | {"train": replace(parts["train"], left_out=rows.left_out)}
 
 
-def _without(rows: SourceRows[ReadRow], held_out: SourceRows[ReadRow], wording: Wording) -> tuple[SourceRows[ReadRow], int]:
+def _without(
+    rows: SourceRows[ReadRow], held_out: SourceRows[ReadRow], wording: Wording
+) -> tuple[SourceRows[ReadRow], int]:
     """Rows whose prompts are not held out, and how many others there were."""
     hidden = {wording.key(example.content) for example in held_out}
-    left = rows.subset([i for i, example in enumerate(rows) if wording.key(example.content) not in hidden])
+    left = rows.subset(
+        [i for i, example in enumerate(rows) if wording.key(example.content) not in hidden]
+    )
     return replace(left, left_out=rows.left_out), len(rows) - len(left)
 
 

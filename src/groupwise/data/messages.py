@@ -1,4 +1,6 @@
-"""Chat messages as rows hold them -> messages whose content is text, or the reason for which they cannot be used."""
+"""Chat messages as rows hold them -> messages whose content is text, or the reason for which they
+cannot be used.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,8 @@ CONTRADICTS = "whose prompt is another than that of its conversation"
 def checked(value: object, column: str, where: str) -> Content:
     """A string as it is; messages with their content as text, the parts of a content joined.
 
-    Raises BadRow, naming column and `where`, for what is neither, and for content that is no text (images, unknown parts).
-    """
+    Raises BadRow, naming column and `where`, for what is neither, and for content that is no text
+    (images, unknown parts)."""
     if isinstance(value, str):
         return value
     if not isinstance(value, Sequence):
@@ -50,15 +52,29 @@ def checked(value: object, column: str, where: str) -> Content:
 
 def _message(message: object, column: str, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise DataError(f"{where}: a message in {column} needs role and content, got {message!r:.80}")
+        raise DataError(
+            f"{where}: a message in {column} needs role and content, got {message!r:.80}"
+        )
     calls = message.get("tool_calls")
-    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)):
-        raise BadRow(NO_CALLS, f"{where}: tool_calls of a message in {column} is {calls!r:.60}: expected a list of calls")
+    if calls is not None and not (
+        isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)
+    ):
+        raise BadRow(
+            NO_CALLS,
+            f"{where}: tool_calls of a message in {column} is {calls!r:.60}: expected a list of"
+            " calls",
+        )
     content = message.get("content")
-    if content is None and message["role"] in ("assistant", "tool", "function") and ("content" in message or beside(message)):
+    if (
+        content is None
+        and message["role"] in ("assistant", "tool", "function")
+        and ("content" in message or beside(message))
+    ):
         return {**message, "content": ""}
     if "content" not in message:
-        raise DataError(f"{where}: a message in {column} needs role and content, got {message!r:.80}")
+        raise DataError(
+            f"{where}: a message in {column} needs role and content, got {message!r:.80}"
+        )
     if isinstance(content, list):
         return {**message, "content": "".join(_part(part, column, where) for part in content)}
     if not isinstance(content, str):
@@ -72,8 +88,14 @@ def _part(part: object, column: str, where: str) -> str:
         text = part.get("text")
         if isinstance(text, str):
             return text
-    kind = f"of type {escaped(part['type'])!r:.40}" if isinstance(part, Mapping) and "type" in part else f"{part!r:.40}"
-    raise BadRow(NO_TEXT, f"{where}: {column} holds a part of content {kind}: only text can be read")
+    kind = (
+        f"of type {escaped(part['type'])!r:.40}"
+        if isinstance(part, Mapping) and "type" in part
+        else f"{part!r:.40}"
+    )
+    raise BadRow(
+        NO_TEXT, f"{where}: {column} holds a part of content {kind}: only text can be read"
+    )
 
 
 def beside(message: Mapping[str, Any]) -> list[str]:
@@ -86,14 +108,18 @@ def beside(message: Mapping[str, Any]) -> list[str]:
 
 
 def is_blank(content: Content) -> bool:
-    """True for an empty prompt or answer: a string of white space, or messages whose last one has no text and calls nothing."""
+    """True for an empty prompt or answer: a string of white space, or messages whose last one has
+    no text and calls nothing.
+    """
     if isinstance(content, str):
         return not content.strip()
     spoken = [message for message in content if message["role"] not in OPENING]
     if not spoken:
         return True
     last = spoken[-1]
-    return says_nothing(last["content"]) and not (last.get("tool_calls") or last.get("function_call"))
+    return says_nothing(last["content"]) and not (
+        last.get("tool_calls") or last.get("function_call")
+    )
 
 
 def says_nothing(content: Any) -> bool:
@@ -110,12 +136,16 @@ def says_nothing(content: Any) -> bool:
 
 
 def before_the_answer(messages: Messages, column: str, where: str) -> Messages:
-    """A conversation without a last turn of the assistant.  Raises BadRow if that follows another one of the assistant."""
+    """A conversation without a last turn of the assistant.  Raises BadRow if that follows another
+    one of the assistant.
+    """
     if messages[-1]["role"] != "assistant":
         return messages
     if len(messages) > 1 and messages[-2]["role"] == "assistant":
         raise BadRow(
-            IN_SEQUENCE, f"{where}: {column} ends with two turns of the assistant in sequence: join them, or leave one out"
+            IN_SEQUENCE,
+            f"{where}: {column} ends with two turns of the assistant in sequence: join them, or"
+            " leave one out",
         )
     return messages[:-1]
 
@@ -126,16 +156,32 @@ def openings(messages: Sequence[Mapping[str, Any]]) -> Messages:
 
 
 def asks(content: Content, column: str, where: str) -> Content:
-    """`content` if an answer can follow it.  Raises BadRow if it ends with a call: its result is missing."""
-    if not isinstance(content, str) and content[-1]["role"] == "assistant" and calls_of(content[-1:]):
-        raise BadRow("whose prompt ends with a call", f"{where}: {column} ends with a call, and its result is missing")
+    """`content` if an answer can follow it.  Raises BadRow if it ends with a call: its result is
+    missing.
+    """
+    if (
+        not isinstance(content, str)
+        and content[-1]["role"] == "assistant"
+        and calls_of(content[-1:])
+    ):
+        raise BadRow(
+            "whose prompt ends with a call",
+            f"{where}: {column} ends with a call, and its result is missing",
+        )
     return content
 
 
 def calls_of(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The functions that messages call, with their arguments."""
-    calls = [call for message in messages for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
-    return [call["function"] if isinstance(call.get("function"), Mapping) else call for call in calls]
+    calls = [
+        call
+        for message in messages
+        for call in message.get("tool_calls") or ()
+        if isinstance(call, Mapping)
+    ]
+    return [
+        call["function"] if isinstance(call.get("function"), Mapping) else call for call in calls
+    ]
 
 
 def from_json(value: Any) -> Any:
@@ -146,7 +192,9 @@ def from_json(value: Any) -> Any:
     return value
 
 
-def with_arguments(messages: Sequence[Mapping[str, Any]], *, as_text: bool) -> Sequence[Mapping[str, Any]]:
+def with_arguments(
+    messages: Sequence[Mapping[str, Any]], *, as_text: bool
+) -> Sequence[Mapping[str, Any]]:
     """The same messages; the arguments of calls are JSON text, or what the text stands for."""
 
     def converted(call: Any) -> Any:
@@ -158,19 +206,32 @@ def with_arguments(messages: Sequence[Mapping[str, Any]], *, as_text: bool) -> S
         if as_text and isinstance(arguments, Mapping):
             return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
         read = from_json(arguments)
-        return {**call, "arguments": read} if not as_text and isinstance(read, dict) and not too_deep(read) else call
+        return (
+            {**call, "arguments": read}
+            if not as_text and isinstance(read, dict) and not too_deep(read)
+            else call
+        )
 
     return [
-        {**one, "tool_calls": [converted(call) for call in one["tool_calls"]]} if one.get("tool_calls") else one for one in messages
+        (
+            {**one, "tool_calls": [converted(call) for call in one["tool_calls"]]}
+            if one.get("tool_calls")
+            else one
+        )
+        for one in messages
     ]
 
 
 def garbled(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
-    """True if arguments stand in a rendering as no JSON object: as a string of JSON, or as Python writes a dictionary."""
+    """True if arguments stand in a rendering as no JSON object: as a string of JSON, or as Python
+    writes a dictionary.
+    """
     for call in calls_of(messages):
         arguments = call.get("arguments")
         if isinstance(arguments, str) and arguments.strip().startswith("{"):
-            if '"' in arguments and any(json.dumps(arguments, ensure_ascii=ascii) in text for ascii in (True, False)):
+            if '"' in arguments and any(
+                json.dumps(arguments, ensure_ascii=ascii) in text for ascii in (True, False)
+            ):
                 return True
         elif isinstance(arguments, Mapping) and arguments and str(dict(arguments)) in text:
             return True
@@ -179,13 +240,19 @@ def garbled(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
 
 def unwritten(messages: Messages, text: str) -> bool:
     """True if a rendering lacks what a message says that is not the assistant's."""
-    others = (str(message["content"]).strip() for message in messages if message["role"] != "assistant")
+    others = (
+        str(message["content"]).strip() for message in messages if message["role"] != "assistant"
+    )
     missing = (words for words in others if words not in text)
-    return any(not any(json.dumps(words, ensure_ascii=ascii)[1:-1] in text for ascii in (True, False)) for words in missing)
+    return any(
+        not any(json.dumps(words, ensure_ascii=ascii)[1:-1] in text for ascii in (True, False))
+        for words in missing
+    )
 
 
 def tools_in(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The JSON schemas in a row's column `tools`, a list or its JSON text; None if they cannot be read.
+    """The JSON schemas in a row's column `tools`, a list or its JSON text; None if they cannot be
+    read.
 
     >>> tools_in({"tools": '[{"name": "now"}]'}), tools_in({"tools": None}), tools_in({"tools": ["now"]})
     ([{'name': 'now'}], [], None)
@@ -193,13 +260,18 @@ def tools_in(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     tools = from_json(row.get("tools"))
     if not tools:
         return []
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools) or too_deep(tools):
+    if (
+        not isinstance(tools, list)
+        or not all(isinstance(tool, Mapping) for tool in tools)
+        or too_deep(tools)
+    ):
         return None
     return [dict(tool) for tool in tools] if all(names_of(tools)) else None
 
 
 def variables_in(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """The chat template's variables in a row's column `chat_template_kwargs`, an object or its JSON text.
+    """The chat template's variables in a row's column `chat_template_kwargs`, an object or its JSON
+    text.
 
     Raises BadRow for what is neither, and for a name that is no variable of a template.
 
@@ -211,19 +283,25 @@ def variables_in(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         return {}
     if not isinstance(variables, Mapping) or too_deep(variables):
         raise BadRow(
-            NO_VARIABLES, f"{where}: {VARIABLES} is {variables!r:.60}: expected an object of the chat template's variables"
+            NO_VARIABLES,
+            f"{where}: {VARIABLES} is {variables!r:.60}: expected an object of the chat template's"
+            " variables",
         )
     for name in ARGUMENTS:
         if name in variables:
             raise BadRow(
-                NO_VARIABLES, f"{where}: {VARIABLES} sets {name!r}, which is no variable of the chat template: leave it out"
+                NO_VARIABLES,
+                f"{where}: {VARIABLES} sets {name!r}, which is no variable of the chat template:"
+                " leave it out",
             )
     return variables
 
 
 def names_of(functions: Sequence[Mapping[str, Any]]) -> list[str]:
     """The name of each tool or call, on its own or under `function`; empty where it has none."""
-    described = [one["function"] if isinstance(one.get("function"), Mapping) else one for one in functions]
+    described = [
+        one["function"] if isinstance(one.get("function"), Mapping) else one for one in functions
+    ]
     return [name if isinstance(name := one.get("name"), str) else "" for one in described]
 
 
@@ -233,15 +311,22 @@ def names_missing(functions: Sequence[Mapping[str, Any]], text: str) -> bool:
     >>> names_missing([{"name": "now"}], 'know <call>{"name": "now"}'), names_missing([{"name": "now"}], "know")
     (False, True)
     """
-    return any(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) is None for name in set(names_of(functions)) if name)
+    return any(
+        re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) is None
+        for name in set(names_of(functions))
+        if name
+    )
 
 
-def joined(prompt: Messages, turns: Messages, column: str, where: str, answer: str = "") -> Messages:
+def joined(
+    prompt: Messages, turns: Messages, column: str, where: str, answer: str = ""
+) -> Messages:
     """The conversation of a prompt and of turns that repeat it, or its end, or follow it.
 
     answer: what the assistant says behind the turns.
-    A system message that one of them holds is kept; an open turn of the assistant is continued.  Where the turns and the answer
-    repeat a prompt together with its open turn, and say more in that turn, the prompt ends before it.
+    A system message that one of them holds is kept; an open turn of the assistant is continued.
+    Where the turns and the answer repeat a prompt together with its open turn, and say more in that
+    turn, the prompt ends before it.
     Raises BadRow if the turns begin otherwise than the prompt.
 
     >>> question, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -262,9 +347,15 @@ def joined(prompt: Messages, turns: Messages, column: str, where: str, answer: s
             return prompt[:opening] + turns
         if opening == 0 or _same(turns[:opening], prompt[:opening]):
             return turns
-    elif not again and (turns[0]["role"] not in ("user", *OPENING) or question[-1]["role"] == "assistant"):
+    elif not again and (
+        turns[0]["role"] not in ("user", *OPENING) or question[-1]["role"] == "assistant"
+    ):
         if question[-1]["role"] == turns[0]["role"] == "assistant":
-            last = {**prompt[-1], **turns[0], "content": prompt[-1]["content"] + turns[0]["content"]}
+            last = {
+                **prompt[-1],
+                **turns[0],
+                "content": prompt[-1]["content"] + turns[0]["content"],
+            }
             return [*prompt[:-1], last, *turns[1:]]
         if turns[0]["role"] not in OPENING:
             return prompt + turns
@@ -273,13 +364,21 @@ def joined(prompt: Messages, turns: Messages, column: str, where: str, answer: s
 
 def _opening(messages: Messages) -> int:
     """How many messages stand before the first that is not the system's."""
-    return next((i for i, message in enumerate(messages) if message["role"] not in OPENING), len(messages))
+    return next(
+        (i for i, message in enumerate(messages) if message["role"] not in OPENING), len(messages)
+    )
 
 
 def _fills(spoken: Messages, question: Messages) -> bool:
-    """True if a conversation repeats a prompt that ends with an open turn of the assistant, and says more in that turn."""
+    """True if a conversation repeats a prompt that ends with an open turn of the assistant, and
+    says more in that turn.
+    """
     last = len(question) - 1
-    if question[last]["role"] != "assistant" or len(spoken) <= last or not _same(spoken[:last], question[:last]):
+    if (
+        question[last]["role"] != "assistant"
+        or len(spoken) <= last
+        or not _same(spoken[:last], question[:last])
+    ):
         return False
     begun, whole = (str(message["content"]).strip() for message in (question[last], spoken[last]))
     return bool(spoken[last]["role"] == "assistant") and whole.startswith(begun)
@@ -290,4 +389,8 @@ def _same(some: Messages, others: Messages) -> bool:
 
 
 def _turn_of(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    return message["role"], str(message["content"]).strip(), [message[key] for key in beside(message)]
+    return (
+        message["role"],
+        str(message["content"]).strip(),
+        [message[key] for key in beside(message)],
+    )

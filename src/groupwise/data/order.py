@@ -1,4 +1,6 @@
-"""The order in which rows are visited: seeded, shuffled anew each epoch, and resumable at any point."""
+"""The order in which rows are visited: seeded, shuffled anew each epoch, and resumable at any
+point.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,11 @@ from groupwise.errors import CheckpointError, DataError
 
 
 class Order:
-    """An endless sequence of (epoch, row) in which every epoch visits each of `n` rows exactly once.
+    """An endless sequence of (epoch, row) in which every epoch visits each of `n` rows exactly
+    once.
 
-    Its state is four small numbers and no stored permutation: epoch e's order is a function of (seed, e).
+    Its state is four small numbers and no stored permutation: epoch e's order is a function of
+    (seed, e).
 
     >>> order = Order(3, seed=0)
     >>> first = order.take(4)
@@ -44,15 +48,19 @@ class Order:
         return {"drawn": self._drawn, "rows": self.n, "seed": self.seed, "shuffle": self.shuffle}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken.  Raises CheckpointError if it belongs to other rows or another order."""
+        """Continue where `state` was taken.  Raises CheckpointError if it belongs to other rows or
+        another order.
+        """
         mine = self.state()
         if set(state) != set(mine):
-            raise CheckpointError(f"a data order has the fields {sorted(mine)}, the checkpoint has {sorted(state)}")
+            raise CheckpointError(
+                f"a data order has the fields {sorted(mine)}, the checkpoint has {sorted(state)}"
+            )
         for name in ("rows", "seed", "shuffle"):
             if state[name] != mine[name]:
                 raise CheckpointError(
-                    f"the data order was saved with {name} = {state[name]} and is now {mine[name]}: "
-                    "resume with the data and seed of the run, or start a new run"
+                    f"the data order was saved with {name} = {state[name]} and is now {mine[name]}:"
+                    " resume with the data and seed of the run, or start a new run"
                 )
         self._drawn = int(state["drawn"])
 
@@ -65,5 +73,8 @@ class Order:
     def _order_of(self, epoch: int) -> np.ndarray:
         if not self.shuffle:
             return np.arange(self.n)
-        # RandomState's streams are frozen for good; those of numpy's newer generators may change with a release.
-        return np.random.RandomState([self.seed & 0xFFFFFFFF, self.seed >> 32, epoch]).permutation(self.n)
+        # RandomState's streams are frozen for good; those of numpy's newer generators may change
+        # with a release.
+        return np.random.RandomState([self.seed & 0xFFFFFFFF, self.seed >> 32, epoch]).permutation(
+            self.n
+        )

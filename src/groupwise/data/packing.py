@@ -1,8 +1,10 @@
-"""Samples -> packed batches under a token budget, each prompt once per group.  The only place where anything shifts by one.
+"""Samples -> packed batches under a token budget, each prompt once per group.  The only place where
+anything shifts by one.
 
-A group becomes one stretch of the stream: its prompt without the last token, then for each completion a segment that begins with
-the prompt's last token and continues with the completion without its last token.  So every position of such a segment predicts
-exactly one completion token, the prompt's last token can predict a different first token in every segment, and the last
+A group becomes one stretch of the stream: its prompt without the last token, then for each
+completion a segment that begins with the prompt's last token and continues with the completion
+without its last token.  So every position of such a segment predicts exactly one completion token,
+the prompt's last token can predict a different first token in every segment, and the last
 completion token (which predicts nothing) is not computed at all:
 
     prompt  a b c      completions  x y z  and  u v
@@ -11,7 +13,8 @@ completion token (which predicts nothing) is not computed at all:
     position  0 1 | 2 3 4 | 2 3
     target    - - | x y z | u v
 
-A completion that was drawn behind several contexts (`Sample.branches`) becomes a segment for each, all in one batch.
+A completion that was drawn behind several contexts (`Sample.branches`) becomes a segment for each,
+all in one batch.
 
 P positions of the stream   n completion tokens   m prompt tokens
 """
@@ -33,7 +36,9 @@ from groupwise.records import Batch, Layout, Sample, stretches
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Span:
-    """Tokens of a sample's completion that become one segment: all of them, unless the sample has branches."""
+    """Tokens of a sample's completion that become one segment: all of them, unless the sample has
+    branches.
+    """
 
     owner: int
     """Place of the sample among those that are packed."""
@@ -41,7 +46,9 @@ class Span:
     end: int
     """The tokens are `completion[begin:end]`."""
     prompt: np.ndarray
-    """The ids that stand before them and may be shared: the sample's prompt, or a context that does not begin with it."""
+    """The ids that stand before them and may be shared: the sample's prompt, or a context that does
+    not begin with it.
+    """
     key: bytes
     """Of the prompt: equal prompts have equal ones."""
     between: np.ndarray
@@ -55,7 +62,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Pieces that are packed next to each other, and the positions they take.  All pieces of a sample are in one unit."""
+    """Pieces that are packed next to each other, and the positions they take.  All pieces of a
+    sample are in one unit.
+    """
 
     members: tuple[Span, ...]
     positions: int
@@ -76,14 +85,19 @@ def pack(
     world: World = ALONE,
     even: bool = False,
 ) -> list[Batch]:
-    """Pack samples into batches of at most `budget` positions (a single longer sample gets a batch of its own).
+    """Pack samples into batches of at most `budget` positions (a single longer sample gets a batch
+    of its own).
 
-    Samples whose weights are all 0 take no position.  `share=False` repeats the prompt before every completion; with `alike` only
-    sequences for whose positions it returns the same value share a prompt; `whole_groups` never cuts a group; `fill` rounds P up
-    with filler (`ops/onednn_shapes.py`).  How samples are packed cannot change an update: weights were fixed before.
+    Samples whose weights are all 0 take no position.  `share=False` repeats the prompt before every
+    completion; with `alike` only sequences for whose positions it returns the same value share a
+    prompt; `whole_groups` never cuts a group; `fill` rounds P up with filler
+    (`ops/onednn_shapes.py`).  How samples are packed cannot change an update: weights were fixed
+    before.
 
-    world: of several processes, which all pack the same samples, each gets its own part, balanced by positions.
-    even: every process gets the same number of batches, the last ones a single position of filler where there is no more.
+    world: of several processes, which all pack the same samples, each gets its own part, balanced
+        by positions.
+    even: every process gets the same number of batches, the last ones a single position of filler
+        where there is no more.
 
     >>> def sample(n, group):
     ...     ones = np.ones(n)
@@ -111,9 +125,11 @@ def divide(
     alike: Callable[[int], Hashable] | None = None,
     whole_groups: bool = False,
 ) -> list[list[Unit]]:
-    """Deal the units of a step out to processes: the longest first, each to the one that has the fewest positions.
+    """Deal the units of a step out to processes: the longest first, each to the one that has the
+    fewest positions.
 
-    A group that is cut repeats its prompt, so groups are cut smaller than the budget only as far as that shortens the longest part.
+    A group that is cut repeats its prompt, so groups are cut smaller than the budget only as far as
+    that shortens the longest part.
 
     >>> ones = np.ones(6)
     >>> samples = [Sample(group="a", prompt=np.array([1, 2]), completion=np.arange(6), weight=ones, advantage=ones,
@@ -125,7 +141,9 @@ def divide(
     best = _dealt(whole, parts)
     mean = -(-sum(unit.positions for unit in whole) // parts)
     for limit in (mean, mean // 2, mean // 4, mean // 8) if parts > 1 and not whole_groups else ():
-        finer = _dealt(_units(samples, min(budget, max(limit, 1)), share, alike, whole_groups), parts)
+        finer = _dealt(
+            _units(samples, min(budget, max(limit, 1)), share, alike, whole_groups), parts
+        )
         best = min(best, finer, key=_longest)
     return best
 
@@ -144,9 +162,11 @@ def _longest(parts: Sequence[Sequence[Unit]]) -> int:
     return max(sum(unit.positions for unit in part) for part in parts)
 
 
-def unpack(batch: Batch, values_P: Tensor, samples: Sequence[Sample]) -> Iterator[tuple[int, np.ndarray]]:
-    """For every sample of the batch: its index, and its completion's numbers (n, ...) of a column of the stream (P, ...); 0 at
-    tokens that stand in no segment."""
+def unpack(
+    batch: Batch, values_P: Tensor, samples: Sequence[Sample]
+) -> Iterator[tuple[int, np.ndarray]]:
+    """For every sample of the batch: its index, and its completion's numbers (n, ...) of a column
+    of the stream (P, ...); 0 at tokens that stand in no segment."""
     values = values_P.detach().cpu().numpy()
     columns: dict[int, np.ndarray] = {}
     for s, index in enumerate(batch.samples):
@@ -154,7 +174,9 @@ def unpack(batch: Batch, values_P: Tensor, samples: Sequence[Sample]) -> Iterato
             begin, end = batch.tokens[s]
             stop = batch.layout.start[s] + batch.layout.length[s]
             if index not in columns:
-                columns[index] = np.zeros((samples[index].completion.size, *values.shape[1:]), values.dtype)
+                columns[index] = np.zeros(
+                    (samples[index].completion.size, *values.shape[1:]), values.dtype
+                )
             columns[index][begin:end] = values[stop - (end - begin) : stop]
     yield from columns.items()
 
@@ -164,24 +186,40 @@ def _pieces(owner: int, sample: Sample) -> list[Span]:
     pieces = []
     for begin, end, context in stretches(sample.completion.size, sample.prompt, sample.branches):
         if sample.weight[begin:end].any():
-            size = sample.prompt.size if np.array_equal(context[: sample.prompt.size], sample.prompt) else context.size
-            pieces.append(Span(owner, begin, end, context[:size], context[:size].tobytes(), context[size:]))
+            size = (
+                sample.prompt.size
+                if np.array_equal(context[: sample.prompt.size], sample.prompt)
+                else context.size
+            )
+            pieces.append(
+                Span(owner, begin, end, context[:size], context[:size].tobytes(), context[size:])
+            )
     return pieces
 
 
-def _units(samples: Sequence[Sample], budget: int, share: bool, alike: Callable[[int], Hashable] | None, whole: bool) -> list[Unit]:
+def _units(
+    samples: Sequence[Sample],
+    budget: int,
+    share: bool,
+    alike: Callable[[int], Hashable] | None,
+    whole: bool,
+) -> list[Unit]:
     groups: dict[tuple[str, Hashable], list[list[Span]]] = {}
     kinds: dict[tuple[str, Hashable], set[Hashable]] = {}
     for index, sample in enumerate(samples):
         if block := _pieces(index, sample):
-            lengths = frozenset(alike(piece.prompt.size + piece.size - 1) if alike else None for piece in block)
+            lengths = frozenset(
+                alike(piece.prompt.size + piece.size - 1) if alike else None for piece in block
+            )
             key = sample.group, None if whole else lengths if share else index
             groups.setdefault(key, []).append(block)
             kinds.setdefault(key, set()).update(lengths)
     units = []
     for key, blocks in groups.items():
         first = samples[blocks[0][0].owner]
-        assert all(np.array_equal(samples[block[0].owner].prompt, first.prompt) for block in blocks), f"group {key[0]}: two prompts"
+        assert all(
+            np.array_equal(samples[block[0].owner].prompt, first.prompt) for block in blocks
+        ), f"group {key[0]}: two prompts"
         shared = share and len(kinds[key]) == 1
         taken: list[Span] = []
         positions = 0
@@ -203,7 +241,9 @@ def _positions(pieces: Sequence[Span], shared: bool) -> int:
 
 
 def _bins(units: Sequence[Unit], budget: int) -> list[list[Unit]]:
-    """As few bins as first fit finds, filled evenly where that fits: the fullest one decides how much memory a step takes."""
+    """As few bins as first fit finds, filled evenly where that fits: the fullest one decides how
+    much memory a step takes.
+    """
     first = _first_fit(units, budget)
     even = _dealt(units, len(first))
     return even if len(first) > 1 and _longest(even) <= budget else first
@@ -225,7 +265,9 @@ def _first_fit(units: Sequence[Unit], budget: int) -> list[list[Unit]]:
 
 
 class _Segment(NamedTuple):
-    """Consecutive positions of a batch: a prompt that several pieces continue, or a piece of a sample."""
+    """Consecutive positions of a batch: a prompt that several pieces continue, or a piece of a
+    sample.
+    """
 
     ids: np.ndarray
     position: int
@@ -252,9 +294,13 @@ def _segments(samples: Sequence[Sample], units: Sequence[Unit]) -> list[_Segment
                 parent, head = len(segments), prompt[-1:]
                 segments.append(_Segment(prompt[:-1], 0, -1))
             for piece in members:
-                ids = np.concatenate([head, piece.between, samples[piece.owner].completion[piece.begin : piece.end]])
+                ids = np.concatenate(
+                    [head, piece.between, samples[piece.owner].completion[piece.begin : piece.end]]
+                )
                 place = prompt.size - head.size
-                segments.append(_Segment(ids[:-1], place, parent, piece.owner, piece.begin, piece.end))
+                segments.append(
+                    _Segment(ids[:-1], place, parent, piece.owner, piece.begin, piece.end)
+                )
     return segments
 
 
@@ -269,18 +315,26 @@ def _batch(
     lengths = [segment.ids.size for segment in segments]
     used, stops = sum(lengths), [int(stop) for stop in np.cumsum(lengths)]
     total = filled(used) if fill and used else max(used, 1)
-    pieces = [(segment, stop) for segment, stop in zip(segments, stops, strict=True) if segment.owner >= 0]
+    pieces = [
+        (segment, stop) for segment, stop in zip(segments, stops, strict=True) if segment.owner >= 0
+    ]
     members = [samples[segment.owner] for segment, _ in pieces] or samples[:1]
 
     def ids(parts: Iterable[np.ndarray], filler: int) -> Tensor:
         return torch.from_numpy(np.concatenate([*parts, np.full(total - used, filler)])).to(device)
 
-    def predicted(values: Callable[[Sample], Any], default: float, kind: type = np.float64) -> np.ndarray:
-        """A number per position: those of the samples where their tokens are predicted, `default` elsewhere."""
+    def predicted(
+        values: Callable[[Sample], Any], default: float, kind: type = np.float64
+    ) -> np.ndarray:
+        """A number per position: those of the samples where their tokens are predicted, `default`
+        elsewhere.
+        """
         column = np.full(total, default, kind)
         for segment, stop in pieces:
             numbers, begin, end = values(samples[segment.owner]), segment.begin, segment.end
-            column[stop - (end - begin) : stop] = numbers[begin:end] if isinstance(numbers, np.ndarray) else numbers
+            column[stop - (end - begin) : stop] = (
+                numbers[begin:end] if isinstance(numbers, np.ndarray) else numbers
+            )
         return column
 
     def column(values: Callable[[Sample], Any], default: float = 0.0) -> Tensor:
@@ -288,11 +342,16 @@ def _batch(
 
     weight = predicted(lambda sample: sample.weight, 0.0)
     first: dict[int, int] = {}
-    sequences = [first.setdefault(segment.owner, s) if segment.owner >= 0 else s for s, segment in enumerate(segments)]
+    sequences = [
+        first.setdefault(segment.owner, s) if segment.owner >= 0 else s
+        for s, segment in enumerate(segments)
+    ]
     numbers = range(len(segments))
 
     def numbered(places: Sequence[int]) -> Tensor:
-        return ids((np.full(length, place) for place, length in zip(places, lengths, strict=True)), -1)
+        return ids(
+            (np.full(length, place) for place, length in zip(places, lengths, strict=True)), -1
+        )
 
     return Batch(
         layout=Layout(
@@ -302,21 +361,35 @@ def _batch(
             total=total,
         ),
         tokens_P=ids((segment.ids for segment in segments), 0),
-        position_P=ids((np.arange(segment.position, segment.position + segment.ids.size) for segment in segments), 0),
+        position_P=ids(
+            (
+                np.arange(segment.position, segment.position + segment.ids.size)
+                for segment in segments
+            ),
+            0,
+        ),
         segment_P=numbered(numbers),
-        target_P=torch.from_numpy(predicted(lambda sample: sample.completion, -1, np.int64)).to(device),
+        target_P=torch.from_numpy(predicted(lambda sample: sample.completion, -1, np.int64)).to(
+            device
+        ),
         weight_P=torch.from_numpy(weight).to(device, dtype),
         advantage_P=column(lambda sample: sample.advantage),
         behavior_logp_P=column(lambda sample: sample.behavior_logp),
         reference_logp_P=(
-            column(lambda sample: sample.reference_logp) if all(one.reference_logp is not None for one in members) else None
+            column(lambda sample: sample.reference_logp)
+            if all(one.reference_logp is not None for one in members)
+            else None
         ),
         temperature_P=column(lambda sample: sample.temperature, 1.0),
         trained_M=torch.from_numpy(np.flatnonzero(weight)).to(device),
-        support=_support(samples, pieces, weight, device)
-        if any(samples[segment.owner].support is not None for segment, _ in pieces)
-        else None,
-        extra_P={name: column(lambda sample, name=name: sample.extra[name]) for name in members[0].extra},
+        support=(
+            _support(samples, pieces, weight, device)
+            if any(samples[segment.owner].support is not None for segment, _ in pieces)
+            else None
+        ),
+        extra_P={
+            name: column(lambda sample, name=name: sample.extra[name]) for name in members[0].extra
+        },
         sequence_P=None if sequences == list(numbers) else numbered(sequences),  # type: ignore[arg-type]
         samples=tuple(segment.owner for segment in segments),
         tokens=tuple((segment.begin, segment.end) for segment in segments),
@@ -324,14 +397,21 @@ def _batch(
 
 
 def _support(
-    samples: Sequence[Sample], pieces: Iterable[tuple[_Segment, int]], weight: np.ndarray, device: torch.device | str
+    samples: Sequence[Sample],
+    pieces: Iterable[tuple[_Segment, int]],
+    weight: np.ndarray,
+    device: torch.device | str,
 ) -> tuple[Tensor, Tensor] | None:
-    """Flat ids and, for every trained position (M + 1), where its stretch begins; the offsets stay on the host."""
+    """Flat ids and, for every trained position (M + 1), where its stretch begins; the offsets stay
+    on the host.
+    """
     per_position: dict[int, np.ndarray] = {}
     for segment, stop in pieces:
         support = samples[segment.owner].support or ()
         start = stop - (segment.end - segment.begin)
-        per_position |= {start + t: ids for t, ids in enumerate(support[segment.begin : segment.end])}
+        per_position |= {
+            start + t: ids for t, ids in enumerate(support[segment.begin : segment.end])
+        }
     if not per_position:
         return None
     chosen = [per_position.get(int(p), np.empty(0, np.int64)) for p in np.flatnonzero(weight)]

@@ -1,7 +1,9 @@
-"""Pieces of texts that a tokenizer encodes as it would within the text: of many texts each piece is encoded once.
+"""Pieces of texts that a tokenizer encodes as it would within the text: of many texts each piece is
+encoded once.
 
-A byte-level tokenizer (GPT-2, Llama 3, Qwen, SmolLM2) first cuts a text into words by the kinds of its characters, and encodes each
-word by itself.  `PIECES` cuts at some of the places where all of these cut.
+A byte-level tokenizer (GPT-2, Llama 3, Qwen, SmolLM2) first cuts a text into words by the kinds of
+its characters, and encodes each word by itself.  `PIECES` cuts at some of the places where all of
+these cut.
 """
 
 from __future__ import annotations
@@ -22,23 +24,52 @@ PIECES = re.compile(
       ) | \s+""",
     re.VERBOSE,
 )
-"""Cuts a text before spaces, around numbers, and behind words and lines: where byte-level tokenizers (GPT-2, Llama 3, Qwen,
-SmolLM2, our own) cut it, whatever else they do.  GPT-4o's takes a slash to the line before it."""
-KINDS = ("a", "B", "'s", "é", "中", "12345", "²", "٣", ".", ",", "'", '"', "(", "-", "_", "/", "$", "<", "\0")
+"""Cuts a text before spaces, around numbers, and behind words and lines: where byte-level
+tokenizers (GPT-2, Llama 3, Qwen, SmolLM2, our own) cut it, whatever else they do.  GPT-4o's takes a
+slash to the line before it."""
+KINDS = (
+    "a",
+    "B",
+    "'s",
+    "é",
+    "中",
+    "12345",
+    "²",
+    "٣",
+    ".",
+    ",",
+    "'",
+    '"',
+    "(",
+    "-",
+    "_",
+    "/",
+    "$",
+    "<",
+    "\0",
+)
 """Of characters, as tokenizers tell them apart."""
 BETWEEN = ("", " ", "  ", "\n", "\n\n", "\n ", " \n", "\t")
 LEFT, RIGHT = ("a", "B", "1", "000"), ("a", "B", "000", "0000", " ")
-SIGNS = ["".join((left, sign, right, sign, left)) for left, sign, right in product(LEFT, punctuation, RIGHT)]
+SIGNS = [
+    "".join((left, sign, right, sign, left))
+    for left, sign, right in product(LEFT, punctuation, RIGHT)
+]
 CLASSES = re.compile(r"\\p\{\^?\w+\}|\\[A-Za-z]|\S-\w|'[A-Za-z]{1,2}|\{[\d,]+\}|\(\?i?[:!=]")
-"""The letters and digits in a regular expression that knows characters by their kinds, and the ends of English contractions."""
+"""The letters and digits in a regular expression that knows characters by their kinds, and the ends
+of English contractions.
+"""
 KNOWN = ("ByteLevel", "Digits", "Punctuation", "NFC", "NFD", "NFKC", "NFKD")
-"""Steps before a tokenizer's model that look at kinds of characters, or at one character and the marks behind it."""
+"""Steps before a tokenizer's model that look at kinds of characters, or at one character and the
+marks behind it.
+"""
 
 
 def find_cut(core: Any) -> Callable[[str], list[str]] | None:
     """What cuts a text into pieces whose ids, one behind the other, are those of the text.
 
-    core: a `tokenizers.Tokenizer`.   None if it normalises texts, if it knows words by their letters, or if it does not itself cut
+    core: a `tokenizers.Tokenizer`.   None if it normalises texts, if it knows words by their
+        letters, or if it does not itself cut
     where `PIECES` does: a text with the kinds of characters beside each other shows that.
     """
     trial = " ".join(["".join(map("".join, product(KINDS, BETWEEN, KINDS))), *SIGNS])
@@ -46,7 +77,11 @@ def find_cut(core: Any) -> Callable[[str], list[str]] | None:
     def words(text: str) -> list[str]:
         return [word for word, _ in core.pre_tokenizer.pre_tokenize_str(text)]
 
-    if core is None or core.pre_tokenizer is None or not all(map(_knows_kinds, (core.pre_tokenizer, core.normalizer))):
+    if (
+        core is None
+        or core.pre_tokenizer is None
+        or not all(map(_knows_kinds, (core.pre_tokenizer, core.normalizer)))
+    ):
         return None
     if core.normalizer is not None and core.normalizer.normalize_str(trial) != trial:
         return None
@@ -57,13 +92,18 @@ def find_cut(core: Any) -> Callable[[str], list[str]] | None:
     whole = any_of(
         token.content
         for token in added
-        if token.lstrip or token.rstrip or token.single_word or len(PIECES.findall(token.content)) > 1
+        if token.lstrip
+        or token.rstrip
+        or token.single_word
+        or len(PIECES.findall(token.content)) > 1
     )
     return lambda text: [text] if whole.search(text) else PIECES.findall(text)
 
 
 def _knows_kinds(part: Any) -> bool:
-    """True if a normalizer or pre-tokenizer, if there is one, knows characters by their kinds alone."""
+    """True if a normalizer or pre-tokenizer, if there is one, knows characters by their kinds
+    alone.
+    """
     if part is None:
         return True
     try:
@@ -84,7 +124,8 @@ def _steps(part: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def any_of(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Finds each of these, the longest first.  Tokens share their beginnings: Gemma has 6,200 that begin with `<`.
+    """Finds each of these, the longest first.  Tokens share their beginnings: Gemma has 6,200 that
+    begin with `<`.
 
     >>> any_of(["<a>", "<ab>", "[X]", "<a>>"]).findall("<ab><a>>[X]<a> <b>")
     ['<ab>', '<a>>', '[X]', '<a>']
@@ -98,7 +139,11 @@ def _alternatives(tokens: Sequence[str]) -> str:
     for _, group in groupby(tokens, key=lambda token: token[:1]):
         alike = list(group)
         first, last = alike[0], alike[-1]
-        shared = first[: next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]
+        shared = first[
+            : next(
+                (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first)
+            )
+        ]
         rest = [token[len(shared) :] for token in alike if token != shared]
         behind = f"(?:{_alternatives(rest)})" + "?" * (len(rest) < len(alike)) if rest else ""
         branches.append(re.escape(shared) + behind)

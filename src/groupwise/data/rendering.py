@@ -1,8 +1,10 @@
-"""Rendering chat templates, which are programs that come with a checkpoint, in a process of their own.
+"""Rendering chat templates, which are programs that come with a checkpoint, in a process of their
+own.
 
-They run in transformers' renderer and sandbox with limits of time and memory: a template that never ends, or takes all memory,
-becomes an error instead of a run that hangs.  The process starts with the first conversation (0.6 s) and is kept; a conversation
-then costs about as much as rendering it in this process.
+They run in transformers' renderer and sandbox with limits of time and memory: a template that never
+ends, or takes all memory, becomes an error instead of a run that hangs.  The process starts with
+the first conversation (0.6 s) and is kept; a conversation then costs about as much as rendering it
+in this process.
 """
 
 from __future__ import annotations
@@ -54,7 +56,10 @@ class Chat:
     @property
     def options(self) -> dict[str, Any]:
         """What the renderer takes beside messages and tools."""
-        switches = {"add_generation_prompt": self.add_generation_prompt, "continue_final_message": self.continue_final_message}
+        switches = {
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+        }
         return dict(self.variables) | switches
 
 
@@ -72,45 +77,58 @@ class Refusal:
 
 
 def render_chats(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> list[str | Refusal]:
-    """The text of each conversation by the tokenizer's chat template, as `apply_chat_template` gives it, or why there is none.
+    """The text of each conversation by the tokenizer's chat template, as `apply_chat_template`
+    gives it, or why there is none.
 
-    Raises DataError if the tokenizer has no template, or if its template runs out of time, memory, depth or length.
-    """
+    Raises DataError if the tokenizer has no template, or if its template runs out of time, memory,
+    depth or length."""
     if not chats:
         return []
     if _renders_itself(tokenizer):
         return [_at_home(tokenizer, chat) for chat in chats]
     if not tokenizer.chat_template:
         raise DataError(
-            "the prompts are chat messages but the tokenizer has no chat template: set model.chat_template, "
-            "or use string prompts without data.chat"
+            "the prompts are chat messages but the tokenizer has no chat template: set"
+            " model.chat_template, or use string prompts without data.chat"
         )
     if tokenizer.chat_template == CHAT_TEMPLATE:
         return [_ours(tokenizer, chat) for chat in chats]
     if isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
         names = ", ".join(map(repr, sorted(tokenizer.chat_template)))
-        raise DataError(f"the tokenizer has several chat templates ({names}) and none called default: set model.chat_template")
+        raise DataError(
+            f"the tokenizer has several chat templates ({names}) and none called default: set"
+            " model.chat_template"
+        )
     batches = (chats[start : start + AT_ONCE] for start in range(0, len(chats), AT_ONCE))
     return [text for batch in batches for text in _RENDERER.render(tokenizer, batch)]
 
 
 def shown_template(tokenizer: PreTrainedTokenizerBase, *, tools: bool) -> str:
-    """The text of the chat template that writes conversations, with tools or without; empty if there is none."""
+    """The text of the chat template that writes conversations, with tools or without; empty if
+    there is none.
+    """
     template = tokenizer.chat_template
     if isinstance(template, Mapping):
-        template = template["tool_use"] if tools and "tool_use" in template else template.get("default")
+        template = (
+            template["tool_use"] if tools and "tool_use" in template else template.get("default")
+        )
     return str(template or "")
 
 
 def unmentioned(names: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The names of variables that the tokenizer's chat templates do not mention: whatever their values, nothing changes.
+    """The names of variables that the tokenizer's chat templates do not mention: whatever their
+    values, nothing changes.
 
     Of a tokenizer with a renderer of its own none is known.
     """
     if _renders_itself(tokenizer):
         return []
     template = tokenizer.chat_template
-    text = "\n".join(map(str, template.values())) if isinstance(template, Mapping) else str(template or "")
+    text = (
+        "\n".join(map(str, template.values()))
+        if isinstance(template, Mapping)
+        else str(template or "")
+    )
     return [name for name in names if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) is None]
 
 
@@ -128,13 +146,17 @@ def _at_home(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> str | Refusal:
     tools = None if chat.tools is None else [dict(tool) for tool in chat.tools]
     try:
         messages = [dict(message) for message in chat.messages]
-        return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **chat.options))  # type: ignore[arg-type]
+        return str(
+            tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **chat.options)
+        )  # type: ignore[arg-type]
     except (jinja2.TemplateError, ValueError, TypeError, KeyError, ArithmeticError) as error:
         return Refusal(chat.where, escaped(str(error)))
 
 
 def _ours(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> str | Refusal:
-    """By `CHAT_TEMPLATE`, which needs no sandbox: what transformers does around a foreign template costs more than the template."""
+    """By `CHAT_TEMPLATE`, which needs no sandbox: what transformers does around a foreign template
+    costs more than the template.
+    """
     if chat.continue_final_message:
         return _at_home(tokenizer, chat)
     try:
@@ -150,7 +172,9 @@ def _our_template() -> Callable[..., str]:
 
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    macro = f"{{% macro chat(messages, tools, add_generation_prompt) %}}{CHAT_TEMPLATE}{{% endmacro %}}"
+    macro = (
+        f"{{% macro chat(messages, tools, add_generation_prompt) %}}{CHAT_TEMPLATE}{{% endmacro %}}"
+    )
     return environment.from_string(macro).module.chat  # type: ignore[attr-defined]
 
 
@@ -161,7 +185,9 @@ class _Renderer:
         self._lock = threading.Lock()
         self._process: WorkerProcess | None = None
 
-    def render(self, tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> list[str | Refusal]:
+    def render(
+        self, tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]
+    ) -> list[str | Refusal]:
         """Texts of conversations that share a tokenizer.  Raises DataError."""
         texts: list[str | Refusal] = []
         broken = -1
@@ -174,21 +200,33 @@ class _Renderer:
                             chat = chats[len(texts)]
                             if kind == "unusable":
                                 raise _unusable(chat, escaped(text))
-                            texts.append(text if kind == "text" else Refusal(chat.where, escaped(text)))
+                            texts.append(
+                                text if kind == "text" else Refusal(chat.where, escaped(text))
+                            )
                 except NotStarted as error:
-                    raise DataError(f"the process in which chat templates run could not start: {error}") from error.__cause__
+                    raise DataError(
+                        f"the process in which chat templates run could not start: {error}"
+                    ) from error.__cause__
                 except (Died, TimeoutError) as error:
                     place = len(texts)
                     if isinstance(error, Died) and error.cpu:
                         why = f"it ran for {SECONDS:g} seconds on one conversation and was stopped"
                         raise _unusable(chats[place], why) from None
                     if place == broken:
-                        why = f"gave no text within {WALL_SECONDS:g} s" if isinstance(error, TimeoutError) else f"ended: {error}"
-                        raise _unusable(chats[place], f"the process in which it ran {why}") from None
+                        why = (
+                            f"gave no text within {WALL_SECONDS:g} s"
+                            if isinstance(error, TimeoutError)
+                            else f"ended: {error}"
+                        )
+                        raise _unusable(
+                            chats[place], f"the process in which it ran {why}"
+                        ) from None
                     broken = place  # something else may have ended it: once more
         return texts
 
-    def _answers(self, tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> Generator[tuple[str, str], None, None]:
+    def _answers(
+        self, tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]
+    ) -> Generator[tuple[str, str], None, None]:
         if self._process is None or not self._process.alive():
             self._process = WorkerProcess(
                 "groupwise.data.rendering:serve_templates",
@@ -204,19 +242,24 @@ class _Renderer:
 
 
 def serve_templates() -> Callable[[Sequence[str], str], Iterator[tuple[str, str]]]:
-    """In the process: what renders conversations by two templates, of which the second is for those with tools.
+    """In the process: what renders conversations by two templates, of which the second is for those
+    with tools.
 
     As JSON come the tokenizer's special tokens, and a list of (messages, tools, options).
 
-    There is an answer for each: `("text", text)`, `("refused", why)`, or `("unusable", why)` (the template is none, or ran out of
-    memory, depth or length), which is the last one.
+    There is an answer for each: `("text", text)`, `("refused", why)`, or `("unusable", why)` (the
+    template is none, or ran out of memory, depth or length), which is the last one.
     """
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    def rendered(template: str, messages: Any, tools: Any, options: Mapping[str, Any]) -> tuple[str, str]:
+    def rendered(
+        template: str, messages: Any, tools: Any, options: Mapping[str, Any]
+    ) -> tuple[str, str]:
         try:
-            texts, _ = render_jinja_template(conversations=[messages], tools=tools, chat_template=template, **options)
+            texts, _ = render_jinja_template(
+                conversations=[messages], tools=tools, chat_template=template, **options
+            )
         except MemoryError:
             return "unusable", f"it needed more than {MEMORY >> 20} MiB for one conversation"
         except RecursionError:
@@ -224,7 +267,11 @@ def serve_templates() -> Callable[[Sequence[str], str], Iterator[tuple[str, str]
         except (SyntaxError, TemplateSyntaxError) as error:
             return "unusable", f"it is no Jinja template that can be run: {error}"
         except Exception as error:  # whatever a template does: it is not our code
-            return "refused", f"{error}" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: {error}"
+            return "refused", (
+                f"{error}"
+                if type(error).__module__.startswith("jinja2")
+                else f"{type(error).__name__}: {error}"
+            )
         if len(texts[0]) > LENGTH:
             return "unusable", f"it wrote {len(texts[0]):,} characters for one conversation"
         return "text", texts[0]
@@ -232,9 +279,12 @@ def serve_templates() -> Callable[[Sequence[str], str], Iterator[tuple[str, str]
     def answers(templates: Sequence[str], text: str) -> Iterator[tuple[str, str]]:
         special, chats = json.loads(text)
         for messages, tools, options in chats:
-            yield (answer := rendered(templates[tools is not None], messages, tools, special | options))
+            yield (
+                answer := rendered(templates[tools is not None], messages, tools, special | options)
+            )
             if answer[0] == "unusable":
-                return  # nobody reads on: further answers would be taken for those of the next request
+                # nobody reads on: further answers would be taken for those of the next request
+                return
 
     return answers
 
@@ -247,8 +297,12 @@ def _unusable(chat: Chat, why: str) -> DataError:
 
 
 def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages without keys that say nothing: templates take `None` for a text, where they handle a missing key."""
-    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+    """Messages without keys that say nothing: templates take `None` for a text, where they handle a
+    missing key.
+    """
+    return [
+        {key: value for key, value in message.items() if value is not None} for message in messages
+    ]
 
 
 def _placeholder(value: object) -> str:

@@ -26,7 +26,9 @@ class Report:
     noted: Counter[str] = field(default_factory=Counter)
     """Kept rows with a remark (`duplicate`, `cut to ...`), counted by the remark."""
     first: dict[str, str] = field(default_factory=dict)
-    """Where the first row with a reason or a remark stands, or what is wrong with it, where that is known."""
+    """Where the first row with a reason or a remark stands, or what is wrong with it, where that is
+    known.
+    """
     warnings: list[str] = field(default_factory=list)
     """Shown before training."""
     lengths: list[int] = field(default_factory=list, repr=False)
@@ -66,7 +68,10 @@ class Report:
     def __str__(self) -> str:
         text = f"{self.source}: {self.kept:,} of {counted(self.rows, 'row')}"
         if self.lengths:
-            text += f", {sum(self.lengths) / self.kept:.1f} tokens on average, at most {max(self.lengths)}"
+            text += (
+                f", {sum(self.lengths) / self.kept:.1f} tokens on average, at most"
+                f" {max(self.lengths)}"
+            )
         for label, counts in (("dropped", self.dropped), ("kept", self.noted)):
             if counts:
                 text += f"; {label}: {self._listed(counts)}"
@@ -76,8 +81,15 @@ class Report:
     def left_out(self) -> str:
         """How many rows were dropped, and why; empty if none was."""
         lost = self.dropped.total()
-        return f"{lost:,} of {self.rows:,} rows of {self.source} are left out: {self._listed(self.dropped)}" if lost else ""
+        return (
+            f"{lost:,} of {self.rows:,} rows of {self.source} are left out:"
+            f" {self._listed(self.dropped)}"
+            if lost
+            else ""
+        )
 
     def _listed(self, counts: Mapping[str, int]) -> str:
         places = {reason: f" (first: {place})" for reason, place in self.first.items()}
-        return ", ".join(f"{count:,} {reason}{places.get(reason, '')}" for reason, count in counts.items())
+        return ", ".join(
+            f"{count:,} {reason}{places.get(reason, '')}" for reason, count in counts.items()
+        )

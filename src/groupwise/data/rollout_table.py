@@ -1,4 +1,5 @@
-"""Steps as tables, written and read: the format of a run's Parquet files, and of groups in its checkpoints.
+"""Steps as tables, written and read: the format of a run's Parquet files, and of groups in its
+checkpoints.
 
 Importing this file does not import torch.
 """
@@ -17,10 +18,23 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import TypeAdapter
 
-from groupwise.records import Branch, Episode, Finish, Prompt, Rollout, Sampling, Scored, Step, Trace, Turn
+from groupwise.records import (
+    Branch,
+    Episode,
+    Finish,
+    Prompt,
+    Rollout,
+    Sampling,
+    Scored,
+    Step,
+    Trace,
+    Turn,
+)
 
 UNPACKED, RATIO = 1 << 28, 200
-"""A Parquet file may unpack to so many bytes, or so many times its own: a step has log-probs, which do not shrink."""
+"""A Parquet file may unpack to so many bytes, or so many times its own: a step has log-probs, which
+do not shrink.
+"""
 
 PER_TOKEN = pa.list_(pa.float64())
 """The type of a column with a number per token, or the same in float32."""
@@ -51,7 +65,12 @@ class _Place(NamedTuple):
         groups = columns[self.group : self.group + 1]
         return groups[0][self.index] if groups and self.index < len(groups[0]) else None
 
-    def part(self, columns: Mapping[str, Sequence[Any]], name: str, change: Callable[[Any], Any] = lambda value: value) -> Any:
+    def part(
+        self,
+        columns: Mapping[str, Sequence[Any]],
+        name: str,
+        change: Callable[[Any], Any] = lambda value: value,
+    ) -> Any:
         """What a column of its group holds of it; None where the group has no such column."""
         return change(columns[name][self.index]) if name in columns else None
 
@@ -62,7 +81,10 @@ _VALUES: dict[str, tuple[pa.DataType, Callable[[_Place], Any]]] = {
     "prompt_id": (pa.string(), lambda at: at.prompt.id),
     "prompt_text": (pa.string(), lambda at: _encodable(at.prompt.text)),
     "prompt_ids": (_IDS, lambda at: at.prompt.tokens),
-    "prompt_messages": (pa.string(), lambda at: None if at.prompt.messages is None else _json(at.prompt.messages)),
+    "prompt_messages": (
+        pa.string(),
+        lambda at: None if at.prompt.messages is None else _json(at.prompt.messages),
+    ),
     "prompt_wrapped": (pa.bool_(), lambda at: at.prompt.wrapped),
     "prompt_cut": (pa.int64(), lambda at: at.prompt.cut),
     "row": (pa.string(), lambda at: _json(at.prompt.row)),
@@ -80,17 +102,60 @@ _VALUES: dict[str, tuple[pa.DataType, Callable[[_Place], Any]]] = {
         pa.string(),
         lambda at: json.dumps(asdict(at.rollout.sampling)),
     ),
-    "support": (pa.list_(_IDS), lambda at: None if at.rollout.support is None else list(at.rollout.support)),
-    "episode": (pa.string(), lambda at: None if at.rollout.episode is None else _episode_text(at.rollout.episode)),
+    "support": (
+        pa.list_(_IDS),
+        lambda at: None if at.rollout.support is None else list(at.rollout.support),
+    ),
+    "episode": (
+        pa.string(),
+        lambda at: None if at.rollout.episode is None else _episode_text(at.rollout.episode),
+    ),
 }
 """The columns that every table has: their types, and what stands there of a completion."""
-COLUMNS = {name: kind for name, (kind, _) in _VALUES.items()} | {"reward": pa.float64(), "logged": pa.string(), "run": pa.string()}
+COLUMNS = {name: kind for name, (kind, _) in _VALUES.items()} | {
+    "reward": pa.float64(),
+    "logged": pa.string(),
+    "run": pa.string(),
+}
 """All columns without a prefix, and their types.  `run` is added by who reads several runs."""
-FAMILIES = {"rewards/": pa.float64(), "extra/": pa.string(), "signals/": PER_TOKEN, "update/": PER_TOKEN}
+FAMILIES = {
+    "rewards/": pa.float64(),
+    "extra/": pa.string(),
+    "signals/": PER_TOKEN,
+    "update/": PER_TOKEN,
+}
 """The types of columns with such a prefix."""
-_OF_TOKENS = ("completion_ids", "behavior_logp", "current_logp", "advantages", "trained", "version", "signals/", "update/")
-_ALWAYS = ("group", "index", "prompt_text", "completion_text", "completion_ids", "behavior_logp", "trained", "finish", "reward")
-_NEVER_NULL = ("group", "index", "completion_text", "completion_ids", "behavior_logp", "trained", "version", "finish")
+_OF_TOKENS = (
+    "completion_ids",
+    "behavior_logp",
+    "current_logp",
+    "advantages",
+    "trained",
+    "version",
+    "signals/",
+    "update/",
+)
+_ALWAYS = (
+    "group",
+    "index",
+    "prompt_text",
+    "completion_text",
+    "completion_ids",
+    "behavior_logp",
+    "trained",
+    "finish",
+    "reward",
+)
+_NEVER_NULL = (
+    "group",
+    "index",
+    "completion_text",
+    "completion_ids",
+    "behavior_logp",
+    "trained",
+    "version",
+    "finish",
+)
 
 Columns = list[list[np.ndarray]]
 """Of each group and each of its completions, a number per token."""
@@ -109,27 +174,38 @@ def groups_from_bytes(data: bytes) -> list[Scored]:
 
 
 def table_of(step: Step) -> pa.Table:
-    """One row per completion of a step: text, ids, log-probs, rewards, advantages, everything that a `Step` is made from.
+    """One row per completion of a step: text, ids, log-probs, rewards, advantages, everything that
+    a `Step` is made from.
 
-    Columns: step, group, prompt_id, prompt_text, prompt_ids, prompt_messages (JSON, null: a text), prompt_wrapped, prompt_cut
-    (as in `Prompt`), row (JSON), index, completion_text, completion_ids, behavior_logp,
-    current_logp, advantages, trained, version, finish, eos_ids, sampling (JSON), support, episode (JSON, where there is one),
-    `rewards/NAME` per function, reward, `extra/NAME` (JSON) per column that reward functions logged and `logged` (JSON), what they
-    logged as metrics, `signals/NAME` per token signal (reference_logp ...), `update/NAME` per column of the step (weight ...).
-    Lists have one entry per completion token; null: was not computed.
+    Columns: step, group, prompt_id, prompt_text, prompt_ids, prompt_messages (JSON, null: a text),
+        prompt_wrapped, prompt_cut (as in `Prompt`), row (JSON), index, completion_text,
+        completion_ids, behavior_logp,
+    current_logp, advantages, trained, version, finish, eos_ids, sampling (JSON), support, episode
+    (JSON, where there is one), `rewards/NAME` per function, reward, `extra/NAME` (JSON) per column
+    that reward functions logged and `logged` (JSON), what they logged as metrics, `signals/NAME`
+    per token signal (reference_logp ...), `update/NAME` per column of the step (weight ...). Lists
+    have one entry per completion token; null: was not computed.
     """
     names, weights, verdict = (), (), None
     if step.groups:
         first = step.groups[0]
         names, weights, verdict = first.names, first.weights, first.verdict
-    assert all(group.names == names for group in step.groups), "the groups of a step share their reward functions"
+    assert all(group.names == names for group in step.groups), (
+        "the groups of a step share their reward functions"
+    )
     assert not {name for name in step.columns if "/" in name}, "a column's name is one word"
-    places = [_Place(step, group, i) for group, scored in enumerate(step.groups) for i in range(len(scored.rollouts))]
+    places = [
+        _Place(step, group, i)
+        for group, scored in enumerate(step.groups)
+        for i in range(len(scored.rollouts))
+    ]
     columns: dict[str, pa.Array] = {}
 
     def add(name: str, values: Callable[[_Place], Any], kind: pa.DataType) -> None:
         listed = [values(at) for at in places]
-        if kind is PER_TOKEN and all(one.dtype == np.float32 for one in listed if one is not None and one.size):
+        if kind is PER_TOKEN and all(
+            one.dtype == np.float32 for one in listed if one is not None and one.size
+        ):
             kind = pa.list_(pa.float32())
         columns[name] = pa.array(listed, kind)
 
@@ -139,15 +215,27 @@ def table_of(step: Step) -> pa.Table:
         add(f"rewards/{name}", lambda at, k=k: float(at.scored.rewards[at.index][k]), pa.float64())
     add("reward", lambda at: float(at.scored.reward[at.index]), pa.float64())
     for name in sorted({name for group in step.groups for name in group.extra}):
-        add(f"extra/{name}", lambda at, name=name: at.part(at.scored.extra, name, json.dumps), pa.string())
+        add(
+            f"extra/{name}",
+            lambda at, name=name: at.part(at.scored.extra, name, json.dumps),
+            pa.string(),
+        )
     if any(group.logged for group in step.groups):
         add("logged", _logged, pa.string())
     for name in sorted({name for group in step.groups for name in group.signals}):
         add(f"signals/{name}", lambda at, name=name: at.part(at.scored.signals, name), PER_TOKEN)
     for name, column in sorted(step.columns.items()):
-        add(f"update/{name}", lambda at, column=column: values if (values := column[at.group][at.index]).size else None, PER_TOKEN)
+        add(
+            f"update/{name}",
+            lambda at, column=column: (
+                values if (values := column[at.group][at.index]).size else None
+            ),
+            PER_TOKEN,
+        )
     about = {"reward_names": list(names), "reward_weights": list(weights), "verdict": verdict}
-    return pa.table(columns, metadata={f"groupwise.{key}": json.dumps(value) for key, value in about.items()})
+    return pa.table(
+        columns, metadata={f"groupwise.{key}": json.dumps(value) for key, value in about.items()}
+    )
 
 
 def known_columns(schema: pa.Schema) -> list[str]:
@@ -173,7 +261,9 @@ def known_columns(schema: pa.Schema) -> list[str]:
 
 
 def check_values(table: pa.Table) -> None:
-    """Raises ValueError for columns of a table whose values `table_of` cannot have made: what reads them need not ask again."""
+    """Raises ValueError for columns of a table whose values `table_of` cannot have made: what reads
+    them need not ask again.
+    """
     if not len(table):
         raise ValueError("it holds no completions")
     lengths: tuple[str, pa.ChunkedArray] | None = None
@@ -190,25 +280,36 @@ def check_values(table: pa.Table) -> None:
         if name in _OF_TOKENS or kind in _OF_TOKENS:
             count = pc.list_value_length(column)  # type: ignore[attr-defined]
             other = None if lengths is None else pc.not_equal(count, lengths[1])  # type: ignore[attr-defined]
-            if other is not None and name not in _NEVER_NULL:  # what was not computed has no numbers
+            if (
+                other is not None and name not in _NEVER_NULL
+            ):  # what was not computed has no numbers
                 other = pc.and_(other, pc.greater(count, 0))  # type: ignore[attr-defined]
             if lengths is not None and pc.any(other).as_py():  # type: ignore[attr-defined]
-                raise ValueError(f"its columns {lengths[0]} and {name} have other numbers of tokens")
+                raise ValueError(
+                    f"its columns {lengths[0]} and {name} have other numbers of tokens"
+                )
             lengths = lengths or ((name, count) if name in _NEVER_NULL else None)
 
 
-def bounded_table(data: bytes, choose: Callable[[pa.Schema], list[str]] = lambda schema: schema.names) -> pa.Table:
+def bounded_table(
+    data: bytes, choose: Callable[[pa.Schema], list[str]] = lambda schema: schema.names
+) -> pa.Table:
     """A Parquet file that does not unpack to much more than it is.  Raises ValueError.
 
     choose: the columns to read, of the file's schema.
-    A column of text is read as the texts that differ, because one of them may stand for millions of rows.
+    A column of text is read as the texts that differ, because one of them may stand for millions of
+    rows.
     """
     room = max(UNPACKED, RATIO * len(data))
     try:
         with pq.ParquetFile(pa.BufferReader(data)) as plain:
             schema, about = plain.schema_arrow, plain.metadata
             names = choose(schema)
-            texts = [field.name for field in schema if pa.types.is_string(field.type) and field.name in names]
+            texts = [
+                field.name
+                for field in schema
+                if pa.types.is_string(field.type) and field.name in names
+            ]
             groups = [about.row_group(place) for place in range(about.num_row_groups)]
         chunks = [group.column(place) for group in groups for place in range(about.num_columns)]
         size = sum(max(chunk.total_uncompressed_size, 8 * chunk.num_values) for chunk in chunks)
@@ -218,7 +319,9 @@ def bounded_table(data: bytes, choose: Callable[[pa.Schema], list[str]] = lambda
             table = file.read(names, use_threads=False)
         if sum(_text_bytes(column) for column in table.columns) > room:
             raise ValueError(f"it unpacks to more than {room:,} bytes")
-        return table.cast(pa.schema([schema.field(name) for name in names], metadata=schema.metadata))
+        return table.cast(
+            pa.schema([schema.field(name) for name in names], metadata=schema.metadata)
+        )
     except (pa.ArrowException, OSError, OverflowError, KeyError) as error:
         raise ValueError(str(error)) from error
 
@@ -226,7 +329,11 @@ def bounded_table(data: bytes, choose: Callable[[pa.Schema], list[str]] = lambda
 def _text_bytes(column: pa.ChunkedArray) -> int:
     """Bytes of a column's texts, each as often as it stands there."""
     total = 0
-    for chunk in column.chunks if pa.types.is_dictionary(column.type) and pa.types.is_string(column.type.value_type) else ():
+    for chunk in (
+        column.chunks
+        if pa.types.is_dictionary(column.type) and pa.types.is_string(column.type.value_type)
+        else ()
+    ):
         lengths = pc.binary_length(chunk.dictionary).cast(pa.int64())  # type: ignore[attr-defined]
         total += pc.sum(lengths.take(chunk.indices)).as_py() or 0  # type: ignore[attr-defined]
     return total
@@ -242,7 +349,9 @@ def family(name: str) -> str:
 
 
 def _logged(at: _Place) -> str:
-    return json.dumps({name: value if np.isfinite(value) else None for name, value in at.scored.logged.items()})
+    return json.dumps(
+        {name: value if np.isfinite(value) else None for name, value in at.scored.logged.items()}
+    )
 
 
 def _json(value: Any) -> str:
@@ -257,24 +366,52 @@ def _encodable(text: str) -> str:
 def groups_of(table: pa.Table) -> tuple[list[Scored], Columns, Columns]:
     """The groups of a table, their advantages and their current log-probs."""
     about = {
-        key.decode(): json.loads(value) for key, value in (table.schema.metadata or {}).items() if key.startswith(b"groupwise.")
+        key.decode(): json.loads(value)
+        for key, value in (table.schema.metadata or {}).items()
+        if key.startswith(b"groupwise.")
     }
-    names, weights = tuple(about["groupwise.reward_names"]), tuple(about["groupwise.reward_weights"])
-    kinds = {field.name: field.type.value_type.to_pandas_dtype() for field in table.schema if pa.types.is_list(field.type)}
+    names, weights = (
+        tuple(about["groupwise.reward_names"]),
+        tuple(about["groupwise.reward_weights"]),
+    )
+    kinds = {
+        field.name: field.type.value_type.to_pandas_dtype()
+        for field in table.schema
+        if pa.types.is_list(field.type)
+    }
     groups: dict[int, list[dict[str, Any]]] = {}
     for row in table.to_pylist():
         groups.setdefault(row["group"], []).append(row)
     signals = [field.name for field in table.schema if field.name.startswith("signals/")]
     scored, advantages, current = [], [], []
     for rows in groups.values():
-        scored.append(replace(_scored(rows, names, weights, signals, kinds), verdict=about.get("groupwise.verdict")))
-        advantages.append([np.array(row["advantages"], kinds["advantages"]) for row in rows if row["advantages"] is not None])
-        current.append([np.array(row["current_logp"], kinds["current_logp"]) for row in rows if row["current_logp"] is not None])
+        scored.append(
+            replace(
+                _scored(rows, names, weights, signals, kinds),
+                verdict=about.get("groupwise.verdict"),
+            )
+        )
+        advantages.append(
+            [
+                np.array(row["advantages"], kinds["advantages"])
+                for row in rows
+                if row["advantages"] is not None
+            ]
+        )
+        current.append(
+            [
+                np.array(row["current_logp"], kinds["current_logp"])
+                for row in rows
+                if row["current_logp"] is not None
+            ]
+        )
     return scored, advantages, current
 
 
 def columns_of(table: pa.Table) -> dict[str, Columns]:
-    """The further columns of a table's step, by name; empty lists of numbers where nothing was computed."""
+    """The further columns of a table's step, by name; empty lists of numbers where nothing was
+    computed.
+    """
     by_name: dict[str, Columns] = {}
     groups = table.column("group").to_pylist()
     for field in table.schema:
@@ -282,7 +419,9 @@ def columns_of(table: pa.Table) -> dict[str, Columns]:
             columns: dict[int, list[np.ndarray]] = {}
             kind = field.type.value_type.to_pandas_dtype()
             for group, values in zip(groups, table.column(field.name).to_pylist(), strict=True):
-                columns.setdefault(group, []).append(np.array(values if values is not None else [], kind))
+                columns.setdefault(group, []).append(
+                    np.array(values if values is not None else [], kind)
+                )
             by_name[field.name.removeprefix("update/")] = list(columns.values())
     return by_name
 
@@ -309,7 +448,9 @@ def _scored(
     return Scored(
         rollouts=tuple(_rollout(row, prompt, kinds) for row in rows),
         names=names,
-        rewards=np.array([[row[f"rewards/{name}"] for name in names] for row in rows], np.float64).reshape(len(rows), len(names)),
+        rewards=np.array(
+            [[row[f"rewards/{name}"] for name in names] for row in rows], np.float64
+        ).reshape(len(rows), len(names)),
         reward=np.array([row["reward"] for row in rows], np.float64),
         weights=weights,
         signals={
@@ -317,7 +458,10 @@ def _scored(
             for name in signals
             if first[name] is not None
         },
-        logged={name: np.nan if value is None else value for name, value in json.loads(first.get("logged") or "{}").items()},
+        logged={
+            name: np.nan if value is None else value
+            for name, value in json.loads(first.get("logged") or "{}").items()
+        },
         extra={
             name.removeprefix("extra/"): tuple(json.loads(row[name]) for row in rows)
             for name in first
@@ -339,7 +483,11 @@ def _rollout(row: Mapping[str, Any], prompt: Prompt, kinds: Mapping[str, Any]) -
         text=row["completion_text"],
         trained=np.array(row["trained"], bool),
         version=np.array(row["version"], np.int64),
-        support=None if row["support"] is None else tuple(np.array(ids, np.int64) for ids in row["support"]),
+        support=(
+            None
+            if row["support"] is None
+            else tuple(np.array(ids, np.int64) for ids in row["support"])
+        ),
         episode=_episode(row.get("episode")),  # older tables have no such column
     )
 
@@ -347,7 +495,11 @@ def _rollout(row: Mapping[str, Any], prompt: Prompt, kinds: Mapping[str, Any]) -
 def _episode_text(episode: Episode) -> str:
     """An episode as JSON, for `_episode`."""
     fields = {"turns": [asdict(turn) for turn in episode.turns], "messages": episode.messages}
-    fields |= {"branches": [{"begin": branch.begin, "context": branch.context} for branch in episode.branches]}
+    fields |= {
+        "branches": [
+            {"begin": branch.begin, "context": branch.context} for branch in episode.branches
+        ]
+    }
     fields |= {"reward": episode.reward, "environment": episode.environment}
     fields |= {"traces": [asdict(trace) for trace in episode.traces]} if episode.traces else {}
     return _encodable(_json(fields))
@@ -364,7 +516,10 @@ def _episode(text: str | None) -> Episode | None:
     return Episode(
         turns=_TURNS.validate_python(fields["turns"]),
         messages=tuple(fields["messages"]),
-        branches=tuple(Branch(begin=one["begin"], context=np.array(one["context"], np.int64)) for one in fields["branches"]),
+        branches=tuple(
+            Branch(begin=one["begin"], context=np.array(one["context"], np.int64))
+            for one in fields["branches"]
+        ),
         reward=None if fields["reward"] is None else float(fields["reward"]),
         environment=fields["environment"],
         traces=_TRACES.validate_python(fields.get("traces", ())),
@@ -372,7 +527,9 @@ def _episode(text: str | None) -> Episode | None:
 
 
 def jsonable(value: Any) -> Any:
-    """Numbers that JSON does not know become the text that `float()` reads back; numpy's become Python's."""
+    """Numbers that JSON does not know become the text that `float()` reads back; numpy's become
+    Python's.
+    """
     match value:
         case Mapping():
             return {str(key): jsonable(inner) for key, inner in value.items()}

@@ -28,7 +28,8 @@ Item = TypeVar("Item")
 Other = TypeVar("Other")
 
 MAX_DEPTH = 100
-"""Lists and objects inside one another in a row; Python's own functions fail beyond some hundreds."""
+"""Lists and objects inside one another in a row; Python's own functions fail beyond some hundreds.
+"""
 
 
 UNREADABLE = "that cannot be read"
@@ -63,16 +64,20 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class SourceRows(Sequence[Item], Generic[Item]):
-    """Rows of one source, or what they were read as.  `where(i)` names row i as its owner would look for it: file and line, or data
-    set and row."""
+    """Rows of one source, or what they were read as.  `where(i)` names row i as its owner would
+    look for it: file and line, or data set and row."""
 
     name: str
     rows: Sequence[Item]
     numbers: Sequence[int] = field(default=(), repr=False)
-    """What each row is called in its source, from 1: its line in a JSONL file.  Default: 1, 2, 3 ..."""
+    """What each row is called in its source, from 1: its line in a JSONL file.  Default: 1, 2, 3
+    ...
+    """
     unit: str = "row"
     left_out: tuple[LeftOut, ...] = field(default=(), repr=False)
-    """Rows of the source that are not among these, for the report; a part of these rows does not repeat them."""
+    """Rows of the source that are not among these, for the report; a part of these rows does not
+    repeat them.
+    """
 
     def __post_init__(self) -> None:
         if not self.numbers:
@@ -101,31 +106,46 @@ class SourceRows(Sequence[Item], Generic[Item]):
 
     def subset(self, places: Sequence[int]) -> SourceRows[Item]:
         """The rows at `places`, under the names they had."""
-        return replace(self, rows=[self.rows[i] for i in places], numbers=[self.numbers[i] for i in places], left_out=())
+        return replace(
+            self,
+            rows=[self.rows[i] for i in places],
+            numbers=[self.numbers[i] for i in places],
+            left_out=(),
+        )
 
     def renamed(self: SourceRows[Row], columns: Mapping[str, str]) -> SourceRows[Row]:
-        """Columns under our names (`{ours: yours}`), all at once, so that two can be exchanged; published forms of rows as ours.
+        """Columns under our names (`{ours: yours}`), all at once, so that two can be exchanged;
+        published forms of rows as ours.
 
-        A row without one that prompts and answers are read from is left out; any other it may lack.  Raises DataError if every row
-        is left out, or for a column that none has.
+        A row without one that prompts and answers are read from is left out; any other it may lack.
+        Raises DataError if every row is left out, or for a column that none has.
         """
         if not columns:
             return self.mapped(in_our_form)
         taken = {theirs: ours for ours, theirs in columns.items()}
-        for theirs in sorted(taken.keys() - {name for row in self.rows for name in row} if self.rows else ()):
+        for theirs in sorted(
+            taken.keys() - {name for row in self.rows for name in row} if self.rows else ()
+        ):
             raise DataError(missing_column(theirs, self.rows[0], self.where(0), taken[theirs]))
 
         def named(row: Row, where: str) -> Row:
             for theirs in sorted(taken.keys() - row.keys()):
                 if taken[theirs] in ROW:
-                    raise BadRow(f"without {escaped(theirs)}", missing_column(theirs, row, where, taken[theirs]))
+                    raise BadRow(
+                        f"without {escaped(theirs)}",
+                        missing_column(theirs, row, where, taken[theirs]),
+                    )
             others = {name: value for name, value in row.items() if name not in taken}
-            return in_our_form(others | {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}, where)
+            return in_our_form(
+                others | {ours: row[theirs] for ours, theirs in columns.items() if theirs in row},
+                where,
+            )
 
         return self.mapped(named)
 
     def mapped(self, change: Callable[[Item, str], Other]) -> SourceRows[Other]:
-        """What `change(row, where)` makes of each row; rows for which it raises DataError are left out, with what it says.
+        """What `change(row, where)` makes of each row; rows for which it raises DataError are left
+        out, with what it says.
 
         Raises DataError, with every reason, if no row is left.
         """
@@ -153,9 +173,11 @@ def in_our_form(row: Row, where: str) -> Row:
 
 
 def with_messages(row: Row, where: str) -> Row:
-    """A row in which a conversation that is stored as JSON text (by CSV, SQL) is a list of messages.
+    """A row in which a conversation that is stored as JSON text (by CSV, SQL) is a list of
+    messages.
 
-    Raises BadRow for a text that begins as messages do, and is no JSON: Python's own form, or one that is cut off.
+    Raises BadRow for a text that begins as messages do, and is no JSON: Python's own form, or one
+    that is cut off.
 
     >>> with_messages({"messages": '[{"role": "user", "content": "Hi"}]', "answer": '[{"role": "user"}]'}, "row 1")
     {'messages': [{'role': 'user', 'content': 'Hi'}], 'answer': '[{"role": "user"}]'}
@@ -168,26 +190,42 @@ def with_messages(row: Row, where: str) -> Row:
 
 
 def shared_conversation(row: Row, where: str) -> Row:
-    """A row with the column `conversations`, as ShareGPT has it, with `messages` instead.  Raises BadRow.
+    """A row with the column `conversations`, as ShareGPT has it, with `messages` instead.  Raises
+    BadRow.
 
     >>> shared_conversation({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}, "row 1")
     {'messages': [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hello'}]}
     """
     turns = row.get("conversations")
-    if not isinstance(turns, list) or not all(isinstance(turn, Mapping) and {"from", "value"} <= turn.keys() for turn in turns):
+    if not isinstance(turns, list) or not all(
+        isinstance(turn, Mapping) and {"from", "value"} <= turn.keys() for turn in turns
+    ):
         return row
     unknown = next((turn["from"] for turn in turns if turn["from"] not in SPEAKERS), None)
     if unknown is not None:
         remedy = f"the speakers of a conversation are {', '.join(SPEAKERS)}"
-        raise BadRow("with a speaker that is not known", f"{where}: conversations holds a turn from {unknown!r:.40}: {remedy}")
+        raise BadRow(
+            "with a speaker that is not known",
+            f"{where}: conversations holds a turn from {unknown!r:.40}: {remedy}",
+        )
     messages = [{"role": SPEAKERS[turn["from"]], "content": turn["value"]} for turn in turns]
-    return {name: value for name, value in row.items() if name != "conversations"} | {"messages": messages}
+    return {name: value for name, value in row.items() if name != "conversations"} | {
+        "messages": messages
+    }
 
 
-SPEAKERS = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
+SPEAKERS = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+}
 """Of `conversations`, with their roles."""
 FORMS: tuple[Callable[[Row, str], Row], ...] = (with_messages, shared_conversation)
-"""Published forms of rows.  A new one is a function (row, where) -> row here, which gives rows in other forms back as they are."""
+"""Published forms of rows.  A new one is a function (row, where) -> row here, which gives rows in
+other forms back as they are.
+"""
 
 _LISTS = re.compile(r"\s*\[\s*\{")
 _MESSAGES = re.compile(r"""\s*\[\s*\{\s*(["'])(role|content)\1\s*:""")
@@ -201,9 +239,14 @@ def _messages_in(text: str, column: str, where: str) -> Any:
     except (ValueError, RecursionError):
         if _MESSAGES.match(text):
             remedy = "store messages as a list, or as its JSON text"
-            raise BadRow(NO_JSON, f"{where}: {column} holds messages as text that is no JSON: {bare!r:.60}: {remedy}") from None
+            raise BadRow(
+                NO_JSON,
+                f"{where}: {column} holds messages as text that is no JSON: {bare!r:.60}: {remedy}",
+            ) from None
         return text
-    if end < len(bare) or not all(isinstance(message, Mapping) and "role" in message for message in messages):
+    if end < len(bare) or not all(
+        isinstance(message, Mapping) and "role" in message for message in messages
+    ):
         return text
     try:
         _check_row({column: messages}, nested=True, halves=_HALF.search(text) is not None)
@@ -228,27 +271,42 @@ def first_of(row: Mapping[str, Any], columns: Sequence[str]) -> str | None:
 
 
 def missing_column(name: str, row: Mapping[str, Any], where: str, ours: str | None = None) -> str:
-    """The message for a column that is not there: it lists those that are.  ours: what `data.columns` calls it, where it does."""
+    """The message for a column that is not there: it lists those that are.  ours: what
+    `data.columns` calls it, where it does.
+    """
     names = sorted(map(str, row))
     there = " ".join(escaped(", ".join(names[:20])).split("\n"))[:400] or "none"
     there += f" ... ({len(names)} columns)" if len(names) > 20 else ""
-    return f"{where}: no column {name!r}; there are: {there} (data.columns: {{{ours or name}: YOURS}} renames one)"
+    return (
+        f"{where}: no column {name!r}; there are: {there} (data.columns: {{{ours or name}: YOURS}}"
+        " renames one)"
+    )
 
 
 def none_left(name: str, left_out: Sequence[LeftOut]) -> str:
-    """The message for a source none of whose rows can be used: every reason with its count and its first row."""
-    counts, first = Counter(left.reason for left in left_out), {left.reason: left.where for left in reversed(left_out)}
-    reasons = ", ".join(f"{count} {reason} (first: {first[reason]})" for reason, count in counts.items())
+    """The message for a source none of whose rows can be used: every reason with its count and its
+    first row.
+    """
+    counts, first = (
+        Counter(left.reason for left in left_out),
+        {left.reason: left.where for left in reversed(left_out)},
+    )
+    reasons = ", ".join(
+        f"{count} {reason} (first: {first[reason]})" for reason, count in counts.items()
+    )
     return f"{name}: 0 of {counted(len(left_out), 'row')} can be used: {reasons}"
 
 
 def read_rows(path: str, split: str = "train", *, lenient: bool = False) -> SourceRows:
-    """Rows of a JSONL, JSON or Parquet file, or of a hub data set: `owner/name`, or `owner/name:config`.
+    """Rows of a JSONL, JSON or Parquet file, or of a hub data set: `owner/name`, or
+    `owner/name:config`.
 
-    A name that looks like a path is never looked up on the hub.  Rows in memory are a `Live` name (see `live_rows`).
-    lenient: of a file of which some row can be read, those that cannot (a line that is cut off, half of a character) are left out.
-    Raises DataError naming the file, the line and what was found there, ConfigError for a `live:` name without its rows.
-    """
+    A name that looks like a path is never looked up on the hub.  Rows in memory are a `Live` name
+    (see `live_rows`).
+    lenient: of a file of which some row can be read, those that cannot (a line that is cut off,
+        half of a character) are left out.
+    Raises DataError naming the file, the line and what was found there, ConfigError for a `live:`
+    name without its rows."""
     if (rows := object_of(path, "data.path")) is not None:
         return rows
     if wrong := wrong_rows(path):
@@ -262,28 +320,39 @@ def read_rows(path: str, split: str = "train", *, lenient: bool = False) -> Sour
     if rows.left_out and not lenient:
         raise DataError(rows.left_out[0].where)
     if not rows:
-        raise DataError(none_left(path, rows.left_out) if rows.left_out else f"{path} holds no rows")
+        raise DataError(
+            none_left(path, rows.left_out) if rows.left_out else f"{path} holds no rows"
+        )
     return rows
 
 
 def live_rows(source: object, name: str) -> Live:
     """Rows in memory as a name that holds them: a list of mappings, or a `datasets.Dataset`.
 
-    name: what the rows are called in messages, `data` or `eval_data`.   The name in the recipe has a digest of their content.
-    Rows are copied: what happens to the given ones later is nobody's concern.   Raises DataError with what was given instead.
-    """
+    name: what the rows are called in messages, `data` or `eval_data`.   The name in the recipe has
+        a digest of their content. Rows are copied: what happens to the given ones later is nobody's
+        concern.   Raises DataError with what was given instead."""
     library = type(source).__module__.partition(".")[0]
     if library == "datasets" and isinstance(source, Mapping):
         splits = ", ".join(map(repr, source))
-        raise DataError(f"{name} is a {type(source).__name__} with the splits {splits}: give one of them, e.g. dataset['train']")
+        raise DataError(
+            f"{name} is a {type(source).__name__} with the splits {splits}: give one of them, e.g."
+            " dataset['train']"
+        )
     columnar = library == "datasets" and hasattr(source, "to_list")
     if columnar:
         source = source.to_list()  # type: ignore[attr-defined]
     if not isinstance(source, Sequence) or isinstance(source, str | bytes):
         hint = (
-            ": give frame.to_dict('records')" if library == "pandas" else ": give list(...)" if isinstance(source, Iterable) else ""
+            ": give frame.to_dict('records')"
+            if library == "pandas"
+            else ": give list(...)"
+            if isinstance(source, Iterable)
+            else ""
         )
-        raise DataError(f"{name} is a list of mappings or a datasets.Dataset, got {kind_of(source)}{hint}")
+        raise DataError(
+            f"{name} is a list of mappings or a datasets.Dataset, got {kind_of(source)}{hint}"
+        )
     if not source:
         raise DataError(f"{name} holds no rows")
     rows: list[Mapping[str, Any]] = []
@@ -292,15 +361,23 @@ def live_rows(source: object, name: str) -> Live:
     for i, row in enumerate(source):
         where = f"{name} row {i + 1}"
         if not isinstance(row, Mapping):
-            raise DataError(f"{where} is {kind_of(row)}: a row is a mapping of columns to values, e.g. {{'prompt': ...}}")
+            raise DataError(
+                f"{where} is {kind_of(row)}: a row is a mapping of columns to values, e.g."
+                " {'prompt': ...}"
+            )
         if too_deep(row):
             raise DataError(f"{where}: {_too_deep()}")
         row = row if columnar else _copied(row, where, copied)
         rows.append(bare_calls(row) if columnar else row)
         try:
-            written.append(json.dumps(row, sort_keys=True, ensure_ascii=False, default=_digested).encode())
+            written.append(
+                json.dumps(row, sort_keys=True, ensure_ascii=False, default=_digested).encode()
+            )
         except UnicodeEncodeError as error:
-            raise DataError(f"{where}: half of a character, {error.object[error.start]!a}, stands alone: mend the text") from None
+            raise DataError(
+                f"{where}: half of a character, {error.object[error.start]!a}, stands alone: mend"
+                " the text"
+            ) from None
         except (TypeError, ValueError) as error:
             raise DataError(f"{where}: {error}") from None
     return Live(f"{counted(len(rows), 'row')} ({short_digest(written)})", SourceRows(name, rows))
@@ -312,11 +389,15 @@ def _copied(row: Mapping[str, Any], where: str, copied: dict[int, Any]) -> dict[
         return {key: copy.deepcopy(value, copied) for key, value in row.items()}
     except Exception as error:  # whatever a value's own way to be copied raises
         why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{where} holds a value that cannot be copied ({why}): give plain values") from error
+        raise DataError(
+            f"{where} holds a value that cannot be copied ({why}): give plain values"
+        ) from error
 
 
 def _digested(value: object) -> Any:
-    """What stands in a digest for a value that is no JSON: its content where that is the same in every process."""
+    """What stands in a digest for a value that is no JSON: its content where that is the same in
+    every process.
+    """
     if callable(listed := getattr(value, "tolist", None)):  # arrays and numbers of numpy, tensors
         return listed()
     if isinstance(value, bytes | Decimal | UUID | date | time | timedelta):
@@ -360,8 +441,14 @@ def _parse_line(line: bytes) -> Mapping[str, Any]:
     try:
         row = json.loads(text)
     except json.JSONDecodeError as error:
-        cut = "the line is cut off" if error.pos >= len(text) or "Unterminated" in error.msg else error.msg
-        raise DataError(f"not JSON: {cut} at column {error.colno}: {_excerpt(text, error.pos)}") from None
+        cut = (
+            "the line is cut off"
+            if error.pos >= len(text) or "Unterminated" in error.msg
+            else error.msg
+        )
+        raise DataError(
+            f"not JSON: {cut} at column {error.colno}: {_excerpt(text, error.pos)}"
+        ) from None
     except (RecursionError, ValueError) as error:
         raise _unfit(error) from None
     nested = text.count("[") + text.count("{") > MAX_DEPTH
@@ -379,7 +466,9 @@ def _check_row(row: object, *, nested: bool, halves: bool) -> None:
     if nested and too_deep(row):
         raise _too_deep()
     if halves and (half := half_character(row)):
-        raise DataError(f"half of a character, {half}, stands alone: mend the text, for example by removing it")
+        raise DataError(
+            f"half of a character, {half}, stands alone: mend the text, for example by removing it"
+        )
 
 
 def too_deep(value: object) -> bool:
@@ -398,11 +487,16 @@ def too_deep(value: object) -> bool:
 
 
 def _too_deep() -> DataError:
-    return DataError(f"lists and objects are nested more than {MAX_DEPTH} deep: flatten the row, or store it as a string")
+    return DataError(
+        f"lists and objects are nested more than {MAX_DEPTH} deep: flatten the row, or store it as"
+        " a string"
+    )
 
 
 def _unfit(error: RecursionError | ValueError) -> DataError:
-    """JSON that is nested too deeply, or holds a number with more digits than Python writes out again."""
+    """JSON that is nested too deeply, or holds a number with more digits than Python writes out
+    again.
+    """
     if isinstance(error, RecursionError):
         return _too_deep()
     digits = re.search(r"has (\d+) digits", str(error))
@@ -414,7 +508,9 @@ def _decode(data: bytes) -> str:
     try:
         return data.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise DataError(f"not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}") from None
+        raise DataError(
+            f"not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}"
+        ) from None
 
 
 _HALF = re.compile(r"\\u[dD]")
@@ -428,7 +524,9 @@ def _read_json(file: Path, name: str) -> SourceRows:
         rows = json.loads(text)
     except json.JSONDecodeError as error:
         hint = " (one object per line? then name it .jsonl)" if error.msg == "Extra data" else ""
-        what = f"not JSON: {error.msg} at column {error.colno}: {_excerpt(error.doc, error.pos)}{hint}"
+        what = (
+            f"not JSON: {error.msg} at column {error.colno}: {_excerpt(error.doc, error.pos)}{hint}"
+        )
         raise DataError(f"{name} line {error.lineno}: {what}") from None
     except DataError as error:
         raise DataError(f"{name}: {error}") from None
@@ -455,16 +553,23 @@ def _read_parquet(file: Path, name: str) -> SourceRows:
     try:
         table = pyarrow.parquet.read_table(file)
         return SourceRows(name, _of_columns(table.to_pylist(), table.schema))
-    except (UnicodeDecodeError, OverflowError) as error:  # a text that is no UTF-8, a date that Python has no object for
+    except (
+        UnicodeDecodeError,
+        OverflowError,
+    ) as error:  # a text that is no UTF-8, a date that Python has no object for
         raise DataError(f"{name}: a value of the Parquet file cannot be read: {error}") from None
     except (pyarrow.ArrowInvalid, OSError) as error:
         with file.open("rb") as stream:
             start = stream.read(8)
-        raise DataError(f"{name}: not a readable Parquet file (begins with {start!r}): {str(error).splitlines()[0]}") from None
+        raise DataError(
+            f"{name}: not a readable Parquet file (begins with {start!r}):"
+            f" {str(error).splitlines()[0]}"
+        ) from None
 
 
 def fingerprint(path: str, split: str = "train") -> dict[str, Any]:
-    """A digest of the content of `read_rows(path, split)`: size and xxh3-128 of a file, the fingerprint of a hub data set.
+    """A digest of the content of `read_rows(path, split)`: size and xxh3-128 of a file, the
+    fingerprint of a hub data set.
 
     Raises DataError, OSError.
     """
@@ -475,15 +580,24 @@ def fingerprint(path: str, split: str = "train") -> dict[str, Any]:
 
 
 def _load_hub(name: str, split: str) -> Any:
-    """Through `datasets`, with its cache.  Scripts of a data set are never run: `datasets` no longer can."""
+    """Through `datasets`, with its cache.  Scripts of a data set are never run: `datasets` no
+    longer can.
+    """
     import datasets
 
     path, _, config = name.partition(":")
     try:
         return datasets.load_dataset(path, config or None, split=split)
-    except (OSError, ValueError, RuntimeError) as error:  # not found, no connection, no such config or split
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # not found, no connection, no such config or split
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(f"cannot load {name!r} (split {split!r}) from the hub, and no such file is here: {reason}") from error
+        raise DataError(
+            f"cannot load {name!r} (split {split!r}) from the hub, and no such file is here:"
+            f" {reason}"
+        ) from error
 
 
 def _read_hub(name: str, split: str) -> SourceRows:
@@ -493,7 +607,15 @@ def _read_hub(name: str, split: str) -> SourceRows:
     return SourceRows(name, _of_columns(loaded.to_list(), loaded.features))
 
 
-FUNCTIONS = ("tools", "tool_calls", "function_call", "function", "parameters", "arguments", "chat_template_kwargs")
+FUNCTIONS = (
+    "tools",
+    "tool_calls",
+    "function_call",
+    "function",
+    "parameters",
+    "arguments",
+    "chat_template_kwargs",
+)
 """Columns and keys that hold tools, calls, or the chat template's variables."""
 
 
@@ -504,19 +626,28 @@ def _of_columns(rows: list[dict[str, Any]], schema: object) -> list[dict[str, An
 
 
 def bare_calls(value: Any, *, inside: bool = False) -> Any:
-    """The same without nulls in tools and calls: in a columnar source every struct has the fields of all of its column.
+    """The same without nulls in tools and calls: in a columnar source every struct has the fields
+    of all of its column.
 
     >>> bare_calls({"answer": None, "messages": [{"content": None, "tool_calls": [{"arguments": {"x": 1, "y": None}}]}]})
     {'answer': None, 'messages': [{'content': None, 'tool_calls': [{'arguments': {'x': 1}}]}]}
     """
     if isinstance(value, Mapping):
-        values = {key: bare_calls(one, inside=inside or key in FUNCTIONS) for key, one in value.items()}
+        values = {
+            key: bare_calls(one, inside=inside or key in FUNCTIONS) for key, one in value.items()
+        }
         return {key: one for key, one in values.items() if one is not None} if inside else values
     return [bare_calls(one, inside=inside) for one in value] if isinstance(value, list) else value
 
 
 def _kind(value: object) -> str:
-    kinds = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    kinds = {
+        dict: "an object",
+        list: "a list",
+        str: "a string",
+        bool: "true or false",
+        type(None): "null",
+    }
     return kinds.get(type(value), "a number")
 
 

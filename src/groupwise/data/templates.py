@@ -1,8 +1,9 @@
-"""From a row to the text and the token ids that a model reads: the one place that knows chat templates and BOS.
+"""From a row to the text and the token ids that a model reads: the one place that knows chat
+templates and BOS.
 
-A prompt's ids are the encoding of its text, with one exception that is part of the tokenizer's own convention: tokens that it
-puts before plain strings (BOS) are added once.  A chat template writes all of its special tokens itself, so nothing is added to
-its text.
+A prompt's ids are the encoding of its text, with one exception that is part of the tokenizer's own
+convention: tokens that it puts before plain strings (BOS) are added once.  A chat template writes
+all of its special tokens itself, so nothing is added to its text.
 """
 
 from __future__ import annotations
@@ -45,10 +46,14 @@ Tools = Callable[[Mapping[str, Any]], Schemas | None]
 """From a row to the tools that its prompt shows."""
 
 OPEN, CLOSE = "\U000ffffc", "\U000ffffd"
-"""Marks around control tokens that are text, while they pass through a chat template: two characters that nobody uses."""
+"""Marks around control tokens that are text, while they pass through a chat template: two
+characters that nobody uses.
+"""
 
 AT_ONCE = 1_000
-"""Texts that the tokenizer encodes at a time: what it makes of one is many times as large as its ids, and would fill the memory."""
+"""Texts that the tokenizer encodes at a time: what it makes of one is many times as large as its
+ids, and would fill the memory.
+"""
 THINK = "<think>"
 MARK = "zq7mark"
 """Stands for an answer where the template is looked at."""
@@ -68,13 +73,21 @@ class Template(Wording):
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Of the chat template, in every conversation; a row's own go over them."""
     control_tokens: ControlTokens = "warn"
-    """What becomes of the tokenizer's control tokens where a row's messages hold their text: see `DataSettings.control_tokens`."""
+    """What becomes of the tokenizer's control tokens where a row's messages hold their text: see
+    `DataSettings.control_tokens`.
+    """
     tools: Tools | None = None
-    """Of a row the JSON schemas that its prompt shows to the model; where there is none, those in its column `tools` are shown."""
+    """Of a row the JSON schemas that its prompt shows to the model; where there is none, those in
+    its column `tools` are shown.
+    """
 
     @classmethod
-    def build(cls, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, tools: Tools | None = None) -> Template:
-        """The template that the settings describe.  Raises ConfigError for variables that the chat template does not mention."""
+    def build(
+        cls, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, tools: Tools | None = None
+    ) -> Template:
+        """The template that the settings describe.  Raises ConfigError for variables that the chat
+        template does not mention.
+        """
         check_variables(settings.chat_template_kwargs, tokenizer)
         return cls(
             tokenizer=tokenizer,
@@ -89,9 +102,10 @@ class Template(Wording):
     def ask(self, examples: Sequence[ReadRow]) -> list[Question]:
         """Texts and ids of rows that have been read.
 
-        A string is its text; messages go through the chat template up to where the assistant starts.  A last message of the
-        assistant is continued, not closed.
-        Raises DataError if the tokenizer has no chat template, or its template refuses the messages.
+        A string is its text; messages go through the chat template up to where the assistant
+        starts.  A last message of the assistant is continued, not closed.
+        Raises DataError if the tokenizer has no chat template, or its template refuses the
+        messages.
         """
         return [_accepted(question) for question in self.try_ask(examples)]
 
@@ -99,20 +113,34 @@ class Template(Wording):
         """`ask`, but messages that the chat template refuses give a `Refusal` instead of an error."""
         extras = [self._extras(example) for example in examples]
         chats = [
-            _prompt_chat(self.marked(example.content) if control else example.content, example.where, tools, variables)
+            _prompt_chat(
+                self.marked(example.content) if control else example.content,
+                example.where,
+                tools,
+                variables,
+            )
             for example, (control, tools, variables, _) in zip(examples, extras, strict=True)
         ]
         texts = self._rendered(chats)
         encoded = self._ids(texts, [isinstance(example.content, str) for example in examples])
         return [
-            text
-            if isinstance(text, Refusal)
-            else Question(example, unmarked(text), np.array(ids, np.int64), *one, unknown=self._unknown_in(text, ids))
+            (
+                text
+                if isinstance(text, Refusal)
+                else Question(
+                    example,
+                    unmarked(text),
+                    np.array(ids, np.int64),
+                    *one,
+                    unknown=self._unknown_in(text, ids),
+                )
+            )
             for example, text, ids, one in zip(examples, texts, encoded, extras, strict=True)
         ]
 
     def encode(self, texts: Sequence[str], *, plain: Sequence[bool]) -> list[np.ndarray]:
-        """int64 ids of prompts.  `plain` texts get what the tokenizer puts before a string, unless they begin with it already.
+        """int64 ids of prompts.  `plain` texts get what the tokenizer puts before a string, unless
+        they begin with it already.
 
         What a tokenizer puts *behind* a string (EOS) is never added: the policy continues there.
         """
@@ -124,10 +152,14 @@ class Template(Wording):
         if self.control_tokens == "plain":
             marked = (isinstance(text, str) and OPEN in text for text in texts)
             encoded = [
-                self._encode_marked(str(text)) if mark else ids for text, mark, ids in zip(texts, marked, encoded, strict=True)
+                self._encode_marked(str(text)) if mark else ids
+                for text, mark, ids in zip(texts, marked, encoded, strict=True)
             ]
         lead = self._lead
-        return [lead + ids if bare and ids[: len(lead)] != lead else ids for ids, bare in zip(encoded, plain, strict=True)]
+        return [
+            lead + ids if bare and ids[: len(lead)] != lead else ids
+            for ids, bare in zip(encoded, plain, strict=True)
+        ]
 
     def _plainly(self, texts: list[str]) -> list[list[int]]:
         """The tokenizer's ids of texts, without special tokens around them."""
@@ -143,47 +175,79 @@ class Template(Wording):
         encoded: list[list[int]] = []
         known: dict[str, list[int]] = {}
         for start in range(0, len(texts), AT_ONCE):
-            batch = [[text] if cut is None else cut(text) for text in texts[start : start + AT_ONCE]]
+            batch = [
+                [text] if cut is None else cut(text) for text in texts[start : start + AT_ONCE]
+            ]
             new = list({piece for pieces in batch for piece in pieces} - known.keys())
-            known.update(zip(new, (one.ids for one in core.encode_batch_fast(new, add_special_tokens=False)), strict=True))
+            known.update(
+                zip(
+                    new,
+                    (one.ids for one in core.encode_batch_fast(new, add_special_tokens=False)),
+                    strict=True,
+                )
+            )
             encoded += [[token for piece in pieces for token in known[piece]] for pieces in batch]
         return encoded
 
     @cached_property
     def _cut(self) -> Callable[[str], list[str]] | None:
-        """Cuts a text into pieces whose ids are the text's; None if there is no way that is certain."""
+        """Cuts a text into pieces whose ids are the text's; None if there is no way that is
+        certain.
+        """
         return find_cut(self._core)
 
     @cached_property
     def _core(self) -> Any:
-        """The core of a fast tokenizer, which it calls itself and wraps in columns that nobody here reads; None for others."""
+        """The core of a fast tokenizer, which it calls itself and wraps in columns that nobody here
+        reads; None for others.
+        """
         from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
         kind = type(self.tokenizer)
         fast = isinstance(self.tokenizer, PreTrainedTokenizerFast)
         if not fast or kind.__call__ is not PreTrainedTokenizerBase.__call__:
             return None
-        return self.tokenizer.backend_tokenizer if kind._encode_plus is PreTrainedTokenizerFast._encode_plus else None
+        return (
+            self.tokenizer.backend_tokenizer
+            if kind._encode_plus is PreTrainedTokenizerFast._encode_plus
+            else None
+        )
 
-    def complete(self, questions: Sequence[Question], answers: Sequence[Content], eos_ids: Sequence[int]) -> list[EncodedAnswer]:
-        """Each answer behind its question, as the policy would have sampled it: the last id is an EOS id.
+    def complete(
+        self, questions: Sequence[Question], answers: Sequence[Content], eos_ids: Sequence[int]
+    ) -> list[EncodedAnswer]:
+        """Each answer behind its question, as the policy would have sampled it: the last id is an
+        EOS id.
 
-        A question's ids are kept as they are in generation.  Where the tokenizer would merge across the border, or the chat
-        template renders an answered prompt differently, the answer is encoded on its own and `stable` is False.
+        A question's ids are kept as they are in generation.  Where the tokenizer would merge across
+        the border, or the chat template renders an answered prompt differently, the answer is
+        encoded on its own and `stable` is False.
         So it is where the template leaves out a part of the answer's text.
-        An answer that is more than one text (calls, reasoning, several turns) is what the template writes behind the prompt.
-        Raises DataError if the chat template refuses an answered prompt, leaves out a part of such an answer, or writes its prompt
-        otherwise.
+        An answer that is more than one text (calls, reasoning, several turns) is what the template
+        writes behind the prompt.
+        Raises DataError if the chat template refuses an answered prompt, leaves out a part of such
+        an answer, or writes its prompt otherwise.
         """
-        return [_accepted(completion) for completion in self.try_complete(questions, answers, eos_ids)]
+        return [
+            _accepted(completion) for completion in self.try_complete(questions, answers, eos_ids)
+        ]
 
     def try_complete(
         self, questions: Sequence[Question], answers: Sequence[Content], eos_ids: Sequence[int]
     ) -> list[EncodedAnswer | Refusal]:
-        """`complete`, but conversations that the chat template refuses give a `Refusal` instead of an error."""
+        """`complete`, but conversations that the chat template refuses give a `Refusal` instead of
+        an error.
+        """
         marks = self.end_marks(eos_ids)
-        turns = [_between_marks(*one, marks) for one in zip(questions, map(_turns, answers), strict=True)]
-        whole = self._rendered([self._answered(question, spoken) for question, spoken in zip(questions, turns, strict=True)])
+        turns = [
+            _between_marks(*one, marks) for one in zip(questions, map(_turns, answers), strict=True)
+        ]
+        whole = self._rendered(
+            [
+                self._answered(question, spoken)
+                for question, spoken in zip(questions, turns, strict=True)
+            ]
+        )
         whole = self._complete_ones(questions, turns, whole)
         joint = self._ids(whole, [question.plain for question in questions])
         completions: list[EncodedAnswer | Refusal] = []
@@ -195,16 +259,26 @@ class Template(Wording):
             text = str(spoken[0]["content"]) if _is_text(spoken) else behind
             m = question.tokens.size
             # Some templates cut reasoning out of an answer's text.
-            stable = ids[:m] == question.tokens.tolist() and (text in behind or _squeezed(text) in _squeezed(behind))
+            stable = ids[:m] == question.tokens.tolist() and (
+                text in behind or _squeezed(text) in _squeezed(behind)
+            )
             answer = ids[m:] if stable else self._ids([text], [False])[0]
             unknown = self._unknown_in(text, answer)
-            completions.append(EncodedAnswer(ended(answer, eos_ids, self.tokenizer), text, stable, unknown=unknown))
+            completions.append(
+                EncodedAnswer(ended(answer, eos_ids, self.tokenizer), text, stable, unknown=unknown)
+            )
         return completions
 
-    def in_steps(self, question: Question, steps: Sequence[str], separator: str, eos_ids: Sequence[int]) -> EncodedAnswer:
-        """An answer whose steps are encoded one by one, so that tokens end with them.   separator: behind all but the last."""
+    def in_steps(
+        self, question: Question, steps: Sequence[str], separator: str, eos_ids: Sequence[int]
+    ) -> EncodedAnswer:
+        """An answer whose steps are encoded one by one, so that tokens end with them.   separator:
+        behind all but the last.
+        """
         steps = [behind_opening(question.text, steps[0]), *steps[1:]]
-        texts = [step + separator for step in steps[:-1]] + [before_end(steps[-1], self.end_marks(eos_ids))]
+        texts = [step + separator for step in steps[:-1]] + [
+            before_end(steps[-1], self.end_marks(eos_ids))
+        ]
         parts = self._ids(texts, [False] * len(texts))
         ends = np.cumsum([len(part) for part in parts]) - 1
         ends[-1] += 1  # EOS
@@ -219,7 +293,9 @@ class Template(Wording):
 
     @cached_property
     def _turn_end(self) -> str:
-        """The control token that the chat template writes behind an answer; empty if it writes none."""
+        """The control token that the chat template writes behind an answer; empty if it writes
+        none.
+        """
         chat = Chat([{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}])
         text = self._rendered([chat])[0] if self.tokenizer.chat_template else ""
         behind = text.rpartition(MARK)[2].lstrip() if isinstance(text, str) else ""
@@ -227,9 +303,14 @@ class Template(Wording):
         return mark[0] if mark else ""
 
     def _complete_ones(
-        self, questions: Sequence[Question], turns: Sequence[Messages], whole: Sequence[str | Refusal]
+        self,
+        questions: Sequence[Question],
+        turns: Sequence[Messages],
+        whole: Sequence[str | Refusal],
     ) -> list[str | Refusal]:
-        """The renderings of answered prompts that hold the prompt as it was asked and all of the answer; refusals of the others."""
+        """The renderings of answered prompts that hold the prompt as it was asked and all of the
+        answer; refusals of the others.
+        """
         texts, without = list(whole), []
         for i, (question, answer, rendered) in enumerate(zip(questions, turns, whole, strict=True)):
             if isinstance(rendered, Refusal) or _is_text(answer):
@@ -240,25 +321,41 @@ class Template(Wording):
             for place, message in enumerate(answer):
                 for key in beside(message):
                     bare = {name: value for name, value in message.items() if name != key}
-                    without.append((i, key, self._answered(question, [*answer[:place], bare, *answer[place + 1 :]])))
-        for (i, key, _), rendered in zip(without, self._rendered([chat for _, _, chat in without]), strict=True):
+                    without.append(
+                        (
+                            i,
+                            key,
+                            self._answered(question, [*answer[:place], bare, *answer[place + 1 :]]),
+                        )
+                    )
+        for (i, key, _), rendered in zip(
+            without, self._rendered([chat for _, _, chat in without]), strict=True
+        ):
             if rendered == whole[i] and not isinstance(texts[i], Refusal):
                 why = f"it does not write the {key} of an answer"
-                texts[i] = Refusal(questions[i].where, why, f"whose {key} the chat template does not write")
+                texts[i] = Refusal(
+                    questions[i].where, why, f"whose {key} the chat template does not write"
+                )
         return texts
 
     def is_stable(self, row: Row, answer: str, where: str = "row") -> bool:
-        """True if the ids of the row's prompt are a prefix of the ids of the prompt answered with `answer`.
+        """True if the ids of the row's prompt are a prefix of the ids of the prompt answered with
+        `answer`.
 
-        False means that the text of a whole conversation is tokenised otherwise than the policy wrote it.
+        False means that the text of a whole conversation is tokenised otherwise than the policy
+        wrote it.
         """
         question = self.ask([self.read(row, where)])[0]
         return self.complete([question], [answer], ())[0].stable
 
-    def _extras(self, example: ReadRow) -> tuple[tuple[str, ...], Schemas | None, Mapping[str, Any], bool]:
-        """What a row brings into its prompt: control tokens, tools, variables, and whether its tools cannot be read.
+    def _extras(
+        self, example: ReadRow
+    ) -> tuple[tuple[str, ...], Schemas | None, Mapping[str, Any], bool]:
+        """What a row brings into its prompt: control tokens, tools, variables, and whether its
+        tools cannot be read.
 
-        Control tokens are those whose text stands in messages, tools and variables, once each.  Plain strings and the assistant's
+        Control tokens are those whose text stands in messages, tools and variables, once each.
+        Plain strings and the assistant's
         messages are not searched: both may hold the model's own format on purpose.
         """
         content, variables = example.content, example.variables
@@ -270,7 +367,9 @@ class Template(Wording):
                 texts = _texts_of([foreign, tools if self.tools is None else None, variables])
             else:
                 texts = [str(message["content"]) for message in foreign]
-            control = tuple(dict.fromkeys(token for text in texts for token in self.typed_pattern.findall(text)))
+            control = tuple(
+                dict.fromkeys(token for text in texts for token in self.typed_pattern.findall(text))
+            )
         if tools and self.tools is None and self.control_tokens == "plain":
             tools = self.shielded(tools)
         return control, tools or None, self.with_own(variables), tools is None
@@ -279,10 +378,15 @@ class Template(Wording):
         """Further variables of the chat template: of all conversations, and those of a row."""
         if not variables:
             return self.variables
-        return {**self.variables, **(self.shielded(variables) if self.control_tokens == "plain" else variables)}
+        return {
+            **self.variables,
+            **(self.shielded(variables) if self.control_tokens == "plain" else variables),
+        }
 
     def unshown(self, questions: Sequence[Question]) -> list[tuple[str, ...]]:
-        """What the prompt of each question lacks: `tool` and `call` where the chat template does not write one."""
+        """What the prompt of each question lacks: `tool` and `call` where the chat template does
+        not write one.
+        """
         missing: list[list[str]] = [[] for _ in questions]
         bare: list[tuple[int, str, Chat]] = []
         for i, question in enumerate(questions):
@@ -290,7 +394,8 @@ class Template(Wording):
             tools, calls = question.tools or (), calls_of(messages) if messages else ()
             if not tools and not calls:
                 continue
-            # A name may stand there for another reason: then the prompt without the tools, or without the calls, is compared.
+            # A name may stand there for another reason: then the prompt without the tools, or
+            # without the calls, is compared.
             for what, functions in (("tool", tools), ("call", calls)):
                 if names_missing(functions, question.text):
                     missing[i].append(what)
@@ -298,10 +403,14 @@ class Template(Wording):
                     shown = self.marked(messages) if question.control else messages
                     assert not isinstance(shown, str)
                     bare_messages = shown if what == "tool" else _without_calls(shown)
-                    chat = _prompt_chat(bare_messages, question.where, tools or None, question.variables)
+                    chat = _prompt_chat(
+                        bare_messages, question.where, tools or None, question.variables
+                    )
                     assert isinstance(chat, Chat)
                     bare.append((i, what, replace(chat, tools=None) if what == "tool" else chat))
-        for (i, what, _), text in zip(bare, self._rendered([chat for _, _, chat in bare]), strict=True):
+        for (i, what, _), text in zip(
+            bare, self._rendered([chat for _, _, chat in bare]), strict=True
+        ):
             if not isinstance(text, Refusal) and unmarked(text) == questions[i].text:
                 missing[i].append(what)
         return [tuple(one) for one in missing]
@@ -335,15 +444,19 @@ class Template(Wording):
         return [message for message in self.unopened(messages) if message["role"] != "assistant"]
 
     def marked(self, content: Content) -> Content:
-        """Messages whose control tokens stand between marks, where they are to be encoded as text; others as they are."""
+        """Messages whose control tokens stand between marks, where they are to be encoded as text;
+        others as they are.
+        """
         if isinstance(content, str) or self.control_tokens != "plain":
             return content
         foreign = {id(message) for message in self._foreign(content)}
-        return [self.shielded(message) if id(message) in foreign else message for message in content]
+        return [
+            self.shielded(message) if id(message) in foreign else message for message in content
+        ]
 
     def shielded(self, value: Value) -> Value:
-        """A message, tools or variables whose control tokens stand between marks: `encode` makes plain text of them
-        (`control_tokens` is `plain`)."""
+        """A message, tools or variables whose control tokens stand between marks: `encode` makes
+        plain text of them (`control_tokens` is `plain`)."""
         return _map_texts(value, self._mark)
 
     def _mark(self, text: str) -> str:
@@ -356,7 +469,8 @@ class Template(Wording):
 
     @cached_property
     def typed_pattern(self) -> re.Pattern[str]:
-        """Finds what nobody but the model and its template should write: special tokens, and marks like `<tool_call>`.
+        """Finds what nobody but the model and its template should write: special tokens, and marks
+        like `<tool_call>`.
 
         Qwen3's vocabulary holds `<tool_call>` and `</think>` as added tokens that are not special.
         """
@@ -364,7 +478,9 @@ class Template(Wording):
 
     @cached_property
     def _special(self) -> frozenset[str]:
-        special = {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}
+        special = {
+            str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special
+        }
         return frozenset(special | set(self.tokenizer.all_special_tokens))
 
     @cached_property
@@ -391,14 +507,21 @@ class Template(Wording):
         """Ids of a text in which no control token is one."""
         if self._plain_core is not None:
             return list(self._plain_core.encode(text, add_special_tokens=False).ids)
-        broken = self.typed_pattern.sub(lambda mark: f"{mark[0][:1]}{OPEN}{mark[0][1:]}", text).split(OPEN)
-        encoded = (self.tokenizer(piece, add_special_tokens=False, split_special_tokens=True)["input_ids"] for piece in broken)
+        broken = self.typed_pattern.sub(
+            lambda mark: f"{mark[0][:1]}{OPEN}{mark[0][1:]}", text
+        ).split(OPEN)
+        encoded = (
+            self.tokenizer(piece, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            for piece in broken
+        )
         return [token for ids in encoded for token in ids]
 
     def _encode_marked(self, text: str) -> list[int]:
-        """Ids of a text with marks: between two control tokens of the template everything is text, if a mark stands there.
+        """Ids of a text with marks: between two control tokens of the template everything is text,
+        if a mark stands there.
 
-        Added tokens cut a text before it is tokenised; so the ids of the other stretches are those of the whole.
+        Added tokens cut a text before it is tokenised; so the ids of the other stretches are those
+        of the whole.
         """
         pattern = re.compile(rf"{OPEN}.*?{CLOSE}|{self.typed_pattern.pattern}|\Z", re.DOTALL)
         ids, whole, start = list[int](), "", 0
@@ -426,8 +549,13 @@ class Template(Wording):
         rendered = list(zip(chats, render_chats(self.tokenizer, chats), strict=True))
         for as_text in (False, True):
             again = [i for i, one in enumerate(rendered) if _is_garbled(*one)]
-            others = [replace(chats[i], messages=with_arguments(chats[i].messages, as_text=as_text)) for i in again]
-            for i, other, text in zip(again, others, render_chats(self.tokenizer, others), strict=True):
+            others = [
+                replace(chats[i], messages=with_arguments(chats[i].messages, as_text=as_text))
+                for i in again
+            ]
+            for i, other, text in zip(
+                again, others, render_chats(self.tokenizer, others), strict=True
+            ):
                 if not _is_garbled(other, text):
                     rendered[i] = other, text
         return rendered
@@ -438,12 +566,25 @@ class Template(Wording):
         if isinstance(content, str):
             if _is_text(answer):
                 return content + str(answer[0]["content"])
-            why = "its prompt is a string, which no template turns into a conversation: set data.chat: true"
-            return Refusal(question.where, why, "whose answer is more than text, behind a prompt that is a string")
+            why = (
+                "its prompt is a string, which no template turns into a conversation: set"
+                " data.chat: true"
+            )
+            return Refusal(
+                question.where,
+                why,
+                "whose answer is more than text, behind a prompt that is a string",
+            )
         if content[-1]["role"] == answer[0]["role"] == "assistant":
-            last = {**content[-1], **answer[0], "content": str(content[-1]["content"]) + str(answer[0]["content"])}
+            last = {
+                **content[-1],
+                **answer[0],
+                "content": str(content[-1]["content"]) + str(answer[0]["content"]),
+            }
             content, answer = content[:-1], [last, *answer[1:]]
-        return Chat([*content, *answer], question.where, tools=question.tools, variables=question.variables)
+        return Chat(
+            [*content, *answer], question.where, tools=question.tools, variables=question.variables
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -511,7 +652,9 @@ def _accepted(answer: Answer | Refusal) -> Answer:
 
 
 def check_variables(variables: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ConfigError for variables of a recipe that change nothing: the chat template does not mention them."""
+    """Raises ConfigError for variables of a recipe that change nothing: the chat template does not
+    mention them.
+    """
     key = "data.chat_template_kwargs"
     for name in variables:
         if name in ARGUMENTS:
@@ -519,19 +662,32 @@ def check_variables(variables: Mapping[str, Any], tokenizer: PreTrainedTokenizer
     for name in unmentioned(variables, tokenizer):
         template = shown_template(tokenizer, tools=False)
         if not template:
-            raise ConfigError(f"{key}: the tokenizer has no chat template: leave it out, or set model.chat_template")
+            raise ConfigError(
+                f"{key}: the tokenizer has no chat template: leave it out, or set"
+                " model.chat_template"
+            )
         near = nearest(name, re.findall(r"[A-Za-z_]\w+", template))
         meant = f" (did you mean {near}?)" if near else ""
-        raise ConfigError(f"{key}: the chat template does not mention {name!r}{meant}, so it changes nothing: leave it out")
+        raise ConfigError(
+            f"{key}: the chat template does not mention {name!r}{meant}, so it changes nothing:"
+            " leave it out"
+        )
 
 
-def _prompt_chat(content: Content, where: str, tools: Schemas | None, variables: Mapping[str, Any]) -> str | Chat:
+def _prompt_chat(
+    content: Content, where: str, tools: Schemas | None, variables: Mapping[str, Any]
+) -> str | Chat:
     """What is rendered of a prompt: up to where the assistant starts, or continues."""
     if isinstance(content, str):
         return content
     continued = content[-1]["role"] == "assistant"
     return Chat(
-        content, where, add_generation_prompt=not continued, continue_final_message=continued, tools=tools, variables=variables
+        content,
+        where,
+        add_generation_prompt=not continued,
+        continue_final_message=continued,
+        tools=tools,
+        variables=variables,
     )
 
 
@@ -555,7 +711,9 @@ def behind_opening(prompt: str, answer: str) -> str:
 
 
 def _between_marks(question: Question, answer: Messages, marks: tuple[str, ...]) -> Messages:
-    """An answer without the marks that its template writes around it; behind a plain prompt it ends itself."""
+    """An answer without the marks that its template writes around it; behind a plain prompt it ends
+    itself.
+    """
     texts = [str(message["content"]) for message in answer]
     texts[0] = behind_opening(question.text, texts[0])
     texts[-1] = texts[-1] if question.plain else before_end(texts[-1], marks)
@@ -563,19 +721,31 @@ def _between_marks(question: Question, answer: Messages, marks: tuple[str, ...])
 
 
 def before_end(text: str, marks: tuple[str, ...]) -> str:
-    """An answer without the mark at its end that ends a turn or a completion: one is written behind every answer."""
+    """An answer without the mark at its end that ends a turn or a completion: one is written behind
+    every answer.
+    """
     while (bare := text.rstrip()).endswith(marks):
         text = next(bare.removesuffix(mark) for mark in marks if bare.endswith(mark))
     return text
 
 
 def _lost(question: Question, answer: Messages, text: str) -> Refusal | None:
-    """The reason for which a rendering is not the prompt as it was asked with the texts and calls of its answer behind it."""
+    """The reason for which a rendering is not the prompt as it was asked with the texts and calls
+    of its answer behind it.
+    """
     if not text.startswith(question.text):
         why = "it writes the prompt otherwise once it is answered"
-        return Refusal(question.where, why, "whose prompt the chat template writes otherwise once it is answered")
+        return Refusal(
+            question.where,
+            why,
+            "whose prompt the chat template writes otherwise once it is answered",
+        )
     behind = text[len(question.text) :]
-    if any(_squeezed(str(message["content"])) not in _squeezed(behind) for message in answer if message["role"] == "assistant"):
+    if any(
+        _squeezed(str(message["content"])) not in _squeezed(behind)
+        for message in answer
+        if message["role"] == "assistant"
+    ):
         why = "it does not write the content of an answer beside the rest"
         return Refusal(question.where, why, "whose content the chat template does not write")
     if names_missing(calls_of(answer), behind):
@@ -597,7 +767,10 @@ def _is_garbled(chat: Chat, text: str | Refusal) -> bool:
 
 
 def _without_calls(messages: Messages) -> Messages:
-    return [{key: value for key, value in one.items() if key not in ("tool_calls", "function_call")} for one in messages]
+    return [
+        {key: value for key, value in one.items() if key not in ("tool_calls", "function_call")}
+        for one in messages
+    ]
 
 
 def _is_text(answer: Messages) -> bool:
@@ -618,18 +791,25 @@ def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
         return change(value)
     if isinstance(value, Mapping):
         return {
-            _map_texts(key, change): inner if _is_name(key, inner) else _map_texts(inner, change) for key, inner in value.items()
+            _map_texts(key, change): inner if _is_name(key, inner) else _map_texts(inner, change)
+            for key, inner in value.items()
         }
-    return [_map_texts(inner, change) for inner in value] if isinstance(value, list | tuple) else value
+    return (
+        [_map_texts(inner, change) for inner in value] if isinstance(value, list | tuple) else value
+    )
 
 
 def _is_bare(message: Mapping[str, Any]) -> bool:
-    """True for a message with nothing beside a role that is a name, and its content: only that is to be searched."""
+    """True for a message with nothing beside a role that is a name, and its content: only that is
+    to be searched.
+    """
     return len(message) == 2 and "content" in message and _is_name("role", message["role"])
 
 
 def _is_name(key: object, value: object) -> bool:
-    """True for a role or a kind of part, which templates compare: it stays, also where a token has its name."""
+    """True for a role or a kind of part, which templates compare: it stays, also where a token has
+    its name.
+    """
     return key in ("role", "type") and isinstance(value, str) and value.isidentifier()
 
 
@@ -640,7 +820,8 @@ _HTML = re.compile(
 
 
 def _is_mark(token: str) -> bool:
-    r"""True if a token that is added to a vocabulary is a mark of the format, and neither white space, a word nor HTML.
+    r"""True if a token that is added to a vocabulary is a mark of the format, and neither white
+    space, a word nor HTML.
 
     GPT-NeoX and Phi add runs of spaces, Gemma adds HTML's tags.
 
@@ -656,8 +837,12 @@ def unmarked(text: str) -> str:
 
 
 def ended(ids: list[int], eos_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Ends the ids with EOS: white space behind the last EOS is cut (templates write a newline there), a missing one is added."""
-    last = max((len(ids) - 1 - ids[::-1].index(token) for token in eos_ids if token in ids), default=-1)
+    """Ends the ids with EOS: white space behind the last EOS is cut (templates write a newline
+    there), a missing one is added.
+    """
+    last = max(
+        (len(ids) - 1 - ids[::-1].index(token) for token in eos_ids if token in ids), default=-1
+    )
     if last >= 0 and (last + 1 == len(ids) or not str(tokenizer.decode(ids[last + 1 :])).strip()):
         ids = ids[: last + 1]
     else:

@@ -1,8 +1,8 @@
 """Tokenizers that the project makes itself, for models that start from random weights.
 
-Each is an ordinary `PreTrainedTokenizerFast`: it is saved and loaded as a Hugging Face folder, has a chat template, and a pad token
-that is not its end token.  Encoding and decoding are exact inverses on every text that the vocabulary covers, spaces included.
-"""
+Each is an ordinary `PreTrainedTokenizerFast`: it is saved and loaded as a Hugging Face folder, has
+a chat template, and a pad token that is not its end token.  Encoding and decoding are exact
+inverses on every text that the vocabulary covers, spaces included."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """Names of the class that follows tokenizer.json and nothing else."""
 
 CHAT_TEMPLATE = (
-    "{% if tools %}<|system|>{% for tool in tools %}"
-    "{{ tool.function.name }}({{ tool.function.parameters.properties | join(', ') }})\n{% endfor %}<|end|>{% endif %}"
-    "{% for message in messages %}{% if message.role == 'tool' %}"
-    "{{ '<|user|><tool_response>' + message.content + '</tool_response><|end|>' }}{% else %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] }}"
-    "{% for call in message.tool_calls or [] %}<tool_call>"
-    '{{ \'{"name": "\' + call.function.name + \'", "arguments": \' }}'
-    "{{ call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}"
-    "{{ '}</tool_call>' }}{% endfor %}{{ '<|end|>' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    "{% if tools %}<|system|>{% for tool in tools %}{{ tool.function.name }}({{"
+    " tool.function.parameters.properties | join(', ') }})\n{% endfor %}<|end|>{% endif %}{% for"
+    " message in messages %}{% if message.role == 'tool' %}{{ '<|user|><tool_response>' +"
+    " message.content + '</tool_response><|end|>' }}{% else %}{{ '<|' + message['role'] + '|>' +"
+    " message['content'] }}{% for call in message.tool_calls or [] %}<tool_call>{{ '{\"name\": \"'"
+    ' + call.function.name + \'", "arguments": \' }}{{ call.function.arguments if'
+    " call.function.arguments is string else call.function.arguments | tojson }}{{ '}</tool_call>'"
+    " }}{% endfor %}{{ '<|end|>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{"
+    " '<|assistant|>' }}{% endif %}"
 )
 """Tools are shown by name and parameters, and called as Qwen's models call theirs."""
 
 
 def make_tokenizer(name: str, texts: Iterable[str] = ()) -> PreTrainedTokenizerBase:
-    """The tokenizer that `model.scratch.tokenizer` names: `arithmetic`, `bytes`, `bpe:N` (trained on `texts`), or a folder.
+    """The tokenizer that `model.scratch.tokenizer` names: `arithmetic`, `bytes`, `bpe:N` (trained
+    on `texts`), or a folder.
 
     Raises ConfigError for anything else, and DataError if `texts` cannot fill a `bpe:N` vocabulary.
     """
@@ -57,15 +57,22 @@ def make_tokenizer(name: str, texts: Iterable[str] = ()) -> PreTrainedTokenizerB
     if name.startswith("bpe:"):
         size = name.removeprefix("bpe:")
         if not size.isdecimal():
-            raise ConfigError(f"tokenizer {name!r}: write the size of the vocabulary as a number, for example bpe:2000")
+            raise ConfigError(
+                f"tokenizer {name!r}: write the size of the vocabulary as a number, for example"
+                " bpe:2000"
+            )
         return bpe_tokenizer(texts, int(size))
     if expanded(name).is_dir():
         return load_tokenizer(str(expanded(name)))
-    raise ConfigError(f"no tokenizer {name!r}: choose arithmetic, bytes, bpe:N, or the path of a tokenizer folder")
+    raise ConfigError(
+        f"no tokenizer {name!r}: choose arithmetic, bytes, bpe:N, or the path of a tokenizer folder"
+    )
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """True if a model's folder holds some file of a tokenizer, in any of the forms that transformers reads."""
+    """True if a model's folder holds some file of a tokenizer, in any of the forms that
+    transformers reads.
+    """
     names = ("tokenizer*", "*.tiktoken", "vocab.*", "merges.txt", "spiece.model", "sentencepiece*")
     return any(True for name in names for _ in folder.glob(name))
 
@@ -73,20 +80,30 @@ def has_tokenizer(folder: Path) -> bool:
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or hub name, as it was saved.
 
-    `AutoTokenizer` puts the class of the model's family in the place of a plain tokenizer (transformers 5.23: for Qwen2), which
-    then splits text by that family's rules and not by those of tokenizer.json: other ids, without an error.  A folder that says
-    that its tokenizer is a plain one is believed.
+    `AutoTokenizer` puts the class of the model's family in the place of a plain tokenizer
+    (transformers 5.23: for Qwen2), which then splits text by that family's rules and not by those
+    of tokenizer.json: other ids, without an error.  A folder that says that its tokenizer is a
+    plain one is believed.
     Raises OSError or ValueError, as transformers does.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     config = Path(path) / "tokenizer_config.json"
-    if config.is_file() and json.loads(config.read_text(encoding="utf-8")).get("tokenizer_class") in PLAIN:
+    if (
+        config.is_file()
+        and json.loads(config.read_text(encoding="utf-8")).get("tokenizer_class") in PLAIN
+    ):
         return PreTrainedTokenizerFast.from_pretrained(path)
     return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
-def check_same_tokens(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase, whose: str, *, further: bool = False) -> None:
+def check_same_tokens(
+    ours: PreTrainedTokenizerBase,
+    theirs: PreTrainedTokenizerBase,
+    whose: str,
+    *,
+    further: bool = False,
+) -> None:
     """Raises ConfigError, with the tokens that differ, unless every id means the same to both.
 
     whose: of the other tokenizer, for the message.   further: one of them may know more tokens.
@@ -97,17 +114,23 @@ def check_same_tokens(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizer
                  or (not further and smaller.get(token) != id)]  # fmt: skip
     if different:
         shown = ", ".join(
-            f"{token!r} is {tokens.get(token, 'unknown')} to the policy and {others.get(token, 'unknown')} to it"
-            for token in sorted(different, key=lambda token: smaller.get(token, larger.get(token, 0)))[:3]
+            f"{token!r} is {tokens.get(token, 'unknown')} to the policy and"
+            f" {others.get(token, 'unknown')} to it"
+            for token in sorted(
+                different, key=lambda token: smaller.get(token, larger.get(token, 0))
+            )[:3]
         )
         raise ConfigError(
-            f"{whose} has another vocabulary than the policy ({len(different):,} of {len(larger):,} tokens differ: {shown}): "
-            "take a model of the same family, with the same tokenizer"
+            f"{whose} has another vocabulary than the policy ({len(different):,} of {len(larger):,}"
+            f" tokens differ: {shown}): take a model of the same family, with the same tokenizer"
         )
 
 
-def with_chat_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> PreTrainedTokenizerBase:
-    """The same tokenizer; its chat template is `template` (Jinja, or the path of a `.jinja` file) unless that is None.
+def with_chat_template(
+    tokenizer: PreTrainedTokenizerBase, template: str | None
+) -> PreTrainedTokenizerBase:
+    """The same tokenizer; its chat template is `template` (Jinja, or the path of a `.jinja` file)
+    unless that is None.
 
     Raises ConfigError if the file cannot be read.
     """
@@ -117,13 +140,16 @@ def with_chat_template(tokenizer: PreTrainedTokenizerBase, template: str | None)
         try:
             template = expanded(template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"model.chat_template: {template!r} cannot be read: {error}") from error
+            raise ConfigError(
+                f"model.chat_template: {template!r} cannot be read: {error}"
+            ) from error
     tokenizer.chat_template = template
     return tokenizer
 
 
 def arithmetic_tokenizer() -> PreTrainedTokenizerFast:
-    r"""One token per character, for the built-in tasks; `\boxed{`, `<think>` and `</think>` are single tokens.
+    r"""One token per character, for the built-in tasks; `\boxed{`, `<think>` and `</think>` are
+    single tokens.
 
     >>> tokenizer = arithmetic_tokenizer()
     >>> tokenizer.tokenize(r"<think>4+0=4</think>\boxed{4}")
@@ -134,7 +160,9 @@ def arithmetic_tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     tokens = [PAD, END, UNKNOWN, *ROLES, *MARKS, *CHARACTERS]
-    core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=UNKNOWN))
+    core = Tokenizer(
+        models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=UNKNOWN)
+    )
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
     return _wrap(core, unknown=UNKNOWN)
@@ -152,26 +180,36 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def bpe_tokenizer(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:
-    """Byte-pair encoding with `size` tokens in all, learnt from `texts`; it covers every text, because all 256 bytes are tokens.
+    """Byte-pair encoding with `size` tokens in all, learnt from `texts`; it covers every text,
+    because all 256 bytes are tokens.
 
     The same texts in the same order give the same vocabulary.
-    Raises ConfigError if `size` has no room for the bytes and special tokens, DataError if `texts` is too small to fill it.
-    """
+    Raises ConfigError if `size` has no room for the bytes and special tokens, DataError if `texts`
+    is too small to fill it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     least = len(alphabet) + 2 + len(ROLES) + len(MARKS)
     if size < least:
-        raise ConfigError(f"bpe:{size} is too small: 256 bytes and {least - len(alphabet)} special tokens need bpe:{least} or more")
+        raise ConfigError(
+            f"bpe:{size} is too small: 256 bytes and {least - len(alphabet)} special tokens need"
+            f" bpe:{least} or more"
+        )
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     special = [PAD, END, *ROLES, *MARKS]
     core.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        ),
     )
     if core.get_vocab_size() < size:
-        raise DataError(f"the texts give a vocabulary of only {core.get_vocab_size()} tokens: lower bpe:{size} or give more text")
+        raise DataError(
+            f"the texts give a vocabulary of only {core.get_vocab_size()} tokens: lower bpe:{size}"
+            " or give more text"
+        )
     return _wrap(core)
 
 
@@ -179,11 +217,18 @@ def _wrap(core: Tokenizer, unknown: str | None = None) -> PreTrainedTokenizerFas
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
 
-    # MARKS are matched before the text is cut into characters; `special=False` keeps them when special tokens are skipped.
-    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (PAD, END, *ROLES)])
+    # MARKS are matched before the text is cut into characters; `special=False` keeps them when
+    # special tokens are skipped.
+    core.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in (PAD, END, *ROLES)]
+    )
     core.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKS])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token=PAD, eos_token=END, unk_token=unknown, clean_up_tokenization_spaces=False
+        tokenizer_object=core,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=unknown,
+        clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer

@@ -1,13 +1,16 @@
-"""The next turn of a conversation, as token ids to append: what the policy wrote is never tokenised again.
+"""The next turn of a conversation, as token ids to append: what the policy wrote is never tokenised
+again.
 
-A stream is the prompt's ids, the ids that the policy sampled, the ids of the environment's answer, what the policy sampled next,
-and so on.  The answer comes from the chat template as a *suffix*: a dummy conversation, whose assistant turn is a mark, is rendered
-with the new messages after it; the text after the mark and after the token that ends the turn is appended.  So the separator after
-EOS and the next generation prompt are the template's, whatever it does to earlier turns.
+A stream is the prompt's ids, the ids that the policy sampled, the ids of the environment's answer,
+what the policy sampled next, and so on.  The answer comes from the chat template as a *suffix*: a
+dummy conversation, whose assistant turn is a mark, is rendered with the new messages after it; the
+text after the mark and after the token that ends the turn is appended.  So the separator after EOS
+and the next generation prompt are the template's, whatever it does to earlier turns.
 
-Whether the stream equals what the template would write of the whole conversation depends on the template: `prove` tests it.  A
-template `append`s, or it `rewrites` the past (drops old reasoning, adds an empty think block, ends old turns otherwise).  In the
-second case the stream keeps what was sampled, which differs from what the template shows at inference.
+Whether the stream equals what the template would write of the whole conversation depends on the
+template: `prove` tests it.  A template `append`s, or it `rewrites` the past (drops old reasoning,
+adds an empty think block, ends old turns otherwise).  In the second case the stream keeps what was
+sampled, which differs from what the template shows at inference.
 """
 
 from __future__ import annotations
@@ -38,7 +41,11 @@ TOOL = {
     "function": {
         "name": "look",
         "description": "Look it up.",
-        "parameters": {"type": "object", "properties": {"text": {"type": "string", "description": "What."}}, "required": ["text"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"text": {"type": "string", "description": "What."}},
+            "required": ["text"],
+        },
     },
 }
 """The tool that `prove` offers where a conversation has none."""
@@ -48,7 +55,9 @@ Verdict = Literal["append", "rewrites", "refuses"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Suffix:
-    """What follows a turn of the policy: the rest of that turn, the new messages, and the next generation prompt."""
+    """What follows a turn of the policy: the rest of that turn, the new messages, and the next
+    generation prompt.
+    """
 
     tokens: np.ndarray
     """int64 (n,): ids to append; none of them is the policy's."""
@@ -91,84 +100,141 @@ class Turns:
     ) -> Suffix:
         """What follows a completion whose last id is `last`.   tools, variables: as of `Chat`.
 
-        messages: everything that the world says before the policy continues, in order: the results of all calls of the turn
-        (`role: tool`, with `name` and `tool_call_id` where the template shows them), then messages of the user, if any.  Text of
-        control tokens in them is encoded as text: an observation cannot end a turn or begin another.
+        messages: everything that the world says before the policy continues, in order: the results
+            of all calls of the turn (`role: tool`, with `name` and `tool_call_id` where the
+            template shows them), then messages of the user, if any.  Text of control tokens in them
+            is encoded as text: an observation cannot end a turn or begin another.
         Raises DataError if there is no message, or if the template refuses them.
         """
         if not messages:
-            raise DataError("a turn cannot follow without a message: give the tool's result or the user's next message")
+            raise DataError(
+                "a turn cannot follow without a message: give the tool's result or the user's next"
+                " message"
+            )
         template = self._template
         shown = [template.shielded(message) for message in messages]
         end, rest = self._split(shown, tools, variables)
         end_id = self._id_of(end)
         closed = last in self.eos_ids or last == end_id
         text = rest if closed else end + rest
-        # Encoded behind the turn's end, as in a whole conversation: some tokenizers begin a text otherwise than they go on.
+        # Encoded behind the turn's end, as in a whole conversation: some tokenizers begin a text
+        # otherwise than they go on.
         tokens = template.encode([end + rest], plain=[False])[0]
         if closed and end:
             if tokens[0] != end_id:
-                raise DataError(f"the tokenizer does not keep {end!r}, which ends a turn of its chat template, in one piece")
+                raise DataError(
+                    f"the tokenizer does not keep {end!r}, which ends a turn of its chat template,"
+                    " in one piece"
+                )
             tokens = tokens[1:]
         return Suffix(tokens, unmarked(text))
 
     def prove(self) -> list[Proof]:
-        """Whether the stream equals what the template writes of the whole conversation, for each kind of continuation."""
+        """Whether the stream equals what the template writes of the whole conversation, for each
+        kind of continuation.
+        """
         spoken = {"role": "assistant", "content": MARK}
-        user, result = {"role": "user", "content": "Go on."}, {"role": "tool", "name": "look", "content": "Found."}
+        user, result = (
+            {"role": "user", "content": "Go on."},
+            {
+                "role": "tool",
+                "name": "look",
+                "content": "Found.",
+            },
+        )
         return [
             self._prove("tool result", _calling(["look"], {"text": MARK}), result),
-            self._prove("tool result after reasoning", _calling(["look"], {"text": MARK}), result, reasoning=True),
+            self._prove(
+                "tool result after reasoning",
+                _calling(["look"], {"text": MARK}),
+                result,
+                reasoning=True,
+            ),
             self._prove("user after an answer", spoken, user),
             self._prove("user after reasoning", spoken, user, reasoning=True),
         ]
 
-    # ---- inside --------------------------------------------------------------------------------------------------------------
+    # ---- inside
+    # --------------------------------------------------------------------------------------------------------------
 
     @cached_property
     def _template(self) -> Template:
         return Template(tokenizer=self.tokenizer, chat=True, control_tokens="plain")
 
-    def _split(self, messages: Sequence[Mapping[str, Any]], tools: Schemas | None, variables: Mapping[str, Any]) -> tuple[str, str]:
-        """The text of the token that ends the assistant's turn before `messages`, and what stands behind it.
+    def _split(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Schemas | None,
+        variables: Mapping[str, Any],
+    ) -> tuple[str, str]:
+        """The text of the token that ends the assistant's turn before `messages`, and what stands
+        behind it.
 
         The former is empty where the template writes no such token.
         """
         mark = _unused(messages)
         if messages[0]["role"] == "tool":
-            names = [str(message.get("name") or "look") for message in messages if message["role"] == "tool"]
+            names = [
+                str(message.get("name") or "look")
+                for message in messages
+                if message["role"] == "tool"
+            ]
             # Some templates know one call a turn, and some want arguments as text.
-            dummies = [_calling(some, {"text": mark}, text) for text in (False, True) for some in (names, names[:1])]
+            dummies = [
+                _calling(some, {"text": mark}, text)
+                for text in (False, True)
+                for some in (names, names[:1])
+            ]
         else:
             dummies = [{"role": "assistant", "content": mark}]
         refused: Refusal | None = None
         for dummy in dummies:
             shown = tools or ([TOOL] if "tool_calls" in dummy else None)
-            chats = [_chat([QUESTION, dummy], shown, variables), _chat([QUESTION, dummy, *messages], shown, variables, gen=True)]
+            chats = [
+                _chat([QUESTION, dummy], shown, variables),
+                _chat([QUESTION, dummy, *messages], shown, variables, gen=True),
+            ]
             alone, followed = render_chats(self.tokenizer, chats)
             if isinstance(alone, Refusal) or isinstance(followed, Refusal):
-                refused = refused or (followed if isinstance(followed, Refusal) else alone if isinstance(alone, Refusal) else None)
+                refused = refused or (
+                    followed
+                    if isinstance(followed, Refusal)
+                    else alone
+                    if isinstance(alone, Refusal)
+                    else None
+                )
                 continue
             if mark not in alone or mark not in followed:
-                raise DataError("the chat template does not write what the assistant said: it cannot be continued turn by turn")
+                raise DataError(
+                    "the chat template does not write what the assistant said: it cannot be"
+                    " continued turn by turn"
+                )
             return self._end_of_turn(_behind(alone, mark), _behind(followed, mark))
         raise DataError(str(refused))
 
     def _end_of_turn(self, alone: str, followed: str) -> tuple[str, str]:
-        """Of what stands behind the mark without and with further messages: the token that ends the turn, and the rest."""
+        """Of what stands behind the mark without and with further messages: the token that ends the
+        turn, and the rest.
+        """
         first = self._control_from(followed)
-        if first is not None and (self._control_from(alone) or self._id_of(first[0]) in self.eos_ids):
+        if first is not None and (
+            self._control_from(alone) or self._id_of(first[0]) in self.eos_ids
+        ):
             return first[0], followed[first.end() :]
         return "", followed.removeprefix(alone) if alone.strip() else followed
 
-    def _prove(self, case: str, spoken: dict[str, Any], answer: dict[str, Any], *, reasoning: bool = False) -> Proof:
+    def _prove(
+        self, case: str, spoken: dict[str, Any], answer: dict[str, Any], *, reasoning: bool = False
+    ) -> Proof:
         tools = [TOOL] if "tool_calls" in spoken else None
         if reasoning:
             spoken = self._with_reasoning(spoken, tools)
         for arguments in (False, True):
             written = _calls_as_text(spoken) if arguments else spoken
             stages = [_chat([QUESTION], tools, gen=True), _chat([QUESTION, written], tools)]
-            texts = render_chats(self.tokenizer, [*stages, _chat([QUESTION, written, answer], tools, gen=True)])
+            texts = render_chats(
+                self.tokenizer, [*stages, _chat([QUESTION, written, answer], tools, gen=True)]
+            )
             refused = next((one for one in texts if isinstance(one, Refusal)), None)
             if refused is None or not tools:
                 break
@@ -179,7 +245,10 @@ class Turns:
             return Proof(case, "refuses", "the template does not write what the assistant said")
         if not answered.startswith(prompt):
             return Proof(
-                case, "rewrites", f"an answered turn begins otherwise than its prompt ends: {_difference(prompt, answered)}"
+                case,
+                "rewrites",
+                "an answered turn begins otherwise than its prompt ends:"
+                f" {_difference(prompt, answered)}",
             )
         end, rest = self._split([answer], None, {})
         place = answered.rindex(MARK) + len(MARK)
@@ -190,7 +259,9 @@ class Turns:
         return Proof(case, "rewrites", _difference(stream + rest, whole))
 
     def _with_reasoning(self, spoken: dict[str, Any], tools: Schemas | None) -> dict[str, Any]:
-        """The same with reasoning, in the message's own field where the template shows it, else as a think block in its text."""
+        """The same with reasoning, in the message's own field where the template shows it, else as
+        a think block in its text.
+        """
         named = {**spoken, "reasoning_content": REASONING}
         (shown,) = render_chats(self.tokenizer, [_chat([QUESTION, named], tools)])
         if isinstance(shown, str) and REASONING in shown:
@@ -198,9 +269,13 @@ class Turns:
         return {**spoken, "content": f"<think>\n{REASONING}\n</think>\n\n{spoken['content']}"}
 
     def _control_from(self, text: str, place: int = 0) -> re.Match[str] | None:
-        """The first control token of the template from a place on; those that messages bring stand between marks."""
+        """The first control token of the template from a place on; those that messages bring stand
+        between marks.
+        """
         tokens = self._template.control_pattern.finditer(text, place)
-        return next((one for one in tokens if text[max(0, one.start() - 1) : one.start()] != OPEN), None)
+        return next(
+            (one for one in tokens if text[max(0, one.start() - 1) : one.start()] != OPEN), None
+        )
 
     def _id_of(self, token: str) -> int | None:
         number = self.tokenizer.convert_tokens_to_ids(token) if token else None
@@ -214,13 +289,21 @@ def _chat(
     *,
     gen: bool = False,
 ) -> Chat:
-    return Chat(messages, "the next turn", add_generation_prompt=gen, tools=tools, variables=variables)
+    return Chat(
+        messages, "the next turn", add_generation_prompt=gen, tools=tools, variables=variables
+    )
 
 
-def _calling(names: Sequence[str], arguments: Mapping[str, Any], as_text: bool = False) -> dict[str, Any]:
+def _calling(
+    names: Sequence[str], arguments: Mapping[str, Any], as_text: bool = False
+) -> dict[str, Any]:
     """A message of the assistant that calls tools."""
     calls = [
-        {"id": f"call_{i}", "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+        {
+            "id": f"call_{i}",
+            "type": "function",
+            "function": {"name": name, "arguments": dict(arguments)},
+        }
         for i, name in enumerate(names)
     ]
     message = {"role": "assistant", "content": "", "tool_calls": calls}
@@ -230,7 +313,13 @@ def _calling(names: Sequence[str], arguments: Mapping[str, Any], as_text: bool =
 def _calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
     """The same with the arguments of its calls as JSON text."""
     calls = [
-        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": json.dumps(call["function"]["arguments"]),
+            },
+        }
         for call in message.get("tool_calls", ())
     ]
     return {**message, "tool_calls": calls} if calls else message
@@ -250,7 +339,10 @@ def _behind(text: str, mark: str) -> str:
 
 def _difference(stream: str, whole: str) -> str:
     """Where two texts part, for a reader."""
-    place = next((i for i, (a, b) in enumerate(zip(stream, whole, strict=False)) if a != b), min(len(stream), len(whole)))
+    place = next(
+        (i for i, (a, b) in enumerate(zip(stream, whole, strict=False)) if a != b),
+        min(len(stream), len(whole)),
+    )
     start = max(0, place - 16)
     excerpts = (escaped(repr(text[start : place + 24])) for text in (stream, whole))
     return "{} becomes {}".format(*excerpts)

@@ -1,6 +1,8 @@
-"""The text of every token id, as bytes, with which a completion is shown token by token without a tokenizer.
+"""The text of every token id, as bytes, with which a completion is shown token by token without a
+tokenizer.
 
-A token of a byte-level vocabulary may be a part of a character, so a piece is bytes; `Vocabulary.texts` puts them together.
+A token of a byte-level vocabulary may be a part of a character, so a piece is bytes;
+`Vocabulary.texts` puts them together.
 
 Importing this file does not import torch.
 """
@@ -32,7 +34,8 @@ class Vocabulary:
     """Ids of tokens that are left out of a completion's text."""
 
     def texts(self, ids: Iterable[int]) -> list[str]:
-        """The text of each token in its place.  A character of several tokens is the text of the last of them.
+        """The text of each token in its place.  A character of several tokens is the text of the
+        last of them.
 
         >>> Vocabulary([b"a", "é".encode()[:1], "é".encode()[1:]], frozenset()).texts([0, 1, 2, 7])
         ['a', '', 'é', '<7>']
@@ -41,7 +44,11 @@ class Vocabulary:
         parts: list[str] = []
         for token in ids:
             piece = self.pieces[token] if 0 <= token < len(self.pieces) else None
-            parts.append(decoder.decode(piece) if piece is not None else decoder.decode(b"", True) + f"<{token}>")
+            parts.append(
+                decoder.decode(piece)
+                if piece is not None
+                else decoder.decode(b"", True) + f"<{token}>"
+            )
         if parts and (rest := decoder.decode(b"", True)):
             parts[-1] += rest
         return parts
@@ -65,11 +72,19 @@ def from_json(tokenizer: Mapping[str, Any]) -> Vocabulary:
     """The vocabulary of a parsed tokenizer.json.  Raises DataError for one without a vocabulary."""
     try:
         vocab = tokenizer["model"]["vocab"]
-        named = {int(i): name for name, i in vocab.items()} if isinstance(vocab, dict) else {i: v[0] for i, v in enumerate(vocab)}
+        named = (
+            {int(i): name for name, i in vocab.items()}
+            if isinstance(vocab, dict)
+            else {i: v[0] for i, v in enumerate(vocab)}
+        )
         added = {int(token["id"]): token for token in tokenizer.get("added_tokens") or ()}
         kinds = json.dumps([tokenizer.get("decoder"), tokenizer.get("pre_tokenizer")])
         bytes_of = (
-            _byte_level if '"ByteLevel"' in kinds else _sentence_piece if "\\u2581" in kinds or "ByteFallback" in kinds else _plain
+            _byte_level
+            if '"ByteLevel"' in kinds
+            else _sentence_piece
+            if "\\u2581" in kinds or "ByteFallback" in kinds
+            else _plain
         )
         ids = [*named, *added]
         if min(ids, default=0) < 0 or max(ids, default=0) >= MOST_TOKENS:
@@ -80,14 +95,21 @@ def from_json(tokenizer: Mapping[str, Any]) -> Vocabulary:
         for i, token in added.items():
             pieces[i] = _plain(token["content"])
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
-        raise DataError(f"a tokenizer.json without a vocabulary ({type(error).__name__}: {error})") from error
+        raise DataError(
+            f"a tokenizer.json without a vocabulary ({type(error).__name__}: {error})"
+        ) from error
     return Vocabulary(pieces, frozenset(i for i, token in added.items() if token.get("special")))
 
 
 def to_bytes(vocabulary: Vocabulary) -> bytes:
     """The bytes of a Parquet file with a row per id: `piece` (binary, null: no token), `special`."""
     special = [i in vocabulary.special for i in range(len(vocabulary.pieces))]
-    table = pa.table({"piece": pa.array(vocabulary.pieces, pa.binary()), "special": pa.array(special, pa.bool_())})
+    table = pa.table(
+        {
+            "piece": pa.array(vocabulary.pieces, pa.binary()),
+            "special": pa.array(special, pa.bool_()),
+        }
+    )
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
     return sink.getvalue().to_pybytes()
@@ -95,17 +117,29 @@ def to_bytes(vocabulary: Vocabulary) -> bytes:
 
 def from_table(table: pa.Table) -> Vocabulary:
     """The vocabulary of the table that `to_bytes` wrote.  Raises DataError."""
-    if table.schema.names != ["piece", "special"] or table.schema.types != [pa.binary(), pa.bool_()]:
+    if table.schema.names != ["piece", "special"] or table.schema.types != [
+        pa.binary(),
+        pa.bool_(),
+    ]:
         raise DataError(f"no vocabulary: its columns are {table.schema.names}")
     special = table.column("special").to_pylist()
-    return Vocabulary(table.column("piece").to_pylist(), frozenset(i for i, is_special in enumerate(special) if is_special))
+    return Vocabulary(
+        table.column("piece").to_pylist(),
+        frozenset(i for i, is_special in enumerate(special) if is_special),
+    )
 
 
 def _byte_table() -> dict[str, int]:
     """The printable characters that byte-level vocabularies write bytes with (GPT-2's table)."""
-    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    shown = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+    return {chr(byte): byte for byte in shown} | {
+        chr(256 + i): byte for i, byte in enumerate(hidden)
+    }
 
 
 _BYTES = _byte_table()

@@ -1,4 +1,6 @@
-"""From a row to what it asks and answers, before any tokenizer.  A row is read here, once, by the reader of its kind of record."""
+"""From a row to what it asks and answers, before any tokenizer.  A row is read here, once, by the
+reader of its kind of record.
+"""
 
 from __future__ import annotations
 
@@ -50,14 +52,18 @@ _KEYS = json.JSONEncoder(sort_keys=True, ensure_ascii=False, default=str)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadRow:
-    """A row that has been read: what it asks and what it answers.  Nothing looks into its columns for these again."""
+    """A row that has been read: what it asks and what it answers.  Nothing looks into its columns
+    for these again.
+    """
 
     row: Row
     where: str
     """Names the row in messages."""
     content: Content
     answers: tuple[Content, ...] = ()
-    """Of a demonstration the completion; of a pair the chosen and the rejected one; none of a prompt."""
+    """Of a demonstration the completion; of a pair the chosen and the rejected one; none of a
+    prompt.
+    """
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Of the chat template, as the row sets them."""
     wrapped: bool = False
@@ -69,7 +75,9 @@ class ReadRow:
     extra: Any = None
     """What its kind alone has: a pair its margin, a solution the labels of its steps."""
     text_alone: bool = False
-    """True of a demonstration that is one text, all of which is learnt: it is what the row asks, and the answer is empty."""
+    """True of a demonstration that is one text, all of which is learnt: it is what the row asks,
+    and the answer is empty.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +93,9 @@ class Wording:
     system: str | None = None
     """Put before messages that bring no system message of their own."""
     format: str | None = None
-    """Makes the prompt from the row's columns; `alpaca` names the usual one for instruction/input rows."""
+    """Makes the prompt from the row's columns; `alpaca` names the usual one for instruction/input
+    rows.
+    """
 
     @classmethod
     def of(cls, settings: DataSettings) -> Wording:
@@ -93,9 +103,11 @@ class Wording:
         return Wording(chat=settings.chat, system=settings.system, format=settings.template)
 
     def content(self, row: Row, where: str = "row") -> Content:
-        """What `row` asks: from `format`, or the columns `prompt`, `messages` (all but a last assistant turn), or `instruction`.
+        """What `row` asks: from `format`, or the columns `prompt`, `messages` (all but a last
+        assistant turn), or `instruction`.
 
-        Raises DataError, naming `where`, if the columns are missing or hold neither text nor messages.
+        Raises DataError, naming `where`, if the columns are missing or hold neither text nor
+        messages.
         """
         return self.read(row, where).content
 
@@ -104,7 +116,9 @@ class Wording:
         variables = variables_in(row, where)
         bare = self._bare_content(row, where)
         content = self.opened(self._in_chat(bare))
-        return ReadRow(row, where, content, variables=variables, wrapped=self.chat and isinstance(bare, str))
+        return ReadRow(
+            row, where, content, variables=variables, wrapped=self.chat and isinstance(bare, str)
+        )
 
     def unopened_content(self, row: Row, where: str = "row") -> Content:
         """`content` without the system message of the settings."""
@@ -115,17 +129,25 @@ class Wording:
         return first_of(row, ("prompt", "messages", "instruction")) if self.format is None else None
 
     def _in_chat(self, content: Content) -> Content:
-        return [{"role": "user", "content": content}] if self.chat and isinstance(content, str) else content
+        return (
+            [{"role": "user", "content": content}]
+            if self.chat and isinstance(content, str)
+            else content
+        )
 
     def opened(self, content: Content) -> Content:
-        """What a row asks, behind the system message of the settings, or behind its own if it opens with one that is not empty.
+        """What a row asks, behind the system message of the settings, or behind its own if it opens
+        with one that is not empty.
 
         Raises ConfigError if the settings' cannot stand there.
         """
         if self.system is None:
             return content
         if isinstance(content, str):
-            raise ConfigError("data.system needs chat messages: set data.chat: true, or put the text into data.template")
+            raise ConfigError(
+                "data.system needs chat messages: set data.chat: true, or put the text into"
+                " data.template"
+            )
         if not content or content[0]["role"] not in OPENING:
             return [self._opening, *content]
         return [self._opening, *content[1:]] if says_nothing(content[0]["content"]) else content
@@ -137,10 +159,15 @@ class Wording:
 
     def unopened(self, messages: Messages) -> Messages:
         """Messages without the one that the settings put before them."""
-        return messages[1:] if self.system is not None and messages[:1] == [self._opening] else messages
+        return (
+            messages[1:]
+            if self.system is not None and messages[:1] == [self._opening]
+            else messages
+        )
 
     def key(self, content: Content) -> str:
-        """Names a prompt for the held-out split and for duplicates: its own text, whatever the chat template or `system`.
+        """Names a prompt for the held-out split and for duplicates: its own text, whatever the chat
+        template or `system`.
 
         A single user message is the same prompt as its string.
         """
@@ -162,45 +189,73 @@ class Wording:
             return asks(checked(row["prompt"], "prompt", where), "prompt", where)
         if column == "messages":
             messages = checked(row["messages"], "messages", where)
-            return messages if isinstance(messages, str) else before_the_answer(messages, "messages", where)
+            return (
+                messages
+                if isinstance(messages, str)
+                else before_the_answer(messages, "messages", where)
+            )
         if column is None:
             raise DataError(missing_column("prompt", row, where))
         if not self.chat:
-            raise ConfigError(f"{where} has instruction/input columns: set data.template: alpaca, or data.chat: true")
-        instruction, context = _string(row, "instruction", where), _string(row, "input", where, default="")
-        return f"{instruction}\n\n{context}" if context.strip() and instruction.strip() else instruction
+            raise ConfigError(
+                f"{where} has instruction/input columns: set data.template: alpaca, or data.chat:"
+                " true"
+            )
+        instruction, context = (
+            _string(row, "instruction", where),
+            _string(row, "input", where, default=""),
+        )
+        return (
+            f"{instruction}\n\n{context}"
+            if context.strip() and instruction.strip()
+            else instruction
+        )
 
 
 def checked_turns(value: object, column: str, where: str) -> Content:
-    """`value` if it ends with an answer: a string, or messages of which the last is the assistant's.
+    """`value` if it ends with an answer: a string, or messages of which the last is the
+    assistant's.
 
     Raises DataError otherwise.
     """
-    if not isinstance(value, str | list) or (isinstance(value, list) and not all(isinstance(turn, Mapping) for turn in value)):
-        raise DataError(f"{where}: {column} is {value!r:.60} ({type(value).__name__}): expected a string or messages")
+    if not isinstance(value, str | list) or (
+        isinstance(value, list) and not all(isinstance(turn, Mapping) for turn in value)
+    ):
+        raise DataError(
+            f"{where}: {column} is {value!r:.60} ({type(value).__name__}): expected a string or"
+            " messages"
+        )
     turns = checked(value, column, where)
     if isinstance(value, list) and (isinstance(turns, str) or turns[-1]["role"] != "assistant"):
         raise DataError(f"{where}: {column} must end with a message of the assistant")
     weight = None if isinstance(turns, str) else turns[-1].get("weight")
     if weight not in (None, 1):
         what = f"the last message of {column} has weight {weight!r:.40}"
-        raise BadRow(WEIGHT, f"{where}: {what}: the last turn is what is trained, with weight 1 or none")
+        raise BadRow(
+            WEIGHT, f"{where}: {what}: the last turn is what is trained, with weight 1 or none"
+        )
     return turns
 
 
 def read_demonstration(row: Row, where: str, wording: Wording) -> ReadRow:
     """What a row asks, and the answer to imitate: a string, or a message of the assistant.
 
-    The answer stands in `completion`, in `messages` whose last turn is the assistant's, or in Alpaca's `output`.  Turns before the
-    last one are part of the prompt; where `wording.format` writes it as messages, those of the system stand before it.
-    A row without these, and without a prompt, may have a `text`.
+    The answer stands in `completion`, in `messages` whose last turn is the assistant's, or in
+    Alpaca's `output`.  Turns before the last one are part of the prompt; where `wording.format`
+    writes it as messages, those of the system stand before it. A row without these, and without a
+    prompt, may have a `text`.
     Raises DataError if the row has no answer, or asks nothing readable.
     """
     if _is_text_alone(row, wording):
         if wording.system is not None:
-            raise ConfigError(f"{where} is a text alone, which has no messages: leave data.system out, or write it into the text")
+            raise ConfigError(
+                f"{where} is a text alone, which has no messages: leave data.system out, or write"
+                " it into the text"
+            )
         beside = any(value is not None for column, value in row.items() if column != "text")
-        return ReadRow(row, where, row["text"], ("",), notes=(TEXT_ALONE,) if beside else (), text_alone=True)
+        return ReadRow(
+            row, where, row["text"], ("",), notes=(TEXT_ALONE,) if beside else (), text_alone=True
+        )
     column = first_of(row, ANSWERED_IN)
     if column is None:
         raise DataError(missing_column("completion", row, where))
@@ -221,28 +276,43 @@ def read_demonstration(row: Row, where: str, wording: Wording) -> ReadRow:
             elif before and column == "completion":
                 notes = (EARLIER,)
     content = wording.opened(prompt)
-    if not isinstance(content, str) and any(turn["role"] == "assistant" and turn.get("weight") == 1 for turn in content):
+    if not isinstance(content, str) and any(
+        turn["role"] == "assistant" and turn.get("weight") == 1 for turn in content
+    ):
         notes += (UNTRAINED,)
     return ReadRow(row, where, content, (answer,), variables, notes=notes)
 
 
 def _is_text_alone(row: Row, wording: Wording) -> bool:
-    """True if the other columns that are read are not there, or null, as in files of several kinds of rows."""
+    """True if the other columns that are read are not there, or null, as in files of several kinds
+    of rows.
+    """
     others = (first_of(row, ANSWERED_IN), wording.column_of(row))
     unfilled = all(column is None or row[column] is None for column in others)
     return wording.format is None and unfilled and isinstance(row.get("text"), str)
 
 
-def _behind_turns(wording: Wording, row: Row, before: Messages, answer: Messages, column: str, where: str) -> Content:
-    """The prompt of a row whose answer stands behind turns that may repeat the prompt or go on from it."""
+def _behind_turns(
+    wording: Wording, row: Row, before: Messages, answer: Messages, column: str, where: str
+) -> Content:
+    """The prompt of a row whose answer stands behind turns that may repeat the prompt or go on from
+    it.
+    """
     prompt = wording.unopened_content(row, where)
     if wording.format is not None and len(before) - len(openings(before)) <= (column == "messages"):
         return prompt if isinstance(prompt, str) else [*openings(before), *prompt]
     if before and isinstance(prompt, str):
         if wording.format is not None:
-            raise BadRow(SEVERAL, f"{where}: data.template writes one prompt, and {column} holds several turns")
+            raise BadRow(
+                SEVERAL,
+                f"{where}: data.template writes one prompt, and {column} holds several turns",
+            )
         prompt = [{"role": "user", "content": prompt}] if prompt.strip() else []
-    return joined(prompt, before, column, where, str(answer[-1]["content"])) if before and not isinstance(prompt, str) else prompt
+    return (
+        joined(prompt, before, column, where, str(answer[-1]["content"]))
+        if before and not isinstance(prompt, str)
+        else prompt
+    )
 
 
 def read_answered_or_not(row: Row, where: str, wording: Wording) -> ReadRow:
@@ -252,7 +322,8 @@ def read_answered_or_not(row: Row, where: str, wording: Wording) -> ReadRow:
 
 
 def read_pair(row: Row, where: str, wording: Wording) -> ReadRow:
-    """A pair with a prompt, `chosen` and `rejected`, and perhaps the `margin` by which the scores of both should differ.
+    """A pair with a prompt, `chosen` and `rejected`, and perhaps the `margin` by which the scores
+    of both should differ.
 
     Where `wording.format` writes the prompt as messages, those of the system stand before it.
     """
@@ -262,14 +333,25 @@ def read_pair(row: Row, where: str, wording: Wording) -> ReadRow:
     sides = [checked_turns(row[side], side, where) for side in ("chosen", "rejected")]
     answers = tuple(side if isinstance(side, str) else side[-1:] for side in sides)
     margin = row.get("margin")
-    if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) < 1e300):
+    if margin is not None and (
+        isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) < 1e300
+    ):
         raise DataError(f"{where}: margin is {margin!r:.40}: expected a number")
     notes = (UNSAID,) if system and isinstance(content, str) else ()
-    return ReadRow(row, where, content, answers, variables_in(row, where), notes=notes, extra=float(margin or 0.0))
+    return ReadRow(
+        row,
+        where,
+        content,
+        answers,
+        variables_in(row, where),
+        notes=notes,
+        extra=float(margin or 0.0),
+    )
 
 
 def read_solution(row: Row, where: str, wording: Wording) -> ReadRow:
-    """A prompt with `completions` (the steps, strings) and `labels` (true or false, or a probability, for each).
+    """A prompt with `completions` (the steps, strings) and `labels` (true or false, or a
+    probability, for each).
 
     Raises DataError, also for a row without steps or with an empty one.
     """
@@ -279,14 +361,24 @@ def read_solution(row: Row, where: str, wording: Wording) -> ReadRow:
             raise DataError(missing_column(column, row, where))
     steps, labels = row["completions"], row["labels"]
     if not isinstance(steps, list) or not all(isinstance(step, str) for step in steps):
-        raise DataError(f"{where}: completions must be a list of strings, one per step, got {steps!r:.80}")
+        raise DataError(
+            f"{where}: completions must be a list of strings, one per step, got {steps!r:.80}"
+        )
     if not isinstance(labels, list) or len(labels) != len(steps):
-        count = counted(len(labels), "label") if isinstance(labels, list) else f"the labels {labels!r:.80}"
-        raise DataError(f"{where}: there are {counted(len(steps), 'completion')} and {count}; each step has one")
+        count = (
+            counted(len(labels), "label")
+            if isinstance(labels, list)
+            else f"the labels {labels!r:.80}"
+        )
+        raise DataError(
+            f"{where}: there are {counted(len(steps), 'completion')} and {count}; each step has one"
+        )
     if not all(isinstance(label, int | float) and 0 <= label <= 1 for label in labels):
         raise DataError(f"{where}: labels are true or false, or probabilities, got {labels!r:.80}")
     if not steps or not all(step.strip() for step in steps):
-        raise BadRow("with no step or an empty one", f"{where}: completions holds no step, or an empty one")
+        raise BadRow(
+            "with no step or an empty one", f"{where}: completions holds no step, or an empty one"
+        )
     return replace(prompt, steps=steps, extra=np.array(labels, dtype=np.float64))
 
 
@@ -297,38 +389,52 @@ def _string(row: Row, column: str, where: str, default: str | None = None) -> st
     if value is None and default is not None:
         return default
     if not isinstance(value, str):
-        raise DataError(f"{where}: {column} is {value!r:.60} ({type(value).__name__}): expected a string")
+        raise DataError(
+            f"{where}: {column} is {value!r:.60} ({type(value).__name__}): expected a string"
+        )
     return value
 
 
 def _alpaca(row: Row, where: str) -> str:
-    instruction, context = _string(row, "instruction", where), _string(row, "input", where, default="")
+    instruction, context = (
+        _string(row, "instruction", where),
+        _string(row, "input", where, default=""),
+    )
     if not instruction.strip():
         return ""
     if not context.strip():
         return ALPACA.format(with_input="", instruction=instruction, input_block="")
     further = ", paired with an input that provides further context"
-    return ALPACA.format(with_input=further, instruction=instruction, input_block=f"\n\n### Input:\n{context}")
+    return ALPACA.format(
+        with_input=further, instruction=instruction, input_block=f"\n\n### Input:\n{context}"
+    )
 
 
 def formatted(template: str, row: Row, where: str) -> str:
     """A format string filled in with a row's columns.
 
-    Raises ConfigError for what is no format string, DataError or BadRow for a row that it cannot write.
+    Raises ConfigError for what is no format string, DataError or BadRow for a row that it cannot
+    write.
     """
     try:
         for field in _fields(template):
             _refuse_unwritten(field, row, where)
     except ValueError as error:
-        raise ConfigError(f"data.template cannot be filled in at {where} ({error}): {BRACES}") from None
+        raise ConfigError(
+            f"data.template cannot be filled in at {where} ({error}): {BRACES}"
+        ) from None
     try:
         return template.format_map(row)
     except (ValueError, TypeError, OverflowError) as error:  # `{n:d}` of a text
-        raise BadRow("with a value that data.template cannot write", f"{where}: data.template: {error}; {BRACES}") from None
+        raise BadRow(
+            "with a value that data.template cannot write",
+            f"{where}: data.template: {error}; {BRACES}",
+        ) from None
 
 
 def _fields(template: str) -> Iterator[str]:
-    """What a format string reads, also inside of format specs.  Raises ValueError for what is none, and for places (`{0}`).
+    """What a format string reads, also inside of format specs.  Raises ValueError for what is none,
+    and for places (`{0}`).
 
     >>> list(_fields("{q:{width}} {info[hint]} {{x}}"))
     ['q', 'width', 'info[hint]']
@@ -347,7 +453,9 @@ def _column(field: str) -> str:
 
 
 def _refuse_unwritten(field: str, row: Row, where: str) -> None:
-    """Raises BadRow for a value that is not there, or that a format string would write as Python does: None, or messages."""
+    """Raises BadRow for a value that is not there, or that a format string would write as Python
+    does: None, or messages.
+    """
     column = _column(field)
     if column not in row:
         raise DataError(missing_column(column, row, f"{where} (data.template)"))
@@ -367,5 +475,6 @@ def _refuse_unwritten(field: str, row: Row, where: str) -> None:
     is_message = isinstance(value, Mapping) and "role" in value
     if is_message or (isinstance(value, list) and any(isinstance(item, Mapping) for item in value)):
         raise BadRow(
-            "with messages where data.template reads a text", f"{where}: {field} holds messages, and data.template writes texts"
+            "with messages where data.template reads a text",
+            f"{where}: {field} holds messages, and data.template writes texts",
         )

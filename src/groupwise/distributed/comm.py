@@ -1,12 +1,13 @@
 """More than one process: who I am, what the others have, and gradients that are summed over them.
 
-Every process runs the same program on the same recipe and draws the same prompts.  It samples and scores its share; the records are
-gathered, so that credit and weights are computed everywhere from the whole step; it works on its share of the packed tokens; the
-gradients are summed.  So nothing that is learnt depends on the number of processes.  With one process every function here is the
+Every process runs the same program on the same recipe and draws the same prompts.  It samples and
+scores its share; the records are gathered, so that credit and weights are computed everywhere from
+the whole step; it works on its share of the packed tokens; the gradients are summed.  So nothing
+that is learnt depends on the number of processes.  With one process every function here is the
 identity, and no process group exists.
 
-Processes are started by torchrun (or by anything that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT).
-"""
+Processes are started by torchrun (or by anything that sets RANK, WORLD_SIZE, LOCAL_RANK,
+MASTER_ADDR and MASTER_PORT)."""
 
 from __future__ import annotations
 
@@ -85,12 +86,13 @@ def launched() -> int:
 
 
 def join(timeout: float, *, cuda: bool) -> World:
-    """Meet the other processes that torchrun started; does nothing for a single one, or the second time.
+    """Meet the other processes that torchrun started; does nothing for a single one, or the second
+    time.
 
     timeout: seconds that one process waits for another before it counts as lost.
     cuda: tensors travel by NCCL between GPUs, each process on its own; else by gloo.
-    Raises PeerError if they do not meet.  From then on a process that sends no heartbeat, and a SIGTERM (torchrun's, once
-    another one has failed), end this one with a last line.
+    Raises PeerError if they do not meet.  From then on a process that sends no heartbeat, and a
+    SIGTERM (torchrun's, once another one has failed), end this one with a last line.
     """
     if dist.is_initialized() or launched() == 1:
         return world()
@@ -99,8 +101,11 @@ def join(timeout: float, *, cuda: bool) -> World:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     with peers():
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=_talk.timeout)
-        # Records are host objects and must not travel over the GPUs; gloo also knows which rank is missing.
-        _talk.group = dist.new_group(backend="gloo", timeout=_talk.timeout) if cuda else dist.group.WORLD
+        # Records are host objects and must not travel over the GPUs; gloo also knows which rank is
+        # missing.
+        _talk.group = (
+            dist.new_group(backend="gloo", timeout=_talk.timeout) if cuda else dist.group.WORLD
+        )
         _talk.watch = Watch(_store(), dist.get_rank(), dist.get_world_size(), lambda: _talk.advice)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _ended)
@@ -108,21 +113,31 @@ def join(timeout: float, *, cuda: bool) -> World:
 
 
 def _store() -> Any:
-    """A connection of its own to the store where the processes met; a call on it gives up after some seconds."""
+    """A connection of its own to the store where the processes met; a call on it gives up after
+    some seconds.
+    """
     place, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     seconds = timedelta(seconds=SILENCE)
     store = dist.TCPStore(place, port, is_master=False, wait_for_workers=False, timeout=seconds)  # type: ignore[reportPrivateImportUsage]
-    attempt = f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
+    attempt = (
+        f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
+    )
     return dist.PrefixStore(f"groupwise/{attempt}", store)  # type: ignore[reportPrivateImportUsage]
 
 
 def _ended(*_: object) -> NoReturn:
-    say(world().rank, f"ended from outside (SIGTERM), as a launcher does when another process has failed; {_talk.advice}")
+    say(
+        world().rank,
+        "ended from outside (SIGTERM), as a launcher does when another process has failed;"
+        f" {_talk.advice}",
+    )
     os._exit(128 + signal.SIGTERM)
 
 
 def set_failure_hint(text: str) -> None:
-    """What to do should the run end now, for the last message of a process that is ended: where the last checkpoint is."""
+    """What to do should the run end now, for the last message of a process that is ended: where the
+    last checkpoint is.
+    """
     _talk.advice = text
 
 
@@ -132,9 +147,10 @@ def advice() -> str:
 
 
 def last_words(seconds: float = 10.0) -> None:
-    """Wait, no longer than `seconds`, until every process has come to the same place: behind its message on an error that all of
-    them raise (the command does; a program of your own may).  A launcher ends the others as soon as the first one is gone, and
-    the message that names the cause is theirs.
+    """Wait, no longer than `seconds`, until every process has come to the same place: behind its
+    message on an error that all of them raise (the command does; a program of your own may).  A
+    launcher ends the others as soon as the first one is gone, and the message that names the cause
+    is theirs.
     """
     if dist.is_initialized():
         with suppress(RuntimeError):  # one that does not come has nothing more to say
@@ -148,8 +164,9 @@ def leave() -> None:
         if _talk.watch is not None:
             _talk.watch.stop()
         dist.destroy_process_group()
-        # gloo's threads end with the last reference.  One that lives on, and lets go of the last exchange's tensors while Python is
-        # being taken down, asks for the interpreter then: that aborts the process.
+        # gloo's threads end with the last reference.  One that lives on, and lets go of the last
+        # exchange's tensors while Python is being taken down, asks for the interpreter then: that
+        # aborts the process.
         _talk.group = _talk.aside = _talk.watch = None
 
 
@@ -162,9 +179,9 @@ def peers() -> Iterator[None]:
         if not (isinstance(error, dist.DistError) or any(word in str(error) for word in LOST)):
             raise
         raise PeerError(
-            f"the other processes are lost: one of them ended, or did not answer within "
-            f"{_talk.timeout.total_seconds():.0f} s (--timeout); its own message names the cause.  torch says: "
-            f"{str(error).strip().splitlines()[0][:300]}"
+            "the other processes are lost: one of them ended, or did not answer within"
+            f" {_talk.timeout.total_seconds():.0f} s (--timeout); its own message names the cause. "
+            f" torch says: {str(error).strip().splitlines()[0][:300]}"
         ) from error
 
 
@@ -172,7 +189,9 @@ def peers() -> Iterator[None]:
 
 
 def share(items: Sequence[Item]) -> list[Item]:
-    """This process's part of what all of them have: every size-th item, beginning with its own rank."""
+    """This process's part of what all of them have: every size-th item, beginning with its own
+    rank.
+    """
     here = world()
     return list(items[here.rank :: here.size])
 
@@ -197,7 +216,9 @@ def gather(items: Iterable[Item], *, aside: bool = False) -> list[Item]:
 
 
 def open_aside() -> Any:
-    """The process group of the threads that write, made at the first call (all must make it, in their main threads)."""
+    """The process group of the threads that write, made at the first call (all must make it, in
+    their main threads).
+    """
     if _talk.aside is None and world().size > 1:
         with peers():
             _talk.aside = dist.new_group(backend="gloo", timeout=_talk.timeout)
@@ -205,7 +226,9 @@ def open_aside() -> Any:
 
 
 def from_first(function: Callable[[], Item]) -> Item:
-    """What `function` returns on the first rank, on every rank; it runs nowhere else.  Its GroupwiseError is raised everywhere."""
+    """What `function` returns on the first rank, on every rank; it runs nowhere else.  Its
+    GroupwiseError is raised everywhere.
+    """
     here = world()
     if here.size == 1:
         return function()
@@ -213,10 +236,12 @@ def from_first(function: Callable[[], Item]) -> Item:
 
 
 def together(work: Callable[[], Iterable[Item]]) -> list[Item]:
-    """`gather` of what `work` gives on each process.  What goes wrong on one is raised on all, so that they stay in step.
+    """`gather` of what `work` gives on each process.  What goes wrong on one is raised on all, so
+    that they stay in step.
 
-    Its own GroupwiseError, or an OSError as StorageError, is raised by the process itself, the same with its rank by the others;
-    anything else ends the process, which the others notice (PeerError).
+    Its own GroupwiseError, or an OSError as StorageError, is raised by the process itself, the same
+    with its rank by the others; anything else ends the process, which the others notice
+    (PeerError).
     """
     if world().size == 1:
         return list(work())
@@ -246,7 +271,9 @@ def wait() -> None:
 
 
 def waiting() -> dict[str, float]:
-    """Seconds that each rank spent waiting for the slowest since the last call; empty for a single process."""
+    """Seconds that each rank spent waiting for the slowest since the last call; empty for a single
+    process.
+    """
     if world().size == 1:
         return {}
     waited = gather([_talk.waited])
@@ -258,23 +285,31 @@ def waiting() -> dict[str, float]:
 
 
 def sum_gradients(parameters: Sequence[Tensor]) -> None:
-    """Replace the gradients of plain parameters by their sums over all processes; those of sharded ones are sums already.
+    """Replace the gradients of plain parameters by their sums over all processes; those of sharded
+    ones are sums already.
 
-    A parameter that has no gradient anywhere keeps none, as with one process.  The result has the same bits on every rank.
-    """
+    A parameter that has no gradient anywhere keeps none, as with one process.  The result has the
+    same bits on every rank."""
     plain = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
     if world().size == 1 or not plain:
         return
     with peers():
-        present = torch.tensor([p.grad is not None for p in plain], dtype=torch.uint8, device=plain[0].device)
+        present = torch.tensor(
+            [p.grad is not None for p in plain], dtype=torch.uint8, device=plain[0].device
+        )
         dist.all_reduce(present, op=dist.ReduceOp.MAX)
         used = [parameter for parameter, flag in zip(plain, present.tolist(), strict=True) if flag]
-        buckets = (portions(alike, Tensor.numel, BUCKET_NUMBERS) for _, alike in groupby(used, lambda p: p.dtype))
+        buckets = (
+            portions(alike, Tensor.numel, BUCKET_NUMBERS)
+            for _, alike in groupby(used, lambda p: p.dtype)
+        )
         for bucket in chain.from_iterable(buckets):
             parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
             flat = torch.cat([part.flatten() for part in parts])
             dist.all_reduce(flat)
-            for parameter, total in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+            for parameter, total in zip(
+                bucket, flat.split([p.numel() for p in bucket]), strict=True
+            ):
                 parameter.grad = total.view_as(parameter)
 
 
@@ -282,17 +317,28 @@ def sum_gradients(parameters: Sequence[Tensor]) -> None:
 
 
 class BroadcastGroup:
-    """Processes outside of the run, such as an engine's workers, that receive what this one broadcasts to them."""
+    """Processes outside of the run, such as an engine's workers, that receive what this one
+    broadcasts to them.
+    """
 
     def __init__(self, host: str, size: int, *, cuda: bool, timeout: float) -> None:
-        """Opens the place to meet, `host`:`port`.  size: how many will come.   cuda: by NCCL; else by gloo.   timeout: seconds."""
+        """Opens the place to meet, `host`:`port`.  size: how many will come.   cuda: by NCCL; else
+        by gloo.   timeout: seconds.
+        """
         self.size, self.cuda, self.timeout = size, cuda, timedelta(seconds=timeout)
         self.host = host
         self._group: Any = None
-        listener = socket.create_server((host, 0))  # on this address alone, where torch would listen on all
+        listener = socket.create_server(
+            (host, 0)
+        )  # on this address alone, where torch would listen on all
         self.port: int = listener.getsockname()[1]
         self._store = dist.TCPStore(  # type: ignore[reportPrivateImportUsage]
-            host, self.port, is_master=True, wait_for_workers=False, timeout=self.timeout, master_listen_fd=listener.detach()
+            host,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=self.timeout,
+            master_listen_fd=listener.detach(),
         )
 
     def meet(self) -> None:

@@ -1,6 +1,8 @@
-"""FSDP2: weights, gradients and optimizer state of a model, sharded over the processes block by block.
+"""FSDP2: weights, gradients and optimizer state of a model, sharded over the processes block by
+block.
 
-`models/sharded.py` says which blocks of a policy, and makes it whole again to sample and to be saved.
+`models/sharded.py` says which blocks of a policy, and makes it whole again to sample and to be
+saved.
 """
 
 from __future__ import annotations
@@ -31,25 +33,40 @@ SHARDED_FROM = 1_000_000_000
 
 
 def decided(parallel: ParallelSettings, parameters: int, size: int) -> ParallelSettings:
-    """`auto` decided by the number of parameters, for so many processes.  Raises ConfigError if they do not divide."""
+    """`auto` decided by the number of parameters, for so many processes.  Raises ConfigError if
+    they do not divide.
+    """
     shards = parallel.shards or size
     if size % shards:
         raise ConfigError(
-            f"parallel.shards is {shards}, which does not divide the {size} processes: copies would be of different sizes"
+            f"parallel.shards is {shards}, which does not divide the {size} processes: copies would"
+            " be of different sizes"
         )
     large = "zero3" if parameters >= SHARDED_FROM else "ddp"
-    return replace(parallel, name=large if parallel.name == "auto" else parallel.name, shards=shards)
+    return replace(
+        parallel, name=large if parallel.name == "auto" else parallel.name, shards=shards
+    )
 
 
-def shard(model: nn.Module, blocks: Sequence[nn.Module], method: str, parallel: ParallelSettings, device: torch.device) -> None:
-    """Spread the weights, gradients and optimizer state of a model over the processes, block by block.
+def shard(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    method: str,
+    parallel: ParallelSettings,
+    device: torch.device,
+) -> None:
+    """Spread the weights, gradients and optimizer state of a model over the processes, block by
+    block.
 
-    A block's weights are gathered while it computes; `zero3` lets go of them between forward and backward (less memory, one more
-    gather), `zero2` keeps them.  The rest of the model (embedding, last norm, head) stays whole from the first forward to the end
-    of the backward pass, so that the head's weight is a plain tensor wherever it is read.  With fewer `shards` than processes there
+    A block's weights are gathered while it computes; `zero3` lets go of them between forward and
+    backward (less memory, one more gather), `zero2` keeps them.  The rest of the model (embedding,
+    last norm, head) stays whole from the first forward to the end of the backward pass, so that the
+    head's weight is a plain tensor wherever it is read.  With fewer `shards` than processes there
     are several copies (HSDP): weights travel inside one, gradients then between them.
-    method: a method of the model to call instead of its forward; weights are gathered for it in the same way.
-    parallel: decided.   device: what computes.  Gradients are summed over the processes, in at least float32.
+    method: a method of the model to call instead of its forward; weights are gathered for it in the
+        same way.
+    parallel: decided.   device: what computes.  Gradients are summed over the processes, in at
+        least float32.
     """
     weight = next(model.parameters())
     lower = weight.dtype in (torch.bfloat16, torch.float16)
@@ -57,7 +74,11 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], method: str, parallel: 
         fully_shard,
         mesh=_mesh(device.type, parallel.shards or comm.world().size),
         mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32 if lower else None),
-        offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda") if parallel.offload else OffloadPolicy(),
+        offload_policy=(
+            CPUOffloadPolicy(pin_memory=device.type == "cuda")
+            if parallel.offload
+            else OffloadPolicy()
+        ),
     )
     with comm.peers():
         for block in blocks:
@@ -71,7 +92,9 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], method: str, parallel: 
 
 @cache
 def _mesh(kind: str, shards: int) -> DeviceMesh:
-    """All processes, or the copies of a model times the processes of one, which are neighbours (a node's)."""
+    """All processes, or the copies of a model times the processes of one, which are neighbours (a
+    node's).
+    """
     copies = comm.world().size // shards
     if copies == 1:
         return init_device_mesh(kind, (shards,))
@@ -79,7 +102,9 @@ def _mesh(kind: str, shards: int) -> DeviceMesh:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let go of gathered weights: after a forward pass without a backward one, and before parameters are read."""
+    """Let go of gathered weights: after a forward pass without a backward one, and before
+    parameters are read.
+    """
     for module in _sharded(model):
         module.reshard()
 

@@ -1,9 +1,11 @@
-"""Heartbeats: a process that is stopped, hangs or lies behind a broken network is found in seconds, whatever it is waited for.
+"""Heartbeats: a process that is stopped, hangs or lies behind a broken network is found in seconds,
+whatever it is waited for.
 
-Collectives wait as long as the slowest honest share of a rollout may take (`--timeout`, half an hour); a process that is gone
-would be missed only then.  So a thread of every process counts up in a store that all share.  The first process looks at all
-counters, the others at the first one's.  Whose counter stands still for `SILENCE` seconds is named, and all end: nothing could go
-on without it.
+Collectives wait as long as the slowest honest share of a rollout may take (`--timeout`, half an
+hour); a process that is gone would be missed only then.  So a thread of every process counts up in
+a store that all share.  The first process looks at all counters, the others at the first one's.
+Whose counter stands still for `SILENCE` seconds is named, and all end: nothing could go on without
+it.
 """
 
 from __future__ import annotations
@@ -26,14 +28,18 @@ from groupwise.utils.terminal import escaped
 BEAT = 1.0
 """Seconds between two heartbeats."""
 SILENCE = 15.0
-"""Seconds without one after which a process counts as lost: a thread of an honest one gets its turn sooner."""
+"""Seconds without one after which a process counts as lost: a thread of an honest one gets its turn
+sooner.
+"""
 VERDICT, GONE = "verdict", b"gone"
 
 
 class Watch:
     """Sends this process's heartbeats and watches those of the others."""
 
-    def __init__(self, store: Any, rank: int, size: int, advice: Callable[[], str], *, beat: float = BEAT) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, advice: Callable[[], str], *, beat: float = BEAT
+    ) -> None:
         """store: of torch, for this thread alone, each of its calls bounded by some seconds.
 
         advice: what to do next, to say last.
@@ -59,7 +65,10 @@ class Watch:
         except Exception as error:  # whatever a store says of itself, it is out of reach
             if not self._over.is_set():
                 cause = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-                self._end(f"the meeting point of the processes is out of reach, its machine or the launcher is gone ({cause})")
+                self._end(
+                    "the meeting point of the processes is out of reach, its machine or the"
+                    f" launcher is gone ({cause})"
+                )
 
     def _watch(self) -> None:
         seen = {other: (b"", time.monotonic()) for other in self.watched}
@@ -73,8 +82,14 @@ class Watch:
                 os._exit(PeerError.exit_code)
             now = time.monotonic()
             paused, last = now - last > SILENCE / 3, now
-            for other, count in zip(self.watched, self.store.multi_get([f"pulse/{o}" for o in self.watched]), strict=True):
-                if paused or count == GONE or count != seen[other][0]:  # after a pause of our own nothing is known
+            for other, count in zip(
+                self.watched,
+                self.store.multi_get([f"pulse/{o}" for o in self.watched]),
+                strict=True,
+            ):
+                if (
+                    paused or count == GONE or count != seen[other][0]
+                ):  # after a pause of our own nothing is known
                     seen[other] = (count, now)
                 elif now - seen[other][1] > SILENCE:
                     self._accuse(other)
@@ -83,10 +98,15 @@ class Watch:
     def _accuse(self, other: int) -> None:
         if int(self.store.compare_set(VERDICT, "", str(other))) == other:
             where = self._carry_out(other)
-            self._end(f"rank {other} ({where}) has sent no heartbeat for {SILENCE:.0f} s: it is stopped, or cut off")
+            self._end(
+                f"rank {other} ({where}) has sent no heartbeat for {SILENCE:.0f} s: it is stopped,"
+                " or cut off"
+            )
 
     def _carry_out(self, other: int) -> str:
-        """End a silent process where that is in reach, for the launcher would wait for it; where it is, in words."""
+        """End a silent process where that is in reach, for the launcher would wait for it; where it
+        is, in words.
+        """
         (place,) = self.store.multi_get([f"place/{other}"])
         machine, pid, _, _ = place.decode().split("|")
         if place.decode() == _place(int(pid)):
@@ -105,7 +125,9 @@ def say(rank: int, text: str) -> None:
 
 
 def _place(pid: int | None = None) -> str:
-    """Machine, process, its space of process ids, when it began: the same text means the same process."""
+    """Machine, process, its space of process ids, when it began: the same text means the same
+    process.
+    """
     pid = os.getpid() if pid is None else pid
     try:
         began = _after_name(f"/proc/{pid}/stat")[19]

@@ -1,8 +1,9 @@
-"""Sharded tensors in files: written by all processes at once, read by any number of them (torch.distributed.checkpoint).
+"""Sharded tensors in files: written by all processes at once, read by any number of them
+(torch.distributed.checkpoint).
 
-Its index, `.metadata`, is a pickle.  It is read by an unpickler that knows the index's own classes and nothing else, and only from
-a checkpoint whose every byte was found to be what was written (`checkpoint.latest`).  Tensors are read with `weights_only`.
-"""
+Its index, `.metadata`, is a pickle.  It is read by an unpickler that knows the index's own classes
+and nothing else, and only from a checkpoint whose every byte was found to be what was written
+(`checkpoint.latest`).  Tensors are read with `weights_only`."""
 
 from __future__ import annotations
 
@@ -27,15 +28,24 @@ SHARDS = "shards"
 """Folder of them inside a checkpoint's `trainer`."""
 METADATA = "torch.distributed.checkpoint.metadata"
 KNOWN = {
-    *((METADATA, name) for name in ("Metadata", "MetadataIndex", "TensorStorageMetadata", "TensorProperties", "StorageMeta")),
+    *(
+        (METADATA, name)
+        for name in (
+            "Metadata",
+            "MetadataIndex",
+            "TensorStorageMetadata",
+            "TensorProperties",
+            "StorageMeta",
+        )
+    ),
     *((METADATA, name) for name in ("ChunkStorageMetadata", "_MEM_FORMAT_ENCODING")),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"),
 }
-"""Everything that an index of tensors is made of, beside torch's types of numbers.  `BytesStorageMetadata` is not among them: what
-it announces would be unpickled."""
+"""Everything that an index of tensors is made of, beside torch's types of numbers.
+`BytesStorageMetadata` is not among them: what it announces would be unpickled."""
 
 
 class Staged:
@@ -47,19 +57,25 @@ class Staged:
         self.tensors: Any = self.writer.stage(dict(tensors))
 
     def write(self, group: Any) -> None:
-        """Write, together with the other processes: all call it, each in a thread of its own.  Raises StorageError on all.
+        """Write, together with the other processes: all call it, each in a thread of its own.
+        Raises StorageError on all.
 
         group: the process group of those threads (`comm.open_aside`).
         """
         try:
-            save(self.tensors, storage_writer=self.writer, process_group=group, no_dist=group is None)
+            save(
+                self.tensors, storage_writer=self.writer, process_group=group, no_dist=group is None
+            )
         except CheckpointException as error:
             causes = {f"process {rank}: {cause[0]}" for rank, cause in error.failures.items()}
-            raise StorageError(f"cannot write {self.writer.path}: {'; '.join(sorted(causes))[:500]}") from error
+            raise StorageError(
+                f"cannot write {self.writer.path}: {'; '.join(sorted(causes))[:500]}"
+            ) from error
 
 
 def read(folder: Path, into: Mapping[str, Tensor]) -> None:
-    """Fill tensors from those that lie there, by name, however many processes wrote them; each reads what it holds itself.
+    """Fill tensors from those that lie there, by name, however many processes wrote them; each
+    reads what it holds itself.
 
     Raises CheckpointError if one is missing or has another shape.
     """
@@ -67,20 +83,35 @@ def read(folder: Path, into: Mapping[str, Tensor]) -> None:
     for name, tensor in into.items():
         there = known.get(name)
         if not isinstance(there, TensorStorageMetadata) or tuple(there.size) != tuple(tensor.shape):
-            raise CheckpointError(f"{folder} holds no {name} of shape {tuple(tensor.shape)}: it is of another model")
+            raise CheckpointError(
+                f"{folder} holds no {name} of shape {tuple(tensor.shape)}: it is of another model"
+            )
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each process reads for itself
+        warnings.filterwarnings(
+            "ignore", "torch.distributed is disabled"
+        )  # each process reads for itself
         load(dict(into), storage_reader=_TensorReader(folder), no_dist=True)
 
 
 def index(folder: Path) -> Metadata:
-    """The index of a folder.  Raises CheckpointError if it holds anything that an index of tensors does not."""
+    """The index of a folder.  Raises CheckpointError if it holds anything that an index of tensors
+    does not.
+    """
     try:
         metadata = _Unpickler(io.BytesIO((folder / ".metadata").read_bytes())).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, OSError, TypeError, ValueError) as error:
+    except (
+        pickle.UnpicklingError,
+        EOFError,
+        AttributeError,
+        OSError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise CheckpointError(f"{folder / '.metadata'} is no index of tensors: {error}") from error
     if not isinstance(metadata, Metadata):
-        raise CheckpointError(f"{folder / '.metadata'} is no index of tensors but a {type(metadata).__name__}")
+        raise CheckpointError(
+            f"{folder / '.metadata'} is no index of tensors but a {type(metadata).__name__}"
+        )
     return metadata
 
 

@@ -1,5 +1,5 @@
-"""Chat messages to token ids and back: for tools and environments, and for clients that repeat the whole conversation with every
-request.
+"""Chat messages to token ids and back: for tools and environments, and for clients that repeat the
+whole conversation with every request.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from groupwise.data.rendering import Chat, Refusal, shown_template
 from groupwise.data.templates import Schemas, Template, unmarked
 from groupwise.data.turns import Suffix, Turns
 from groupwise.environments.requests import ChatRequest, Refused, SampledTokens
-from groupwise.environments.tool_calls import BrokenCall, ParsedCall, ParsedTurn, form_of, read_turn, split_thinking
+from groupwise.environments.tool_calls import (
+    BrokenCall,
+    ParsedCall,
+    ParsedTurn,
+    form_of,
+    read_turn,
+    split_thinking,
+)
 from groupwise.errors import DataError
 from groupwise.records import Finish, ToolCall
 
@@ -39,14 +46,22 @@ class ChatResponse:
 
 
 class ChatCodec:
-    """One tokenizer's chat template, in both directions.  It may be used by several threads at once."""
+    """One tokenizer's chat template, in both directions.  It may be used by several threads at
+    once.
+    """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int], variables: Mapping[str, Any] = MappingProxyType({})
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        eos_ids: Sequence[int],
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """variables: of the chat template, in every conversation; a conversation's own go over them."""
+        """variables: of the chat template, in every conversation; a conversation's own go over
+        them.
+        """
         self.variables = variables
-        # A copy of its own, and a lock: a fast tokenizer cannot encode in two threads at the same time.
+        # A copy of its own, and a lock: a fast tokenizer cannot encode in two threads at the same
+        # time.
         self.tokenizer = copy.deepcopy(tokenizer)
         self.eos_ids = tuple(eos_ids)
         self.template = Template(tokenizer=self.tokenizer, chat=True, control_tokens="plain")
@@ -54,8 +69,14 @@ class ChatCodec:
         self._lock = threading.RLock()
         self._turns = Turns(tokenizer=self.tokenizer, eos_ids=self.eos_ids)
 
-    def written(self, messages: Sequence[Mapping[str, Any]], tools: Schemas | None, variables: Mapping[str, Any]) -> str:
-        """A conversation as the template writes it, up to where the assistant starts or continues, with marks around what is text.
+    def written(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Schemas | None,
+        variables: Mapping[str, Any],
+    ) -> str:
+        """A conversation as the template writes it, up to where the assistant starts or continues,
+        with marks around what is text.
 
         Raises DataError where the template refuses it.
         """
@@ -80,9 +101,15 @@ class ChatCodec:
             return self.template.encode([text], plain=[False])[0]
 
     def after(
-        self, last: int, messages: Sequence[Mapping[str, Any]], tools: Schemas | None, variables: Mapping[str, Any]
+        self,
+        last: int,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Schemas | None,
+        variables: Mapping[str, Any],
     ) -> Suffix:
-        """What stands behind a turn whose last id is `last`.  Raises DataError where the template has no suffix."""
+        """What stands behind a turn whose last id is `last`.  Raises DataError where the template
+        has no suffix.
+        """
         with self._lock:
             return self._turns.after(last, messages, tools, {**self.variables, **variables})
 
@@ -97,42 +124,78 @@ class ChatCodec:
         with self._lock:
             return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def parse(self, tokens: Sequence[int], tools: Schemas | None, *, thinking: bool, stopped_at: Sequence[str] = ()) -> ParsedTurn:
-        """A turn taken apart.   tools: that it could call.   thinking: it continues a think block.   stopped_at: strings, at the
-        first of which it ends."""
+    def parse(
+        self,
+        tokens: Sequence[int],
+        tools: Schemas | None,
+        *,
+        thinking: bool,
+        stopped_at: Sequence[str] = (),
+    ) -> ParsedTurn:
+        """A turn taken apart.   tools: that it could call.   thinking: it continues a think block.
+        stopped_at: strings, at the first of which it ends."""
         form = form_of(shown_template(self.tokenizer, tools=bool(tools)))
         form = form if tools or form == "channels" else None  # without tools nothing is a call
-        body = tokens[:-1] if tokens and tokens[-1] in self.eos_ids and form != "channels" else tokens
+        body = (
+            tokens[:-1] if tokens and tokens[-1] in self.eos_ids and form != "channels" else tokens
+        )
         text = self.decode(body, special=form is not None)
-        text = text[: min((place for one in stopped_at if (place := text.find(one)) >= 0), default=len(text))]
+        text = text[
+            : min(
+                (place for one in stopped_at if (place := text.find(one)) >= 0), default=len(text)
+            )
+        ]
         if form is not None:
             return read_turn(text, form, thinking=thinking, tools=tools)
         reasoning, content = split_thinking(text, thinking)
         content = content if reasoning is None else content.strip("\n")
         return ParsedTurn(content, reasoning, (), content)
 
-    # ---- requests of the endpoint's clients ----------------------------------------------------------------------------------
+    # ---- requests of the endpoint's clients
+    # ----------------------------------------------------------------------------------
 
     def render(self, request: ChatRequest) -> tuple[np.ndarray, str]:
         """Ids and text of a whole conversation.  Raises Refused."""
         shielded = self.template.shielded
         try:
-            text = self.written(list(map(shielded, request.messages)), shielded(request.tools), shielded(request.variables))
+            text = self.written(
+                list(map(shielded, request.messages)),
+                shielded(request.tools),
+                shielded(request.variables),
+            )
         except DataError as error:
             raise Refused(str(error), param="messages") from error
         return self.encode(text), unmarked(text)
 
-    def follow(self, request: ChatRequest, last: int, messages: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, str]:
-        """Ids and text of what stands behind a turn whose last id is `last`.  Raises DataError where the template has no suffix."""
-        suffix = self.after(last, messages, self.template.shielded(request.tools), self.template.shielded(request.variables))
+    def follow(
+        self, request: ChatRequest, last: int, messages: Sequence[Mapping[str, Any]]
+    ) -> tuple[np.ndarray, str]:
+        """Ids and text of what stands behind a turn whose last id is `last`.  Raises DataError
+        where the template has no suffix.
+        """
+        suffix = self.after(
+            last,
+            messages,
+            self.template.shielded(request.tools),
+            self.template.shielded(request.variables),
+        )
         return suffix.tokens, suffix.text
 
-    def read(self, sampled: SampledTokens, request: ChatRequest, thinking: bool, stop: Sequence[str]) -> ChatResponse:
-        """A turn as a message, up to the first of the strings at which it stopped.  Calls that cannot be read stay text."""
+    def read(
+        self, sampled: SampledTokens, request: ChatRequest, thinking: bool, stop: Sequence[str]
+    ) -> ChatResponse:
+        """A turn as a message, up to the first of the strings at which it stopped.  Calls that
+        cannot be read stay text.
+        """
         ends = stop if sampled.finish is Finish.STOP else ()
         parsed = self.parse(sampled.tokens, request.tools, thinking=thinking, stopped_at=ends)
         # Clients look results up by id, so ids differ between turns.
-        parsed = replace(parsed, calls=tuple(replace(one, id=f"call_{sampled.turn}_{i}") for i, one in enumerate(parsed.calls)))
+        parsed = replace(
+            parsed,
+            calls=tuple(
+                replace(one, id=f"call_{sampled.turn}_{i}") for i, one in enumerate(parsed.calls)
+            ),
+        )
         calls = any(isinstance(call, ParsedCall) for call in parsed.calls)
         (message,) = with_arguments([parsed.message()], as_text=True)
         message = {**message, "content": parsed.written or (None if calls else "")}
@@ -140,9 +203,15 @@ class ChatCodec:
         return ChatResponse(message, parsed.calls, reason)
 
 
-def recorded(call: ParsedCall | BrokenCall, result: str = "", seconds: float = 0.0, failure: str = "") -> ToolCall:
+def recorded(
+    call: ParsedCall | BrokenCall, result: str = "", seconds: float = 0.0, failure: str = ""
+) -> ToolCall:
     """A call for the record of its episode."""
     if isinstance(call, BrokenCall):
-        return ToolCall(name="", arguments=call.text, result=result, seconds=seconds, failure="unreadable")
+        return ToolCall(
+            name="", arguments=call.text, result=result, seconds=seconds, failure="unreadable"
+        )
     arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
-    return ToolCall(name=call.name, arguments=arguments, result=result, seconds=seconds, failure=failure)
+    return ToolCall(
+        name=call.name, arguments=arguments, result=result, seconds=seconds, failure=failure
+    )

@@ -1,8 +1,10 @@
-"""The stream of one completion, and the protocols between an engine, which draws turns, and environments, which answer them.
+"""The stream of one completion, and the protocols between an engine, which draws turns, and
+environments, which answer them.
 
-An engine with an `EpisodeWorld` asks it for a `Conversation` per completion.  It waits for `open`, draws a turn into the
-completion's `Stream`, calls `answer`, and decodes another completion until the reply is there; then it appends the reply's ids,
-which the policy did not write, and draws the next turn.  Nothing is decoded and encoded again on the way.
+An engine with an `EpisodeWorld` asks it for a `Conversation` per completion.  It waits for `open`,
+draws a turn into the completion's `Stream`, calls `answer`, and decodes another completion until
+the reply is there; then it appends the reply's ids, which the policy did not write, and draws the
+next turn.  Nothing is decoded and encoded again on the way.
 """
 
 from __future__ import annotations
@@ -24,23 +26,26 @@ class Reply:
     """The environment's answer to a turn, or its text before the first one."""
 
     tokens: np.ndarray
-    """int64 (n,): ids to append before the next turn; empty where the episode is over, and usually before the first turn."""
+    """int64 (n,): ids to append before the next turn; empty where the episode is over, and usually
+    before the first turn.
+    """
     finish: Finish | None = None
     """Why the episode is over; None: it continues."""
     context: np.ndarray | None = None
-    """int64 (c,): the next turn is drawn behind these ids instead of behind the stream (`records.Branch`); `tokens` is then
-    empty."""
+    """int64 (c,): the next turn is drawn behind these ids instead of behind the stream
+    (`records.Branch`); `tokens` is then empty."""
     limit: int | None = None
-    """Most tokens of the next turn, where it may have fewer than the completion has room for.  A turn that reaches it ends with
-    LENGTH, and the episode continues."""
+    """Most tokens of the next turn, where it may have fewer than the completion has room for.  A
+    turn that reaches it ends with LENGTH, and the episode continues."""
 
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """The ids of one completion as they grow, of one turn or of several, and what each was drawn behind.
+    """The ids of one completion as they grow, of one turn or of several, and what each was drawn
+    behind.
 
-    An engine writes it.  Between the end of a turn and the reply nobody does, and the completion's conversation reads it.  What the
-    conversation learns of a turn it writes into `turns`.
+    An engine writes it.  Between the end of a turn and the reply nobody does, and the completion's
+    conversation reads it.  What the conversation learns of a turn it writes into `turns`.
     """
 
     prompt: Prompt
@@ -58,7 +63,9 @@ class Stream:
     turn: int = 0
     """Place of the first token of the turn that is being drawn, or of the next one."""
     end: int = -1
-    """The most tokens that it may have at the end of that turn: its limit, or what the reply says of the turn."""
+    """The most tokens that it may have at the end of that turn: its limit, or what the reply says
+    of the turn.
+    """
     context: np.ndarray | None = None
     """What it is drawn behind since `begin`; None: its prompt."""
     begin: int = 0
@@ -110,28 +117,34 @@ class Stream:
         return np.concatenate([self.behind, np.array(self.tokens[self.begin :], np.int64)])
 
     def through(self, turn: Turn) -> np.ndarray:
-        """int64: what a turn was drawn behind, and the turn.  Any thread may ask for a turn that has ended."""
+        """int64: what a turn was drawn behind, and the turn.  Any thread may ask for a turn that
+        has ended.
+        """
         behind, begin = self.prompt.tokens, 0
         for branch in self.branches:
             if branch.begin <= turn.begin:
                 behind, begin = branch.context, branch.begin
         return np.concatenate([behind, np.array(self.tokens[begin : turn.end], np.int64)])
 
-    def add(self, tokens: Sequence[int], logp: Sequence[float], version: int | Sequence[int]) -> None:
+    def add(
+        self, tokens: Sequence[int], logp: Sequence[float], version: int | Sequence[int]
+    ) -> None:
         """Tokens that the policy has drawn.   version: of all of them, or of each."""
         self.tokens += tokens
         self.logp += logp
         self.version += [version] * len(tokens) if isinstance(version, int) else version
 
     def end_turn(self, finish: Finish) -> None:
-        """The tokens since `turn` are a turn.  finish: EOS, STOP, or LENGTH where the turn has reached its end."""
+        """The tokens since `turn` are a turn.  finish: EOS, STOP, or LENGTH where the turn has
+        reached its end.
+        """
         self.turns.append(Turn(begin=self.turn, end=len(self.tokens), finish=finish))
 
     def take(self, reply: Reply, version: int, *, limit: int, support: bool = False) -> None:
         """Append what a reply says; the next turn begins behind it.
 
-        limit: the most tokens that the completion may have from here on.   version: of the weights at the moment.   support: the
-        stream has a support for each token.
+        limit: the most tokens that the completion may have from here on.   version: of the weights
+            at the moment.   support: the stream has a support for each token.
         """
         have = len(self.tokens)
         if reply.context is not None:
@@ -166,13 +179,16 @@ class Conversation(Protocol):
     def close(self, finish: Finish) -> Episode:
         """End the episode and close its environment; the record of what happened in it.
 
-        finish: why it is over: the conversation's own reason, or LENGTH where there is no room for a reply.  Called once for every
-        conversation that was begun, also when sampling is interrupted."""
+        finish: why it is over: the conversation's own reason, or LENGTH where there is no room for
+            a reply.  Called once for every conversation that was begun, also when sampling is
+            interrupted."""
         ...
 
 
 class EpisodeWorld(Protocol):
-    """The episodes of a run: makes a `Conversation` for each completion.  It may be used by several threads at once."""
+    """The episodes of a run: makes a `Conversation` for each completion.  It may be used by several
+    threads at once.
+    """
 
     def begin(self, stream: Stream, *, seed: int) -> Conversation:
         """The episode of one completion.   seed: of the sampling."""

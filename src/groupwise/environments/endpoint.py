@@ -1,18 +1,20 @@
-"""The policy over HTTP, for agent harnesses and environments that ask for its turns: token ids, or OpenAI's chat messages.
+"""The policy over HTTP, for agent harnesses and environments that ask for its turns: token ids, or
+OpenAI's chat messages.
 
 | route | what |
 |---|---|
-| `POST .../inference/v1/generate` | token ids in; ids, log-probs and the version of the weights out (vLLM's form) |
+| `POST .../inference/v1/generate` | token ids in; ids, log-probs and the version of the weights out
+(vLLM's form) |
 | `POST .../v1/chat/completions` | messages in, a message out (OpenAI's form) |
 | `GET .../v1/models` | the model's name and `max_model_len` |
 | `GET /health` | an empty object |
 
-`...` is `/episodes/ID`: every request belongs to one episode.  A client that takes only a key, or the name of a model, brings the
-episode's id as that.
+`...` is `/episodes/ID`: every request belongs to one episode.  A client that takes only a key, or
+the name of a model, brings the episode's id as that.
 
-On a loopback address, requests must name a host of this machine (DNS rebinding) and must not come from a browser's page; on any
-other address each must bring the token as well, or an episode's id.  One thread waits for each request (`utils.http`); threads that
-wait cost nothing.
+On a loopback address, requests must name a host of this machine (DNS rebinding) and must not come
+from a browser's page; on any other address each must bring the token as well, or an episode's id.
+One thread waits for each request (`utils.http`); threads that wait cost nothing.
 """
 
 from __future__ import annotations
@@ -72,23 +74,39 @@ class Endpoint(Server):
         token: str | None = None,
         episodes: OutsideHarness | None = None,
     ) -> None:
-        """find: returns the session of an episode id, or None.   name: of the model.   context: most tokens of a sequence.
-        port: 0 takes a free one.   token: that requests must bring, needed where others reach the address.   episodes: those that
-        harnesses in other processes fetch.
+        """find: returns the session of an episode id, or None.   name: of the model.   context:
+        most tokens of a sequence.
+        port: 0 takes a free one.   token: that requests must bring, needed where others reach the
+            address.   episodes: those that harnesses in other processes fetch.
 
-        Raises ConfigError for a port that is taken, and for an address that others reach without a token.
+        Raises ConfigError for a port that is taken, and for an address that others reach without a
+        token.
         """
         self.find, self.name, self.context, self.vocabulary = find, name, context, vocabulary
-        self.token, self.episodes, self.local, self.begun = token, episodes, is_loopback(host), int(time.time())
+        self.token, self.episodes, self.local, self.begun = (
+            token,
+            episodes,
+            is_loopback(host),
+            int(time.time()),
+        )
         if not self.local and not token:
-            raise ConfigError(f"{host} is reached from other machines: give a token that requests must bring, or take 127.0.0.1")
+            raise ConfigError(
+                f"{host} is reached from other machines: give a token that requests must bring, or"
+                " take 127.0.0.1"
+            )
         super().__init__(host, port, _EndpointHandler)
 
     @property
     def url(self) -> str:
         """Where clients find it, without a path."""
         everywhere = self.host in ("0.0.0.0", "::", "")
-        host = socket.gethostname() if everywhere else f"[{self.host}]" if ":" in self.host else self.host
+        host = (
+            socket.gethostname()
+            if everywhere
+            else f"[{self.host}]"
+            if ":" in self.host
+            else self.host
+        )
         return f"http://{host}:{self.port}"
 
 
@@ -135,7 +153,8 @@ class _EndpointHandler(Handler):
         else:
             self._send(HTTPStatus.NO_CONTENT if answer is None else HTTPStatus.OK, answer)
 
-    # ---- who asks, and for what ----------------------------------------------------------------------------------------------
+    # ---- who asks, and for what
+    # ----------------------------------------------------------------------------------------------
 
     def _check_origin(self) -> None:
         """Refuses other hosts' names, web pages, and overlong addresses."""
@@ -143,7 +162,10 @@ class _EndpointHandler(Handler):
             raise Refused("the address is too long", HTTPStatus.REQUEST_URI_TOO_LONG)
         if self.server.local and self.headers.get("Host", "").lower() not in self.server.hosts:
             raise Refused("the request names another host", HTTPStatus.MISDIRECTED_REQUEST)
-        if self.headers.get("Origin") is not None or self.headers.get("Sec-Fetch-Site", "none") != "none":
+        if (
+            self.headers.get("Origin") is not None
+            or self.headers.get("Sec-Fetch-Site", "none") != "none"
+        ):
             raise Refused("web pages are not served", HTTPStatus.FORBIDDEN)
 
     def _where(self) -> tuple[str | None, str]:
@@ -160,30 +182,46 @@ class _EndpointHandler(Handler):
         return key.strip() if kind.lower() == "bearer" else ""
 
     def _check_token(self, episode: str | None) -> None:
-        """Refuses who brings neither the server's token nor, as key, the id of the episode that is asked for."""
+        """Refuses who brings neither the server's token nor, as key, the id of the episode that is
+        asked for.
+        """
         if self.server.token is None:
             return
         key, known = self._key().encode(), [self.server.token.encode()]
         if episode is not None and self.server.find(episode) is not None:
             known.append(episode.encode())
         if not any(secrets.compare_digest(key, one) for one in known):
-            raise Refused("bring the server's token: Authorization: Bearer TOKEN", HTTPStatus.UNAUTHORIZED, code="invalid_api_key")
+            raise Refused(
+                "bring the server's token: Authorization: Bearer TOKEN",
+                HTTPStatus.UNAUTHORIZED,
+                code="invalid_api_key",
+            )
 
     def _read(self) -> Mapping[str, Any]:
         """The body, a JSON object.  Raises Refused."""
         lengths = self.headers.get_all("Content-Length", [])
         length = lengths[0] if len(set(lengths)) == 1 else ""
         if self.headers.get("Transfer-Encoding") or not length.isascii() or not length.isdigit():
-            raise Refused("the length of the body must be given (Content-Length)", HTTPStatus.LENGTH_REQUIRED)
+            raise Refused(
+                "the length of the body must be given (Content-Length)", HTTPStatus.LENGTH_REQUIRED
+            )
         if len(length) > 12 or int(length) > LARGEST:
-            raise Refused(f"the body has {length[:20]} bytes; at most {LARGEST} are read", HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+            raise Refused(
+                f"the body has {length[:20]} bytes; at most {LARGEST} are read",
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            )
         if self.headers.get_content_type() != "application/json":
-            raise Refused("the body must be JSON (Content-Type: application/json)", HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
+            raise Refused(
+                "the body must be JSON (Content-Type: application/json)",
+                HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+            )
         data = self.await_body(int(length))
         try:
             body = json.loads(data, parse_constant=_no_number)
         except RecursionError:
-            raise Refused("the body is not JSON that can be read: it is nested too deeply") from None
+            raise Refused(
+                "the body is not JSON that can be read: it is nested too deeply"
+            ) from None
         except ValueError as error:
             raise Refused(f"the body is not JSON: {error}") from None
         if not isinstance(body, Mapping):
@@ -192,17 +230,25 @@ class _EndpointHandler(Handler):
             raise Refused(f"the body cannot be read: {half} is half of a character")
         return body
 
-    # ---- routes --------------------------------------------------------------------------------------------------------------
+    # ---- routes
+    # --------------------------------------------------------------------------------------------------------------
 
     def _models(self, episode: str | None) -> Any:
         if episode is not None:
             self._episode(episode)
-        model = {"id": self.server.name, "object": "model", "created": self.server.begun, "owned_by": "groupwise"}
+        model = {
+            "id": self.server.name,
+            "object": "model",
+            "created": self.server.begun,
+            "owned_by": "groupwise",
+        }
         return {"object": "list", "data": [model | {"max_model_len": self.server.context}]}
 
     def _generate(self, episode: str | None) -> Any:
         session = self._episode(episode)
-        context, sampling = read_token_request(self._body, vocabulary=self.server.vocabulary, eos_ids=session.codec.eos_ids)
+        context, sampling = read_token_request(
+            self._body, vocabulary=self.server.vocabulary, eos_ids=session.codec.eos_ids
+        )
         sampled = self._wait(session.draw(TurnRequest(context, sampling, self._agent)))
         return token_answer(f"generate-{secrets.token_hex(8)}", sampled)
 
@@ -213,7 +259,11 @@ class _EndpointHandler(Handler):
         sampled = self._wait(session.draw(turn))
         response = session.respond(request, turn.thinking, sampled)
         answer = chat_answer(request, int(turn.context.size), sampled, response, session.codec)
-        return as_stream(answer, usage=request.stream_options.include_usage) if request.stream else answer
+        return (
+            as_stream(answer, usage=request.stream_options.include_usage)
+            if request.stream
+            else answer
+        )
 
     def _claim(self, episode: str | None) -> Any:
         if self.server.episodes is None or episode is not None:
@@ -224,10 +274,20 @@ class _EndpointHandler(Handler):
         if self.server.episodes is None or episode is None:
             raise Refused("no episodes are given away here", HTTPStatus.NOT_FOUND)
         reward, failure = self._body.get("reward"), self._body.get("failure") or ""
-        wrong = isinstance(reward, bool) or not isinstance(reward, int | float | None) or not isinstance(failure, str)
+        wrong = (
+            isinstance(reward, bool)
+            or not isinstance(reward, int | float | None)
+            or not isinstance(failure, str)
+        )
         if wrong or not math.isfinite(reward or 0.0):
-            raise Refused("reward must be a finite number or null, failure a string", param="reward")
-        ending = EnvironmentFailure(failure) if failure else Ending(None if reward is None else float(reward))
+            raise Refused(
+                "reward must be a finite number or null, failure a string", param="reward"
+            )
+        ending = (
+            EnvironmentFailure(failure)
+            if failure
+            else Ending(None if reward is None else float(reward))
+        )
         self.server.episodes.report(episode, ending)
         return {}
 
@@ -237,17 +297,27 @@ class _EndpointHandler(Handler):
         return str(self.headers.get("X-Session-ID", ""))
 
     def _episode(self, episode: str | None) -> HarnessEpisode:
-        """The episode that a request belongs to, by its address, its key or its model.  Raises Refused."""
+        """The episode that a request belongs to, by its address, its key or its model.  Raises
+        Refused.
+        """
         model = None if self._body is None else self._body.get("model")
         name = episode if episode is not None else model if isinstance(model, str) else None
         session = None if name is None else self.server.find(name)
         if session is None:
-            where = "requests must name their episode: /episodes/ID/v1/..." if episode is None else "it is over, or never was one"
-            raise Refused(f"there is no such episode: {where}", HTTPStatus.NOT_FOUND, code="episode_over")
+            where = (
+                "requests must name their episode: /episodes/ID/v1/..."
+                if episode is None
+                else "it is over, or never was one"
+            )
+            raise Refused(
+                f"there is no such episode: {where}", HTTPStatus.NOT_FOUND, code="episode_over"
+            )
         return session
 
     def _wait(self, sampled: Future[SampledTokens]) -> SampledTokens:
-        """What is being drawn.  Raises ConnectionError if the client hangs up before; what nobody waits for is not begun."""
+        """What is being drawn.  Raises ConnectionError if the client hangs up before; what nobody
+        waits for is not begun.
+        """
         while True:
             try:
                 return sampled.result(timeout=POLL_SECONDS)
@@ -256,10 +326,15 @@ class _EndpointHandler(Handler):
                     sampled.cancel()
                     raise ConnectionAbortedError("the client has closed the connection") from None
 
-    # ---- answers -------------------------------------------------------------------------------------------------------------
+    # ---- answers
+    # -------------------------------------------------------------------------------------------------------------
 
     def _send(self, status: HTTPStatus, body: Any) -> None:
-        self._write(status, b"" if body is None else json.dumps(body, allow_nan=False).encode(), "application/json")
+        self._write(
+            status,
+            b"" if body is None else json.dumps(body, allow_nan=False).encode(),
+            "application/json",
+        )
 
     def _write(self, status: HTTPStatus, data: bytes, kind: str) -> None:
         self.send_response(status)
@@ -287,9 +362,14 @@ def _no_number(name: str) -> Any:
 
 
 def chat_answer(
-    request: ChatRequest, context: int, sampled: SampledTokens, response: ChatResponse, codec: ChatCodec
+    request: ChatRequest,
+    context: int,
+    sampled: SampledTokens,
+    response: ChatResponse,
+    codec: ChatCodec,
 ) -> dict[str, Any]:
-    """What `POST /v1/chat/completions` answers.  Log-probs are of all tokens, those of a stop string among them.
+    """What `POST /v1/chat/completions` answers.  Log-probs are of all tokens, those of a stop
+    string among them.
 
     context: tokens that the turn was drawn behind."""
     choice: dict[str, Any] = {
@@ -302,7 +382,14 @@ def chat_answer(
         entries = []
         for token, logp in zip(sampled.tokens, sampled.logp, strict=True):
             text = codec.decode([token])
-            entries.append({"token": text, "logprob": float(logp), "bytes": list(text.encode()), "top_logprobs": []})
+            entries.append(
+                {
+                    "token": text,
+                    "logprob": float(logp),
+                    "bytes": list(text.encode()),
+                    "top_logprobs": [],
+                }
+            )
         choice["logprobs"] = {"content": entries, "refusal": None}
     written = len(sampled.tokens)
     return {
@@ -312,20 +399,36 @@ def chat_answer(
         "model": request.model,
         "system_fingerprint": f"version-{sampled.version}",
         "choices": [choice],
-        "usage": {"prompt_tokens": context, "completion_tokens": written, "total_tokens": context + written},
+        "usage": {
+            "prompt_tokens": context,
+            "completion_tokens": written,
+            "total_tokens": context + written,
+        },
     }
 
 
 def as_stream(answer: Mapping[str, Any], *, usage: bool) -> bytes:
     """The same as server-sent events, all at once.  usage: with a last event of the token counts."""
-    head = {"id": answer["id"], "object": "chat.completion.chunk", "created": answer["created"], "model": answer["model"]}
+    head = {
+        "id": answer["id"],
+        "object": "chat.completion.chunk",
+        "created": answer["created"],
+        "model": answer["model"],
+    }
     (choice,) = answer["choices"]
     delta = dict(choice["message"])
     if "tool_calls" in delta:
-        delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(delta["tool_calls"])]
+        delta["tool_calls"] = [
+            {"index": place, **call} for place, call in enumerate(delta["tool_calls"])
+        ]
     message = {"index": 0, "delta": delta, "logprobs": choice["logprobs"], "finish_reason": None}
     end = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}
     chunks = [{**head, "choices": [message]}, {**head, "choices": [end]}]
     if usage:
         chunks.append({**head, "choices": [], "usage": answer["usage"]})
-    return b"".join(b"data: " + json.dumps(chunk, allow_nan=False).encode() + b"\n\n" for chunk in chunks) + b"data: [DONE]\n\n"
+    return (
+        b"".join(
+            b"data: " + json.dumps(chunk, allow_nan=False).encode() + b"\n\n" for chunk in chunks
+        )
+        + b"data: [DONE]\n\n"
+    )

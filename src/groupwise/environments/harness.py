@@ -1,7 +1,8 @@
-"""Agent harnesses, and how they are run: Python functions, programs, or processes that somebody else has started.
+"""Agent harnesses, and how they are run: Python functions, programs, or processes that somebody
+else has started.
 
-A harness drives its own loop against an episode's base URL, as any OpenAI client would, and says in the end what the episode was
-worth.  It knows nothing of training.
+A harness drives its own loop against an episode's base URL, as any OpenAI client would, and says in
+the end what the episode was worth.  It knows nothing of training.
 """
 
 from __future__ import annotations
@@ -53,18 +54,22 @@ class EpisodeRequest:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What a harness says at its end.  Raises EnvironmentFailure for a reward that is no finite number."""
+    """What a harness says at its end.  Raises EnvironmentFailure for a reward that is no finite
+    number.
+    """
 
     reward: float | None = None
     """None where it can give none."""
     traces: Mapping[str, tuple[str, float | None]] = field(default_factory=dict)
-    """Where the agents of an episode are rewarded apart: the agent and the reward of each session (the header X-Session-ID of its
-    requests)."""
+    """Where the agents of an episode are rewarded apart: the agent and the reward of each session
+    (the header X-Session-ID of its requests)."""
 
     def __post_init__(self) -> None:
         for reward in (self.reward, *(reward for _, reward in self.traces.values())):
             if reward is not None and not math.isfinite(reward):
-                raise EnvironmentFailure(f"its reward is {reward}: return a finite number, or None where there is none")
+                raise EnvironmentFailure(
+                    f"its reward is {reward}: return a finite number, or None where there is none"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +83,9 @@ class HarnessRun:
 
 
 class Harness(Protocol):
-    """Runs a program or function that drives an episode, one for each.  It may be used by several threads at once."""
+    """Runs a program or function that drives an episode, one for each.  It may be used by several
+    threads at once.
+    """
 
     def start(self, request: EpisodeRequest) -> HarnessRun:
         """Begin an episode and return at once."""
@@ -100,7 +107,11 @@ class LoopHarness:
     """A harness whose episodes are tasks of one event loop, which starts with the first of them."""
 
     def __init__(
-        self, name: str, around: Callable[[], AbstractAsyncContextManager[Any]] = contextlib.nullcontext, *, seconds: float
+        self,
+        name: str,
+        around: Callable[[], AbstractAsyncContextManager[Any]] = contextlib.nullcontext,
+        *,
+        seconds: float,
     ) -> None:
         """As of `EventLoop`."""
         self._make = partial(EventLoop, name, around, seconds=seconds)
@@ -123,7 +134,9 @@ class LoopHarness:
 
 
 async def _contained(episode: Coroutine[Any, Any, Ending]) -> Ending:
-    """The ending; an exception that would end the loop, and with it every episode, is a failure like others."""
+    """The ending; an exception that would end the loop, and with it every episode, is a failure
+    like others.
+    """
     try:
         return await episode
     except (SystemExit, KeyboardInterrupt) as error:
@@ -133,9 +146,9 @@ async def _contained(episode: Coroutine[Any, Any, Ending]) -> Ending:
 class FunctionHarness(LoopHarness):
     """A function `harness(row, base_url, ...) -> reward`, sync or async.
 
-    It gets those of `row`, `base_url`, `api_key`, `model`, `index` and `seed` that it names.  Async ones share an event loop; a
-    sync one has a thread.  A thread cannot be killed: one that hangs is left behind, and its requests are refused.
-    """
+    It gets those of `row`, `base_url`, `api_key`, `model`, `index` and `seed` that it names.  Async
+    ones share an event loop; a sync one has a thread.  A thread cannot be killed: one that hangs is
+    left behind, and its requests are refused."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         """Raises ConfigError for a function that cannot be called so."""
@@ -148,20 +161,33 @@ class FunctionHarness(LoopHarness):
             one.name
             for one in parameters
             if one.default is inspect.Parameter.empty
-            and one.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+            and one.kind
+            in (
+                inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                inspect.Parameter.KEYWORD_ONLY,
+            )
             and one.name not in known
         ]
         if foreign or "base_url" not in self._names:
             wrong = f"asks for {', '.join(foreign)}" if foreign else "does not take base_url"
-            raise ConfigError(f"the harness {getattr(function, '__name__', function)!r} {wrong}: it may name {', '.join(known)}")
+            raise ConfigError(
+                f"the harness {getattr(function, '__name__', function)!r} {wrong}: it may name"
+                f" {', '.join(known)}"
+            )
         self.function = function
 
     def start(self, request: EpisodeRequest) -> HarnessRun:
-        """Call the function: an asynchronous one as a task of the event loop, any other in a thread."""
+        """Call the function: an asynchronous one as a task of the event loop, any other in a
+        thread.
+        """
         arguments = {name: getattr(request, name) for name in self._names}
         if inspect.iscoroutinefunction(self.function):
             return self.play(self._awaited(arguments))
-        return HarnessRun(threads.begin(lambda: Ending(reward_of(self.function(**arguments))), f"harness-{request.id}"))
+        return HarnessRun(
+            threads.begin(
+                lambda: Ending(reward_of(self.function(**arguments))), f"harness-{request.id}"
+            )
+        )
 
     async def _awaited(self, arguments: Mapping[str, Any]) -> Ending:
         return Ending(reward_of(await self.function(**arguments)))
@@ -170,9 +196,9 @@ class FunctionHarness(LoopHarness):
 class ProgramHarness:
     """A program, started for each episode.
 
-    The row is on its standard input, as JSON; OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL are set.  The last line that it
-    prints is the reward, a number or null.  It is ended with all that it has started, also where this process is killed.
-    """
+    The row is on its standard input, as JSON; OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL are
+    set.  The last line that it prints is the reward, a number or null.  It is ended with all that
+    it has started, also where this process is killed."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self.command = list(command)
@@ -190,13 +216,21 @@ class ProgramHarness:
             if not self._process.alive():
                 self._process = self._start()
             fork = self._process.fork()
-        return HarnessRun(threads.begin(lambda: self._run(request, fork), f"harness-{request.id}"), fork.kill)
+        return HarnessRun(
+            threads.begin(lambda: self._run(request, fork), f"harness-{request.id}"), fork.kill
+        )
 
     def _run(self, request: EpisodeRequest, fork: WorkerProcess) -> Ending:
-        names = {"OPENAI_BASE_URL": request.base_url, "OPENAI_API_KEY": request.api_key, "OPENAI_MODEL": request.model}
+        names = {
+            "OPENAI_BASE_URL": request.base_url,
+            "OPENAI_API_KEY": request.api_key,
+            "OPENAI_MODEL": request.model,
+        }
         row = json.dumps(request.row, default=str)
         try:
-            status, printed, errors = fork.call(self.command, environment_of_others() | names, row, seconds=FOREVER)
+            status, printed, errors = fork.call(
+                self.command, environment_of_others() | names, row, seconds=FOREVER
+            )
         except (Died, Raised, TimeoutError) as error:
             raise EnvironmentFailure(str(error)) from error
         finally:
@@ -215,7 +249,8 @@ class ProgramHarness:
 
 
 class OutsideHarness:
-    """Processes that somebody else has started fetch episodes: `POST /episodes`, and tell of the end: `POST /episodes/ID/end`.
+    """Processes that somebody else has started fetch episodes: `POST /episodes`, and tell of the
+    end: `POST /episodes/ID/end`.
 
     They may have packages of their own, and run on another machine.
     """
@@ -231,7 +266,8 @@ class OutsideHarness:
         return HarnessRun(ending, lambda: self._open.pop(request.id, None))
 
     def claim(self, seconds: float, there: Callable[[], bool]) -> Mapping[str, Any] | None:
-        """The next queued episode, as JSON; None if none comes within so many seconds, or whoever wanted it has hung up.
+        """The next queued episode, as JSON; None if none comes within so many seconds, or whoever
+        wanted it has hung up.
 
         there: False once it has.
         """
@@ -250,7 +286,11 @@ class OutsideHarness:
         """Finish the episode.  Raises Refused for one that is over or unknown."""
         future = self._open.pop(episode, None)
         if future is None:
-            raise Refused("there is no such episode: it is over, or never was one", HTTPStatus.NOT_FOUND, code="episode_over")
+            raise Refused(
+                "there is no such episode: it is over, or never was one",
+                HTTPStatus.NOT_FOUND,
+                code="episode_over",
+            )
         if isinstance(ending, Ending):
             future.set_result(ending)
         else:
@@ -262,7 +302,14 @@ class OutsideHarness:
 
 
 def reward_of(returned: Any) -> float | None:
-    """The reward that a harness returned, as a float or None.  Raises TypeError for anything that is not a number."""
-    if returned is None or isinstance(returned, int | float) or hasattr(returned, "__float__"):  # numpy's and torch's too
+    """The reward that a harness returned, as a float or None.  Raises TypeError for anything that
+    is not a number.
+    """
+    if (
+        returned is None or isinstance(returned, int | float) or hasattr(returned, "__float__")
+    ):  # numpy's and torch's too
         return None if returned is None else float(returned)
-    raise TypeError(f"a harness returns its reward, a number or None; got {returned!r:.80} ({type(returned).__name__})")
+    raise TypeError(
+        f"a harness returns its reward, a number or None; got {returned!r:.80}"
+        f" ({type(returned).__name__})"
+    )

@@ -1,12 +1,15 @@
-"""Episodes that a harness drives: it asks the endpoint for the policy's turns, and its requests become a conversation.
+"""Episodes that a harness drives: it asks the endpoint for the policy's turns, and its requests
+become a conversation.
 
-The engine uses it like any other `World`; `open` and `answer` are done when the harness asks for its next turn.  A request whose
-ids begin with exactly the ids of the stream continues the stream.  Any other begins a branch: the harness changed or dropped the
-past, or several agents share the episode.  The episode is over when the harness has ended.
+The engine uses it like any other `World`; `open` and `answer` are done when the harness asks for
+its next turn.  A request whose ids begin with exactly the ids of the stream continues the stream.
+Any other begins a branch: the harness changed or dropped the past, or several agents share the
+episode.  The episode is over when the harness has ended.
 
-What the policy wrote is never tokenised again: an assistant's message that a client repeats is recognised and replaced by the ids
-that were sampled; the messages since then are appended as the chat template's suffix (`data.turns`).  A conversation that repeats
-nothing, or changes what it repeats, is rendered from where it differs.
+What the policy wrote is never tokenised again: an assistant's message that a client repeats is
+recognised and replaced by the ids that were sampled; the messages since then are appended as the
+chat template's suffix (`data.turns`).  A conversation that repeats nothing, or changes what it
+repeats, is rendered from where it differs.
 """
 
 from __future__ import annotations
@@ -27,8 +30,21 @@ from groupwise.config.settings import EnvironmentSettings
 from groupwise.environments.chat_codec import ChatCodec, ChatResponse, recorded
 from groupwise.environments.conversation import NOTHING, Reply, Stream
 from groupwise.environments.endpoint import Endpoint
-from groupwise.environments.harness import Ending, EpisodeRequest, Harness, HarnessRun, OutsideHarness, failure_of
-from groupwise.environments.requests import ChatRequest, Refused, SampledTokens, TurnRequest, message_key
+from groupwise.environments.harness import (
+    Ending,
+    EpisodeRequest,
+    Harness,
+    HarnessRun,
+    OutsideHarness,
+    failure_of,
+)
+from groupwise.environments.requests import (
+    ChatRequest,
+    Refused,
+    SampledTokens,
+    TurnRequest,
+    message_key,
+)
 from groupwise.environments.tool_calls import opens_thinking
 from groupwise.errors import DataError, EnvironmentFailure
 from groupwise.records import Episode, Finish, Sampling, Trace
@@ -61,10 +77,17 @@ class HarnessWorld:
         vocabulary: int,
         token: str | None = None,
     ) -> None:
-        """sampling: of the run; requests that ask for something else are refused.   context: most tokens of a sequence.
+        """sampling: of the run; requests that ask for something else are refused.   context: most
+        tokens of a sequence.
         token: see `Endpoint`.
         """
-        self.harness, self.codec, self.settings, self.sampling, self.context = harness, codec, settings, sampling, context
+        self.harness, self.codec, self.settings, self.sampling, self.context = (
+            harness,
+            codec,
+            settings,
+            sampling,
+            context,
+        )
         self._changed = threading.Condition()
         self._live: dict[str, HarnessEpisode] = {}
         self._queue: deque[HarnessEpisode] = deque()
@@ -106,11 +129,16 @@ class HarnessWorld:
             self._changed.notify()
 
     def ended(self, episode: HarnessEpisode, failure: str | None) -> None:
-        """The episode needs no harness any more.   failure: empty where it succeeded, None where nobody knows."""
+        """The episode needs no harness any more.   failure: empty where it succeeded, None where
+        nobody knows.
+        """
         with self._changed:
             if episode in self._running:
                 self._running.remove(episode)
-                self._succeeded, self._failed = self._succeeded + (failure == ""), self._failed + bool(failure)
+                self._succeeded, self._failed = (
+                    self._succeeded + (failure == ""),
+                    self._failed + bool(failure),
+                )
                 self._changed.notify()
             elif episode in self._queue:
                 self._queue.remove(episode)
@@ -157,16 +185,20 @@ class _DrawnTurn:
     call_ids: Sequence[str] = ()
     """Of its calls, as the client got them."""
     keys: tuple[str, ...] = ()
-    """Of the messages up to its own, as the client will repeat them; none of a turn that was requested by token ids."""
+    """Of the messages up to its own, as the client will repeat them; none of a turn that was
+    requested by token ids.
+    """
     setting: str = ""
     """Of the request: tools and variables."""
 
 
 class HarnessEpisode:
-    """One episode; implements `conversation.Conversation` for the engine, and answers the endpoint's requests.
+    """One episode; implements `conversation.Conversation` for the engine, and answers the
+    endpoint's requests.
 
-    At any time either the harness is at work, or its requests wait, or the engine draws a turn for one of them.  Threads of the
-    engine, of the endpoint and of the harness use it at once; all that changes it holds its lock.
+    At any time either the harness is at work, or its requests wait, or the engine draws a turn for
+    one of them.  Threads of the engine, of the endpoint and of the harness use it at once; all that
+    changes it holds its lock.
     """
 
     def __init__(self, world: HarnessWorld, stream: Stream, seed: int) -> None:
@@ -191,7 +223,8 @@ class HarnessEpisode:
         self._ending = Ending()
         self._failure = ""
 
-    # ---- for the engine ------------------------------------------------------------------------------------------------------
+    # ---- for the engine
+    # ------------------------------------------------------------------------------------------------------
 
     def open(self) -> Future[Reply]:
         """Start the harness; done when it asks for its first turn."""
@@ -201,13 +234,17 @@ class HarnessEpisode:
         return first
 
     def answer(self) -> Future[Reply]:
-        """Give the turn to the request that waits for it; done when the harness asks for its next one."""
+        """Give the turn to the request that waits for it; done when the harness asks for its next
+        one.
+        """
         with self._lock:
             stream, turn, request = self.stream, self.stream.turns[-1], self._drawing
             assert request is not None
             tokens, logp = stream.tokens[turn.begin : turn.end], stream.logp[turn.begin : turn.end]
             version = stream.version[-1] if tokens else 0
-            request.sampled.set_result(SampledTokens(tokens, logp, turn.finish, version, len(self._drawn)))
+            request.sampled.set_result(
+                SampledTokens(tokens, logp, turn.finish, version, len(self._drawn))
+            )
             self._drawn.append(_DrawnTurn(time.monotonic(), request.agent))
             self._drawing, self._next = None, (following := Future())
             self._advance()
@@ -237,10 +274,18 @@ class HarnessEpisode:
         turns: dict[str, list[int]] = {}
         for place, drawn in enumerate(self._drawn):
             turns.setdefault(drawn.agent, []).append(place)
-        named = ((turns.get(session), agent, reward) for session, (agent, reward) in self._ending.traces.items())
-        return tuple(Trace(agent=agent, turns=tuple(places), reward=reward) for places, agent, reward in named if places)
+        named = (
+            (turns.get(session), agent, reward)
+            for session, (agent, reward) in self._ending.traces.items()
+        )
+        return tuple(
+            Trace(agent=agent, turns=tuple(places), reward=reward)
+            for places, agent, reward in named
+            if places
+        )
 
-    # ---- for the harness -----------------------------------------------------------------------------------------------------
+    # ---- for the harness
+    # -----------------------------------------------------------------------------------------------------
 
     def start(self, harness: Harness) -> None:
         """Let the harness run, unless the episode is over by now."""
@@ -275,9 +320,16 @@ class HarnessEpisode:
             failure = failure_of(error)
         with self._lock:
             full, turns = self._full, self.stream.turns
-            if full is None and turns and turns[-1].finish is Finish.LENGTH and self._room(self.stream.size) < 1:
+            if (
+                full is None
+                and turns
+                and turns[-1].finish is Finish.LENGTH
+                and self._room(self.stream.size) < 1
+            ):
                 full = Finish.LENGTH
-        self.end(full or (Finish.ERROR if failure else Finish.DONE), "" if full else failure, ending)
+        self.end(
+            full or (Finish.ERROR if failure else Finish.DONE), "" if full else failure, ending
+        )
 
     def end(self, finish: Finish, failure: str | None, ending: Ending = Ending()) -> None:  # noqa: B008 - frozen
         """The episode is over, and its harness is broken off; only the first call counts.
@@ -306,22 +358,31 @@ class HarnessEpisode:
             if self._drawing is None and not self._waiting:
                 self._spent += seconds
         if self._spent > self.world.settings.episode_timeout:
-            self.end(Finish.DEADLINE, f"the harness took more than {self.world.settings.episode_timeout:g} s")
+            self.end(
+                Finish.DEADLINE,
+                f"the harness took more than {self.world.settings.episode_timeout:g} s",
+            )
 
-    # ---- for the endpoint ----------------------------------------------------------------------------------------------------
+    # ---- for the endpoint
+    # ----------------------------------------------------------------------------------------------------
 
     def render(self, request: ChatRequest, agent: str) -> TurnRequest:
         """The turn that a chat request asks for.
 
-        Raises Refused for sampling that differs from the run's, and where the chat template has no text for the conversation.
-        """
+        Raises Refused for sampling that differs from the run's, and where the chat template has no
+        text for the conversation."""
         request.check_against(self.world.sampling)
         after = self._recognised(request)
         if after is not None:
-            new, ids = request.messages[len(self._drawn[after].keys) :], self.stream.through(self.stream.turns[after])
+            new, ids = (
+                request.messages[len(self._drawn[after].keys) :],
+                self.stream.through(self.stream.turns[after]),
+            )
             try:
                 tokens, text = self.codec.follow(request, int(ids[-1]), new)
-            except DataError:  # messages that no suffix begins with; what is wrong with others, the whole conversation tells
+            # messages that no suffix begins with; what is wrong with others, the whole conversation
+            # tells
+            except DataError:
                 pass
             else:
                 ids = np.concatenate([ids, tokens])
@@ -333,11 +394,17 @@ class HarnessEpisode:
         return TurnRequest(tokens, request, agent, opens_thinking(text), request.messages)
 
     def _recognised(self, request: ChatRequest) -> int | None:
-        """The turn that reaches furthest into the request, with messages behind it; of equal ones the latest."""
+        """The turn that reaches furthest into the request, with messages behind it; of equal ones
+        the latest.
+        """
         reach, best = 1, None
         for number, drawn in enumerate(list(self._drawn)):
             length = len(drawn.keys)
-            fits = length < len(request.keys) and drawn.setting == request.setting and request.keys[:length] == drawn.keys
+            fits = (
+                length < len(request.keys)
+                and drawn.setting == request.setting
+                and request.keys[:length] == drawn.keys
+            )
             if fits and length >= reach:
                 reach, best = length, number
         return best
@@ -356,7 +423,9 @@ class HarnessEpisode:
         return request.sampled
 
     def respond(self, request: ChatRequest, thinking: bool, sampled: SampledTokens) -> ChatResponse:
-        """The turn as a message, which is from now on recognised, with its calls noted for the record."""
+        """The turn as a message, which is from now on recognised, with its calls noted for the
+        record.
+        """
         response = self.codec.read(sampled, request, thinking, self.world.sampling.stop)
         with self._lock:
             turn, drawn = self.stream.turns[sampled.turn], self._drawn[sampled.turn]
@@ -364,13 +433,18 @@ class HarnessEpisode:
             drawn.keys = (*request.keys, message_key(response.message))
             self.stream.turns[sampled.turn] = replace(
                 turn,
-                finish=Finish.TOOL_CALLS if response.calls and turn.finish is not Finish.LENGTH else turn.finish,
+                finish=(
+                    Finish.TOOL_CALLS
+                    if response.calls and turn.finish is not Finish.LENGTH
+                    else turn.finish
+                ),
                 calls=tuple(map(recorded, response.calls)),
             )
             self._messages = (*request.messages, response.message)
         return response
 
-    # ---- inside; the lock is held --------------------------------------------------------------------------------------------
+    # ---- inside; the lock is held
+    # --------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
         """Answer the engine, if it waits and there is something to continue with."""
@@ -396,10 +470,18 @@ class HarnessEpisode:
             following.set_result(reply)
 
     def _reply(self, request: TurnRequest) -> Reply:
-        """The reply with which the engine continues for a request.  Raises Refused where there is no room for a turn."""
-        context, stream, world, first = request.context, self.stream.ids(), self.world, not self.stream.turns
+        """The reply with which the engine continues for a request.  Raises Refused where there is
+        no room for a turn.
+        """
+        context, stream, world, first = (
+            request.context,
+            self.stream.ids(),
+            self.world,
+            not self.stream.turns,
+        )
         follows = context.size >= stream.size and np.array_equal(context[: stream.size], stream)
-        # Before the first turn nothing is appended: what the harness begins with is context, not part of the completion.
+        # Before the first turn nothing is appended: what the harness begins with is context, not
+        # part of the completion.
         follows = follows and (context.size == stream.size or not first)
         new = context[stream.size :] if follows else NOTHING
         room = self._room(context.size, new.size)
@@ -409,23 +491,33 @@ class HarnessEpisode:
         if room < 1:
             self._full = Finish.LENGTH
             raise Refused(
-                f"no room for a turn: its context has {context.size} tokens of {world.context}, and the episode "
-                f"{len(self.stream.tokens) + new.size} of {world.sampling.max_new_tokens}",
+                f"no room for a turn: its context has {context.size} tokens of {world.context}, and"
+                f" the episode {len(self.stream.tokens) + new.size} of"
+                f" {world.sampling.max_new_tokens}",
                 code="context_length_exceeded",
             )
         self._note_answer(request, new)
         limit = request.sampling.max_tokens
-        return Reply(new, context=None if follows else context, limit=limit if limit is not None and limit < room else None)
+        return Reply(
+            new,
+            context=None if follows else context,
+            limit=limit if limit is not None and limit < room else None,
+        )
 
     def _room(self, context: int, new: int = 0) -> int:
         """Tokens that the next turn may have behind a context, of which so many are new."""
-        return min(self.world.sampling.max_new_tokens - len(self.stream.tokens) - new, self.world.context - context)
+        return min(
+            self.world.sampling.max_new_tokens - len(self.stream.tokens) - new,
+            self.world.context - context,
+        )
 
     def _note_answer(self, request: TurnRequest, new: np.ndarray) -> None:
         """Record the messages that answered the last turn."""
         messages, turns = request.new_messages, self.stream.turns
         which = len(turns) - 1 if messages is None else request.after
-        if which is None or which < 0 or turns[which].answer:  # the harness continues from it a second time
+        if (
+            which is None or which < 0 or turns[which].answer
+        ):  # the harness continues from it a second time
             return
         turn, drawn = turns[which], self._drawn[which]
         seconds = time.monotonic() - drawn.at
@@ -433,7 +525,11 @@ class HarnessEpisode:
         turns[which] = replace(
             turn,
             seconds=seconds,
-            answer=self.codec.decode(new) if messages is None else "\n".join(str(message["content"]) for message in messages),
+            answer=(
+                self.codec.decode(new)
+                if messages is None
+                else "\n".join(str(message["content"]) for message in messages)
+            ),
             calls=tuple(
                 replace(call, result=texts.get(name, call.result), seconds=seconds)
                 for name, call in zip(drawn.call_ids, turn.calls, strict=True)
@@ -443,7 +539,11 @@ class HarnessEpisode:
     def _refusal(self) -> Refused:
         if self._full is Finish.TURNS:
             turns = counted(self.world.settings.max_turns, "turn")
-            return Refused(f"the episode has had {turns} (environment.max_turns)", code="too_many_turns")
+            return Refused(
+                f"the episode has had {turns} (environment.max_turns)", code="too_many_turns"
+            )
         if self._full is Finish.LENGTH:
-            return Refused("the episode has no room for another turn", code="context_length_exceeded")
+            return Refused(
+                "the episode has no room for another turn", code="context_length_exceeded"
+            )
         return Refused(f"the episode is over: {self._over}", HTTPStatus.GONE, code="episode_over")

@@ -1,7 +1,8 @@
-"""Tools and environments on the side where they run: in a worker process (`runtime.py`), or in a thread of this one.
+"""Tools and environments on the side where they run: in a worker process (`runtime.py`), or in a
+thread of this one.
 
-It imports little: every worker process starts with it, and to import asyncio takes as long as the rest of that start.  Requests
-come as tuples, answers are plain values that JSON holds.
+It imports little: every worker process starts with it, and to import asyncio takes as long as the
+    rest of that start.  Requests come as tuples, answers are plain values that JSON holds.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ class Instance:
     """Tools, and perhaps one environment, that answer the policy in one episode."""
 
     def __init__(
-        self, tools: Mapping[str, Callable[..., Any]], factory: Callable[..., Any] | None, args: Mapping[str, Any]
+        self,
+        tools: Mapping[str, Callable[..., Any]],
+        factory: Callable[..., Any] | None,
+        args: Mapping[str, Any],
     ) -> None:
         self._functions, self._factory, self._args = dict(tools), factory, args
         self.home: str | None = None
@@ -48,7 +52,9 @@ class Instance:
         """The event loop: one for all calls, so that sessions, locks and semaphores stay valid."""
 
     def answer(self, what: str, *request: Any) -> Any:
-        """`describe`, `reset`, `call`, `step`, `end`: see the methods of these names.  `call` answers once for each call."""
+        """`describe`, `reset`, `call`, `step`, `end`: see the methods of these names.  `call`
+        answers once for each call.
+        """
         return getattr(self, what)(*request)
 
     def describe(self, name: str, interface: str | None) -> dict[str, Any]:
@@ -59,28 +65,42 @@ class Instance:
         from groupwise.environments.schemas import name_of, schema_of
 
         functions = list(self._functions.items())
-        facts: dict[str, Any] = {"steps": False, "rewarded": False, "resets": self._factory is not None, "title": name}
+        facts: dict[str, Any] = {
+            "steps": False,
+            "rewarded": False,
+            "resets": self._factory is not None,
+            "title": name,
+        }
         if self._factory is not None:
             made = self._object = self._factory(**self._args)
             what = f"the environment {name!r} ({type(made).__name__})"
             for method in ("reset",) if interface != "step" else ("reset", "step"):
                 if not callable(getattr(made, method, None)):
                     raise ConfigError(f"{what} has no method {method}()")
-            steps = interface == "step" or (interface is None and callable(getattr(made, "step", None)))
+            steps = interface == "step" or (
+                interface is None and callable(getattr(made, "step", None))
+            )
             rewarded = steps or callable(getattr(made, "get_reward", None))
             facts |= {"title": type(made).__name__, "steps": steps, "rewarded": rewarded}
-            functions += [] if steps else [(tool, getattr(made, tool)) for tool in _methods(made, interface)]
+            functions += (
+                [] if steps else [(tool, getattr(made, tool)) for tool in _methods(made, interface)]
+            )
             self.end(False)
             if not functions and not steps:
                 raise ConfigError(
-                    f"{what} has nothing that the policy can do: give it step(text), or public methods with type hints and "
-                    "docstrings, which are its tools"
+                    f"{what} has nothing that the policy can do: give it step(text), or public"
+                    " methods with type hints and docstrings, which are its tools"
                 )
         schemas = [schema_of(function, tool) for tool, function in functions]
         names = [name_of(schema) for schema in schemas]
         if twice := next((one for one in names if names.count(one) > 1), None):
-            raise ConfigError(f"two tools are called {twice!r}; the policy tells them apart by name")
-        return facts | {"schemas": schemas, "asynchronous": [tool for tool, function in functions if asynchronous(function)]}
+            raise ConfigError(
+                f"two tools are called {twice!r}; the policy tells them apart by name"
+            )
+        return facts | {
+            "schemas": schemas,
+            "asynchronous": [tool for tool, function in functions if asynchronous(function)],
+        }
 
     def reset(self, row: Mapping[str, Any], seed: int) -> str | None:
         """Make the environment and begin its episode; its observation, None where it says nothing."""
@@ -89,25 +109,43 @@ class Instance:
         row = copy.deepcopy(dict(row))  # in a thread it is the caller's
         known = {"row": row, "seed": seed} | row
         parameters = inspect.signature(self._object.reset).parameters.values()
-        named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+        named = [
+            one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+        ]
         arguments = dict(row) if any(one.kind is one.VAR_KEYWORD for one in parameters) else {}
         arguments |= {one.name: known[one.name] for one in named if one.name in known}
-        if missing := next((one for one in named if one.name not in known and one.default is one.empty), None):
+        if missing := next(
+            (one for one in named if one.name not in known and one.default is one.empty), None
+        ):
             columns = f"columns: {', '.join(row) or 'none'} (row: all of them)"
-            raise MissingColumn(f"reset() asks for {missing.name!r}, which the data do not have; {columns}")
+            raise MissingColumn(
+                f"reset() asks for {missing.name!r}, which the data do not have; {columns}"
+            )
         observation = self._awaited(self._object.reset(**arguments))
-        if isinstance(observation, tuple) and len(observation) == 2 and isinstance(observation[1], Mapping):  # Gymnasium's
+        if (
+            isinstance(observation, tuple)
+            and len(observation) == 2
+            and isinstance(observation[1], Mapping)
+        ):  # Gymnasium's
             observation = observation[0]
         return as_text(observation)
 
-    def call(self, calls: Sequence[tuple[str, Mapping[str, Any]]], seconds: float) -> Iterator[dict[str, Any]]:
-        """Carry calls out, in their order; neighbours that are asynchronous go on side by side, each for at most `seconds`.
+    def call(
+        self, calls: Sequence[tuple[str, Mapping[str, Any]]], seconds: float
+    ) -> Iterator[dict[str, Any]]:
+        """Carry calls out, in their order; neighbours that are asynchronous go on side by side,
+        each for at most `seconds`.
 
-        Each is answered as soon as those before it are: one that cannot be cancelled costs none before it.
+        Each is answered as soon as those before it are: one that cannot be cancelled costs none
+        before it.
         """
-        for waits, together in itertools.groupby(calls, lambda one: asynchronous(self._tool(one[0]))):
+        for waits, together in itertools.groupby(
+            calls, lambda one: asynchronous(self._tool(one[0]))
+        ):
             if waits:
-                tasks = [self._event_loop().create_task(self._in_time(*one, seconds)) for one in together]
+                tasks = [
+                    self._event_loop().create_task(self._in_time(*one, seconds)) for one in together
+                ]
                 yield from map(self._event_loop().run_until_complete, tasks)
             else:
                 yield from (self._plainly(*one) for one in together)
@@ -116,10 +154,16 @@ class Instance:
                 os.chdir(self.home)
 
     def step(self, text: str) -> tuple[str, float | None, bool]:
-        """The environment's answer to what the policy wrote: observation, reward, whether the episode is over."""
+        """The environment's answer to what the policy wrote: observation, reward, whether the
+        episode is over.
+        """
         stepped = self._awaited(self._object.step(text))
         if not isinstance(stepped, tuple) or len(stepped) not in (3, 5):
-            kind = f"a tuple of {len(stepped)}" if isinstance(stepped, tuple) else type(stepped).__name__
+            kind = (
+                f"a tuple of {len(stepped)}"
+                if isinstance(stepped, tuple)
+                else type(stepped).__name__
+            )
             raise EnvironmentFailure(
                 f"it returned {kind}, expected (observation, reward, done) or Gymnasium's "
                 "(observation, reward, terminated, truncated, info)"
@@ -127,8 +171,12 @@ class Instance:
         done = bool(stepped[2]) or (len(stepped) == 5 and bool(stepped[3]))
         return as_text(stepped[0]) or "", _number(stepped[1]), done
 
-    def end(self, judged: bool) -> tuple[float | None, dict[str, Any] | None, dict[str, str] | None]:
-        """Close the environment.  If `judged`, its reward and its public attributes; and what `close` raised."""
+    def end(
+        self, judged: bool
+    ) -> tuple[float | None, dict[str, Any] | None, dict[str, str] | None]:
+        """Close the environment.  If `judged`, its reward and its public attributes; and what
+        `close` raised.
+        """
         made, self._object = self._object, None
         reward = state = unclosed = None
         try:
@@ -144,7 +192,8 @@ class Instance:
                     unclosed = described(error)
         return reward, state, unclosed
 
-    # ---- inside --------------------------------------------------------------------------------------------------------------
+    # ---- inside
+    # --------------------------------------------------------------------------------------------------------------
 
     def _tool(self, name: str) -> Callable[..., Any]:
         return self._functions[name] if name in self._functions else getattr(self._object, name)
@@ -152,23 +201,35 @@ class Instance:
     def _plainly(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         try:
             return {"result": result_text(self._awaited(self._tool(name)(**arguments)))}
-        except BaseException as error:  # whatever a tool raises is something that the policy is told
+        except (
+            BaseException
+        ) as error:  # whatever a tool raises is something that the policy is told
             return described(error)
 
-    async def _in_time(self, name: str, arguments: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    async def _in_time(
+        self, name: str, arguments: Mapping[str, Any], seconds: float
+    ) -> dict[str, Any]:
         import asyncio
 
         try:
             async with asyncio.timeout(seconds) as limit:
                 return {"result": result_text(await self._tool(name)(**arguments))}
-        except BaseException as error:  # whatever a tool raises is something that the policy is told
-            return {"late": True} if isinstance(error, TimeoutError) and limit.expired() else described(error)
+        except (
+            BaseException
+        ) as error:  # whatever a tool raises is something that the policy is told
+            return (
+                {"late": True}
+                if isinstance(error, TimeoutError) and limit.expired()
+                else described(error)
+            )
 
     def _awaited(self, value: Any) -> Any:
         async def wait() -> Any:
             return await value
 
-        return self._event_loop().run_until_complete(wait()) if inspect.isawaitable(value) else value
+        return (
+            self._event_loop().run_until_complete(wait()) if inspect.isawaitable(value) else value
+        )
 
     def _event_loop(self) -> Any:
         if self._loop is None:
@@ -181,33 +242,51 @@ class Instance:
 def _methods(made: Any, interface: str | None) -> list[str]:
     """Public methods of an environment's class that are tools.  Properties are not evaluated."""
     reserved = [name for name in RESERVED if name != "step" or interface != "tools"]
-    members = inspect.getmembers(type(made), predicate=lambda one: inspect.isfunction(one) or inspect.ismethod(one))
+    members = inspect.getmembers(
+        type(made), predicate=lambda one: inspect.isfunction(one) or inspect.ismethod(one)
+    )
     return [name for name, _ in members if not name.startswith("_") and name not in reserved]
 
 
 def as_text(value: Any) -> str | None:
-    """What a tool or an environment returned, for a message: text as it is, text blocks joined, anything else by `str`.
+    """What a tool or an environment returned, for a message: text as it is, text blocks joined,
+    anything else by `str`.
 
-    Raises EnvironmentFailure for blocks that are no text, and for objects whose text is their address.
+    Raises EnvironmentFailure for blocks that are no text, and for objects whose text is their
+    address.
     """
     if value is None or isinstance(value, str):
         return value
-    if isinstance(value, list) and value and all(isinstance(block, Mapping) and "type" in block for block in value):
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(block, Mapping) and "type" in block for block in value)
+    ):
         if other := next((block for block in value if block["type"] != "text"), None):
-            raise EnvironmentFailure(f"a content block of type {other['type']!r} cannot be shown to a language model: give text")
+            raise EnvironmentFailure(
+                f"a content block of type {other['type']!r} cannot be shown to a language model:"
+                " give text"
+            )
         return "".join(str(block["text"]) for block in value)
     if (other := _without_text(value)) is not None:
-        raise EnvironmentFailure(f"a {type(other).__name__} has no text: return text, numbers, or lists and mappings of them")
+        raise EnvironmentFailure(
+            f"a {type(other).__name__} has no text: return text, numbers, or lists and mappings of"
+            " them"
+        )
     return str(value)
 
 
 def _without_text(value: Any) -> Any:
-    """What is or holds an object that Python writes as its address, which is another one in every process; None if nothing does."""
+    """What is or holds an object that Python writes as its address, which is another one in every
+    process; None if nothing does.
+    """
     if value is None or isinstance(value, str | int | float | bytes):
         return None
     if isinstance(value, Mapping | list | tuple | set):
         inner = [*value, *value.values()] if isinstance(value, Mapping) else value
-        return next((textless for one in inner if (textless := _without_text(one)) is not None), None)
+        return next(
+            (textless for one in inner if (textless := _without_text(one)) is not None), None
+        )
     return value if re.search(r" at 0x[0-9a-f]+>$", str(value)) else None
 
 
@@ -237,7 +316,9 @@ def _number(value: Any) -> float | None:
     try:
         number = float(value)
     except (TypeError, ValueError):
-        raise EnvironmentFailure(f"it gave the reward {value!r:.60} ({type(value).__name__}), expected a number") from None
+        raise EnvironmentFailure(
+            f"it gave the reward {value!r:.60} ({type(value).__name__}), expected a number"
+        ) from None
     if not math.isfinite(number):
         raise EnvironmentFailure(f"it gave the reward {number:g}, expected a finite number")
     return number
@@ -247,25 +328,35 @@ class Instances:
     """Makes the instances of a run, from functions and classes that are found by name."""
 
     def __init__(
-        self, tools: Sequence[str], factories: Mapping[str, str], args: Mapping[str, Any], objects: Mapping[str, Any] | None = None
+        self,
+        tools: Sequence[str],
+        factories: Mapping[str, str],
+        args: Mapping[str, Any],
+        objects: Mapping[str, Any] | None = None,
     ) -> None:
         """objects: functions and classes that are not found by name.   Raises ConfigError."""
         self._args = dict(args)
 
         def behind(spec: str, kind: str) -> Any:
-            return objects[spec] if objects and spec in objects else imported(f"{kind} {spec!r}", spec, callable_only=True)
+            return (
+                objects[spec]
+                if objects and spec in objects
+                else imported(f"{kind} {spec!r}", spec, callable_only=True)
+            )
 
         self.functions = {spec.rpartition(":")[2]: behind(spec, "tool") for spec in tools}
         self.factories = {name: behind(spec, "environment") for name, spec in factories.items()}
 
     def make(self, name: str) -> Instance:
         """Of one environment; of tools alone if there is none of that name."""
-        return Instance(self.functions, self.factories.get(name), self._args if name in self.factories else {})
+        return Instance(
+            self.functions, self.factories.get(name), self._args if name in self.factories else {}
+        )
 
 
 def serve_environments(*setup: Any, objects: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """In a process: imports what is named (see `Instances`).  The process is forked, and each fork is asked first to `begin`: from
-    then on an `Instance` answers."""
+    """In a process: imports what is named (see `Instances`).  The process is forked, and each fork
+    is asked first to `begin`: from then on an `Instance` answers."""
     import numpy.random  # every fork seeds it, also for what imports numpy only when it is called  # noqa: F401
 
     instances = Instances(*setup, objects=objects)
@@ -279,7 +370,9 @@ def serve_environments(*setup: Any, objects: Mapping[str, Any] | None = None) ->
         name, seed = request
         _seed(seed)
         begun.append(instances.make(name))
-        if name not in instances.factories:  # calls of several episodes may come, one after the other
+        if (
+            name not in instances.factories
+        ):  # calls of several episodes may come, one after the other
             with contextlib.suppress(OSError):
                 begun[0].home = os.getcwd()
         return None
@@ -290,7 +383,9 @@ def serve_environments(*setup: Any, objects: Mapping[str, Any] | None = None) ->
 def _waits(function: Callable[..., Any]) -> bool:
     """True of an asynchronous tool, and of a class with an asynchronous method."""
     bases = function.__mro__ if inspect.isclass(function) else ()
-    return asynchronous(function) or any(inspect.iscoroutinefunction(one) for base in bases for one in vars(base).values())
+    return asynchronous(function) or any(
+        inspect.iscoroutinefunction(one) for base in bases for one in vars(base).values()
+    )
 
 
 def _seed(seed: int) -> None:

@@ -1,7 +1,8 @@
 """Environments behind OpenEnv's WebSocket: its messages are spoken here, its package is not needed.
 
-A session is one connection: `{"type": "reset", "data": {...}}` and `{"type": "step", "data": ACTION}` are answered by
-`{"type": "observation", "data": {"observation": {...}, "reward": ..., "done": ...}}`, or by `{"type": "error", ...}`.
+A session is one connection: `{"type": "reset", "data": {...}}` and `{"type": "step", "data":
+ACTION}` are answered by `{"type": "observation", "data": {"observation": {...}, "reward": ...,
+"done": ...}}`, or by `{"type": "error", ...}`.
 
 Needs the extra `openenv`.
 """
@@ -30,36 +31,47 @@ FULL = "CAPACITY_REACHED"
 class OpenEnv:
     """One session, in the form of an environment with `reset` and `step`.
 
-    What the policy writes is the action: a JSON object, or the text of the action's only required field.
+    What the policy writes is the action: a JSON object, or the text of the action's only required
+    field.
     """
 
     def __init__(self, url: str = "", *, field: str | None = None, seconds: float = 30.0) -> None:
-        """url: `ws://host:port`, where a server answers at `/ws`.   field: of the action, that a text which is no JSON object goes
-        into; default: the only one that the server's schema requires.   seconds: for one answer, and for a free session.
+        """url: `ws://host:port`, where a server answers at `/ws`.   field: of the action, that a
+        text which is no JSON object goes into; default: the only one that the server's schema
+        requires.   seconds: for one answer, and for a free session.
 
         Raises ConfigError for another kind of address, or without the extra.
         """
         parts = urlsplit(str(url))
         if parts.scheme not in ("ws", "wss") or not parts.hostname:
             raise ConfigError(
-                "the address of an OpenEnv server (environment.openenv, or environment.args.url) is written ws://host:port, got "
-                f"{url!r}"
+                "the address of an OpenEnv server (environment.openenv, or environment.args.url)"
+                f" is written ws://host:port, got {url!r}"
             )
         try:
             from websockets.sync.client import connect
         except ImportError as error:
-            raise ConfigError(f"openenv needs a package: pip install websockets ({error})") from error
+            raise ConfigError(
+                f"openenv needs a package: pip install websockets ({error})"
+            ) from error
         base = parts.path.rstrip("/").removesuffix("/ws")
         self.url = urlunsplit((parts.scheme, parts.netloc, f"{base}/ws", parts.query, ""))
-        self._schema = urlunsplit(("https" if parts.scheme == "wss" else "http", parts.netloc, f"{base}/schema", "", ""))
+        self._schema = urlunsplit(
+            ("https" if parts.scheme == "wss" else "http", parts.netloc, f"{base}/schema", "", "")
+        )
         self._connect, self._field, self._seconds = connect, field, seconds
         self._line: Any = None
 
     def reset(self, row: Mapping[str, Any]) -> str:
-        """Begin with the row's column `reset`, a mapping, or with its `seed`.  Raises EnvironmentFailure."""
+        """Begin with the row's column `reset`, a mapping, or with its `seed`.  Raises
+        EnvironmentFailure.
+        """
         options = row.get("reset") or ({"seed": row["seed"]} if row.get("seed") is not None else {})
         if not isinstance(options, Mapping):
-            raise EnvironmentFailure(f"the column reset holds {options!r:.80}: expected a mapping, what OpenEnv's reset takes")
+            raise EnvironmentFailure(
+                f"the column reset holds {options!r:.80}: expected a mapping, what OpenEnv's reset"
+                " takes"
+            )
         until, pause = time.monotonic() + self._seconds, 0.05
         while True:
             kind, data = self._ask("reset", dict(options))
@@ -67,12 +79,16 @@ class OpenEnv:
                 return self._read(data)[0]
             self.close()
             if data.get("code") != FULL or time.monotonic() + pause > until:
-                raise EnvironmentFailure(f"{self.url} does not begin an episode: {_message_in(data)}")
+                raise EnvironmentFailure(
+                    f"{self.url} does not begin an episode: {_message_in(data)}"
+                )
             time.sleep(pause)  # other episodes have all sessions; one of them ends
             pause = min(2 * pause, 1.0)
 
     def step(self, text: str) -> tuple[str, float | None, bool]:
-        """Observation, reward, whether it is over.  An action that the environment refuses is told.  Raises EnvironmentFailure."""
+        """Observation, reward, whether it is over.  An action that the environment refuses is told.
+        Raises EnvironmentFailure.
+        """
         kind, data = self._ask("step", self._action(text))
         if kind == "observation":
             return self._read(data)
@@ -94,16 +110,24 @@ class OpenEnv:
 
         try:
             if self._line is None:
-                self._line = self._connect(self.url, open_timeout=self._seconds, max_size=LARGEST, proxy=None)
-            with suppress(ConnectionClosed):  # a full server may have said so and hung up: that is read below
+                self._line = self._connect(
+                    self.url, open_timeout=self._seconds, max_size=LARGEST, proxy=None
+                )
+            with suppress(
+                ConnectionClosed
+            ):  # a full server may have said so and hung up: that is read below
                 self._line.send(json.dumps({"type": kind, "data": data}))
             message = json.loads(self._line.recv(timeout=self._seconds))
         except TimeoutError as error:
-            raise EnvironmentFailure(f"{self.url} has given no answer to {kind} for {self._seconds:g} s") from error
+            raise EnvironmentFailure(
+                f"{self.url} has given no answer to {kind} for {self._seconds:g} s"
+            ) from error
         except (OSError, WebSocketException, ValueError) as error:
             raise EnvironmentFailure(f"{self.url}: {kind} failed: {error}") from error
         if not isinstance(message, Mapping) or not isinstance(message.get("data"), Mapping):
-            raise EnvironmentFailure(f"{self.url} answers {kind} with {message!r:.200}: is it an OpenEnv server?")
+            raise EnvironmentFailure(
+                f"{self.url} answers {kind} with {message!r:.200}: is it an OpenEnv server?"
+            )
         return str(message.get("type")), message["data"]
 
     def _action(self, text: str) -> dict[str, Any]:
@@ -119,18 +143,21 @@ class OpenEnv:
     def _named(self) -> str:
         """The field that a text goes into."""
         if self._field is None:
-            # No proxy: the address is the user's own, and a session would not go through one either.
+            # No proxy: the address is the user's own, and a session would not go through one
+            # either.
             opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
             try:
                 with opener.open(self._schema, timeout=self._seconds) as answer:
                     required = json.loads(answer.read(LARGEST))["action"].get("required", [])
             except (OSError, ValueError, LookupError, AttributeError) as error:
                 raise EnvironmentFailure(
-                    f"{self._schema} does not say what an action is ({error}): set environment.args.field"
+                    f"{self._schema} does not say what an action is ({error}): set"
+                    " environment.args.field"
                 ) from error
             if len(required) != 1:
                 raise EnvironmentFailure(
-                    f"an action of {self.url} needs {required}: let the policy write JSON, or set environment.args.field"
+                    f"an action of {self.url} needs {required}: let the policy write JSON, or set"
+                    " environment.args.field"
                 )
             self._field = str(required[0])
         return self._field
@@ -138,9 +165,15 @@ class OpenEnv:
     def _read(self, data: Mapping[str, Any]) -> tuple[str, float | None, bool]:
         observation = data.get("observation", data)
         if isinstance(observation, Mapping):
-            shown = {key: value for key, value in observation.items() if key not in ("done", "reward", "metadata")}
+            shown = {
+                key: value
+                for key, value in observation.items()
+                if key not in ("done", "reward", "metadata")
+            }
             texts = [value for value in shown.values() if isinstance(value, str)]
-            text = texts[0] if len(shown) == len(texts) == 1 else json.dumps(shown, ensure_ascii=False)
+            text = (
+                texts[0] if len(shown) == len(texts) == 1 else json.dumps(shown, ensure_ascii=False)
+            )
         else:
             text = str(observation)
         reward = data.get("reward")

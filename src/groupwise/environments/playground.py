@@ -19,7 +19,9 @@ def calculate(expression: str) -> str:
 
 
 class Guess:
-    """A number is thought of; every guess is told whether the number is higher or lower.  The reward is 1 for finding it."""
+    """A number is thought of; every guess is told whether the number is higher or lower.  The
+    reward is 1 for finding it.
+    """
 
     def reset(self, row: Mapping[str, Any]) -> None:
         """Think of the row's number."""

@@ -1,7 +1,9 @@
-"""Reasoning Gym's procedural data sets: rows to learn from, and their scorers, which are tested before a run uses them.
+"""Reasoning Gym's procedural data sets: rows to learn from, and their scorers, which are tested
+before a run uses them.
 
-Some scorers raise for what is no answer, some give full marks to a text that says that it does not know, and some data sets have
-no answer to compare with.  An entry whose scorer gives full marks for `I do not know.` is left out.
+Some scorers raise for what is no answer, some give full marks to a text that says that it does not
+know, and some data sets have no answer to compare with.  An entry whose scorer gives full marks for
+`I do not know.` is left out.
 
 Needs the extra `reasoning-gym`.
 """
@@ -43,11 +45,16 @@ class Health:
 
     def __str__(self) -> str:
         counts = ", ".join(f"{count} {fault}" for fault, count in self.faults.items())
-        return f"of {self.entries} entries {counts}" if counts else f"{self.entries} entries, whose scorers tell right from wrong"
+        return (
+            f"of {self.entries} entries {counts}"
+            if counts
+            else f"{self.entries} entries, whose scorers tell right from wrong"
+        )
 
 
 def with_procedural_data(recipe: Recipe) -> Recipe:
-    """The recipe with the rows and the scorer of its `environment.reasoning_gym`; itself if it names none.
+    """The recipe with the rows and the scorer of its `environment.reasoning_gym`; itself if it
+    names none.
 
     Raises ConfigError: no such data set, bad arguments, or no entry that can be scored.
     """
@@ -64,12 +71,21 @@ def with_procedural_data(recipe: Recipe) -> Recipe:
         timeout=environment.tool_timeout,
     )
     named = f"reasoning_gym {name}"
-    data = replace(data, path=live_rows(rows, named), eval_path=live_rows(held_out, f"{named}, held out"), eval_fraction=0.0)
+    data = replace(
+        data,
+        path=live_rows(rows, named),
+        eval_path=live_rows(held_out, f"{named}, held out"),
+        eval_fraction=0.0,
+    )
     return replace(recipe, data=data, rewards=(scorer, *recipe.rewards))
 
 
-def rows_of(name: str, arguments: Mapping[str, Any], count: int, seed: int) -> tuple[list[dict[str, Any]], Health]:
-    """At most `count` rows with prompt, answer and entry, and what was found out about their scorers.  Raises ConfigError."""
+def rows_of(
+    name: str, arguments: Mapping[str, Any], count: int, seed: int
+) -> tuple[list[dict[str, Any]], Health]:
+    """At most `count` rows with prompt, answer and entry, and what was found out about their
+    scorers.  Raises ConfigError.
+    """
     entries = make_dataset(name, arguments, count, seed)
     rows: list[dict[str, Any]] = []
     faults: Counter[str] = Counter()
@@ -90,32 +106,49 @@ def rows_of(name: str, arguments: Mapping[str, Any], count: int, seed: int) -> t
         rows.append({"prompt": entry["question"], "answer": answer, "entry": dict(entry)})
     if not rows:
         raise ConfigError(
-            f"environment.reasoning_gym {name!r}: every entry gives full marks for {IGNORANCE!r}: nothing can be learnt"
+            f"environment.reasoning_gym {name!r}: every entry gives full marks for {IGNORANCE!r}:"
+            " nothing can be learnt"
         )
     return rows, Health(count, faults, right > 0)
 
 
 def make_dataset(name: str, arguments: Mapping[str, Any], count: int, seed: int) -> Any:
-    """The data set.  Raises ConfigError if the extra is missing, or for a name or arguments that the library refuses."""
+    """The data set.  Raises ConfigError if the extra is missing, or for a name or arguments that
+    the library refuses.
+    """
     try:
         import reasoning_gym  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ConfigError(f"environment.reasoning_gym needs a package: pip install reasoning-gym==0.1.25 ({error})") from error
+        raise ConfigError(
+            "environment.reasoning_gym needs a package: pip install reasoning-gym==0.1.25"
+            f" ({error})"
+        ) from error
     options = {"size": count, "seed": seed} | dict(arguments)
     try:
         return reasoning_gym.create_dataset(name, **options)
     except (ValueError, TypeError, AssertionError, KeyError) as error:
-        raise ConfigError(f"environment.reasoning_gym {name!r} with {options}: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"environment.reasoning_gym {name!r} with {options}: {type(error).__name__}: {error}"
+        ) from error
 
 
-def score(completion: Any, entry: Mapping[str, Any], dataset: str, arguments: Mapping[str, Any]) -> float:
-    """A reward function: what the data set's scorer gives for the answer in a completion; 0 where it raises."""
-    worth = _scored(_dataset(dataset, json.dumps(arguments, sort_keys=True)), answer_in(text_of(completion)), entry)
+def score(
+    completion: Any, entry: Mapping[str, Any], dataset: str, arguments: Mapping[str, Any]
+) -> float:
+    """A reward function: what the data set's scorer gives for the answer in a completion; 0 where
+    it raises.
+    """
+    worth = _scored(
+        _dataset(dataset, json.dumps(arguments, sort_keys=True)),
+        answer_in(text_of(completion)),
+        entry,
+    )
     return 0.0 if worth is None else worth
 
 
 def answer_in(text: str) -> str:
-    r"""The answer of a completion: the last `<answer>`, else the last `\boxed{}`, else what stands behind the reasoning.
+    r"""The answer of a completion: the last `<answer>`, else the last `\boxed{}`, else what stands
+    behind the reasoning.
 
     >>> answer_in("so <answer> 12 </answer>"), answer_in("<think>6*2</think> 12")
     ('12', '12')

@@ -1,4 +1,6 @@
-"""Starting the programs of a harness: each in a fork of a worker process, which is killed with all that it has started."""
+"""Starting the programs of a harness: each in a fork of a worker process, which is killed with all
+that it has started.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,29 @@ KEPT = 1 << 16
 """Bytes that are kept of the end of what a program prints."""
 
 
-def run_program(command: Sequence[str], environment: Mapping[str, str], text: str) -> tuple[int, str, str]:
-    """Its exit status, and the ends of what it has printed to its standard output and error.   text: its standard input."""
+def run_program(
+    command: Sequence[str], environment: Mapping[str, str], text: str
+) -> tuple[int, str, str]:
+    """Its exit status, and the ends of what it has printed to its standard output and error.
+    text: its standard input.
+    """
     pipe = subprocess.PIPE
-    program = subprocess.Popen(command, env=environment, start_new_session=True, stdin=pipe, stdout=pipe, stderr=pipe)
+    program = subprocess.Popen(
+        command, env=environment, start_new_session=True, stdin=pipe, stdout=pipe, stderr=pipe
+    )
     assert program.stdin is not None
-    ends = [(bytearray(), stream) for stream in (program.stdout, program.stderr) if stream is not None]
+    ends = [
+        (bytearray(), stream) for stream in (program.stdout, program.stderr) if stream is not None
+    ]
     reading = [threads.begin(lambda end=end: _read(*end), "output of a program") for end in ends]
     with contextlib.suppress(BrokenPipeError):  # it does not read all of it
         program.stdin.write(text.encode())
         program.stdin.close()
     status = program.wait()
     for reader in reading:
-        with contextlib.suppress(TimeoutError):  # something that it has started may still hold the pipe
+        with contextlib.suppress(
+            TimeoutError
+        ):  # something that it has started may still hold the pipe
             reader.exception(1.0)
     printed, errors = (bytes(end).decode(errors="replace") for end, _ in ends)
     return status, printed, errors

@@ -1,8 +1,9 @@
-"""Requests of the endpoint's clients, read from JSON and checked: a parameter that changes what is drawn is never ignored.
+"""Requests of the endpoint's clients, read from JSON and checked: a parameter that changes what is
+drawn is never ignored.
 
-Two forms: token ids (`POST /inference/v1/generate`, vLLM's) and chat messages (`POST /v1/chat/completions`, OpenAI's).  The classes
-`...Body` are these forms: a parameter that none of their fields names is refused, and one that is null is not there.
-"""
+Two forms: token ids (`POST /inference/v1/generate`, vLLM's) and chat messages (`POST
+    /v1/chat/completions`, OpenAI's).  The classes `...Body` are these forms: a parameter that none
+    of their fields names is refused, and one that is null is not there."""
 
 from __future__ import annotations
 
@@ -15,7 +16,15 @@ from http import HTTPStatus
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from groupwise.data.messages import from_json
@@ -23,10 +32,17 @@ from groupwise.records import Finish, Sampling
 
 
 class Refused(Exception):
-    """A request that is answered with an error.  Codes from 400 on that OpenAI's client does not send again by itself."""
+    """A request that is answered with an error.  Codes from 400 on that OpenAI's client does not
+    send again by itself.
+    """
 
     def __init__(
-        self, message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST, *, param: str | None = None, code: str = ""
+        self,
+        message: str,
+        status: HTTPStatus = HTTPStatus.BAD_REQUEST,
+        *,
+        param: str | None = None,
+        code: str = "",
     ) -> None:
         """param: the parameter that is wrong.   code: for programs."""
         super().__init__(message)
@@ -35,7 +51,14 @@ class Refused(Exception):
     def body(self) -> dict[str, Any]:
         """As OpenAI's servers write it."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code or None}}
+        return {
+            "error": {
+                "message": str(self),
+                "type": kind,
+                "param": self.param,
+                "code": self.code or None,
+            }
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +76,8 @@ class SampledTokens:
     """Its number in the episode."""
 
 
-# ---- the forms of bodies -----------------------------------------------------------------------------------------------------
+# ---- the forms of bodies
+# -----------------------------------------------------------------------------------------------------
 
 
 def _wrong(words: str) -> PydanticCustomError:
@@ -71,7 +95,11 @@ def _temperature(value: float) -> float:
 def _text(content: Any) -> Any:
     """Text, or the text of parts that hold nothing else."""
     for part in content if isinstance(content, list) else ():
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        if (
+            not isinstance(part, Mapping)
+            or part.get("type") != "text"
+            or not isinstance(part.get("text"), str)
+        ):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise _wrong(f"holds a part of type {kind!r}: only text can be read here")
     return "".join(part["text"] for part in content) if isinstance(content, list) else content
@@ -80,7 +108,11 @@ def _text(content: Any) -> Any:
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     """A tool as the client wrote it: templates show its keys in their order."""
     function = tool.get("function")
-    if not isinstance(function, Mapping) or tool.get("type") != "function" or not isinstance(function.get("name"), str):
+    if (
+        not isinstance(function, Mapping)
+        or tool.get("type") != "function"
+        or not isinstance(function.get("name"), str)
+    ):
         raise _wrong('must be {"type": "function", "function": {"name": ...}}')
     if not isinstance(function.get("parameters") or {}, Mapping):
         raise _wrong("has function.parameters that are no JSON schema")
@@ -88,7 +120,9 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Body(BaseModel):
-    """JSON of a client's.  Nothing is converted, a key that is null is not there, and any other must be one that is known."""
+    """JSON of a client's.  Nothing is converted, a key that is null is not there, and any other
+    must be one that is known.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     harmless: ClassVar[frozenset[str]] = frozenset()
@@ -106,7 +140,13 @@ class _Body(BaseModel):
                 raise PydanticCustomError(
                     "key",
                     "{key}",
-                    {"key": key, "words": f"is {json.dumps(body[key])[:80]}, which cannot be served here: leave it out"},
+                    {
+                        "key": key,
+                        "words": (
+                            f"is {json.dumps(body[key])[:80]}, which cannot be served here: leave"
+                            " it out"
+                        ),
+                    },
                 )
         idle = cls.harmless | cls.neutral.keys()
         return {key: value for key, value in body.items() if value is not None and key not in idle}
@@ -122,32 +162,43 @@ class SamplingRequest(_Body):
     """The sampling parameters of a request; None: as the run samples."""
 
     harmless = frozenset(("seed",))  # a run draws by its own
-    neutral = {"frequency_penalty": (0,), "logit_bias": ({},), "n": (1,), "presence_penalty": (0,), "repetition_penalty": (1,)}
+    neutral = {
+        "frequency_penalty": (0,),
+        "logit_bias": ({},),
+        "n": (1,),
+        "presence_penalty": (0,),
+        "repetition_penalty": (1,),
+    }
 
     stop: Annotated[
-        list[Annotated[str, Field(min_length=1)]], BeforeValidator(lambda one: [one] if isinstance(one, str) else one)
+        list[Annotated[str, Field(min_length=1)]],
+        BeforeValidator(lambda one: [one] if isinstance(one, str) else one),
     ] = []
     temperature: Annotated[float, AfterValidator(_temperature)] | None = None
-    top_k: Annotated[int, Field(ge=-1), AfterValidator(lambda k: max(k, 0))] | None = None  # vLLM writes -1 for all
+    top_k: Annotated[int, Field(ge=-1), AfterValidator(lambda k: max(k, 0))] | None = (
+        None  # vLLM writes -1 for all
+    )
     top_p: Annotated[float, Field(ge=1e-6, le=1)] | None = None
     """Single precision cannot tell less from 0."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
 
     def check_against(self, sampling: Sampling) -> None:
-        """Raises Refused if it asks for another distribution than the run samples from: what was sampled is what is scored."""
+        """Raises Refused if it asks for another distribution than the run samples from: what was
+        sampled is what is scored.
+        """
         for name in ("temperature", "top_k", "top_p", "min_p"):
             wanted, ours = getattr(self, name), getattr(sampling, name)
             if wanted is not None and wanted != ours:
                 raise Refused(
-                    f"{name} is {wanted:g}, but this run samples with {name} {ours:g}: leave it out, or set rollout.{name} in the "
-                    "recipe",
+                    f"{name} is {wanted:g}, but this run samples with {name} {ours:g}: leave it"
+                    f" out, or set rollout.{name} in the recipe",
                     param=name,
                 )
         if self.stop and tuple(self.stop) != sampling.stop:
             raise Refused(
-                f"stop is {self.stop}, but this run stops at {list(sampling.stop)}: leave it out, or set rollout.stop in the "
-                "recipe",
+                f"stop is {self.stop}, but this run stops at {list(sampling.stop)}: leave it out,"
+                " or set rollout.stop in the recipe",
                 param="stop",
             )
 
@@ -155,7 +206,11 @@ class SamplingRequest(_Body):
 class _DrawnBody(SamplingRequest):
     """vLLM's `sampling_params`."""
 
-    harmless = SamplingRequest.harmless | {"detokenize", "routed_experts_prompt_start", "skip_special_tokens"}
+    harmless = SamplingRequest.harmless | {
+        "detokenize",
+        "routed_experts_prompt_start",
+        "skip_special_tokens",
+    }
     neutral = SamplingRequest.neutral | {
         "include_stop_str_in_output": (True,),
         "min_tokens": (0,),
@@ -213,7 +268,15 @@ class ChatRequest(SamplingRequest):
     """The next turn of a conversation: the body of `POST /v1/chat/completions`."""
 
     harmless = SamplingRequest.harmless | {
-        *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user")
+        *(
+            "metadata",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "safety_identifier",
+            "service_tier",
+            "store",
+            "user",
+        )
     }
     neutral = SamplingRequest.neutral | {
         "function_call": ("none",),
@@ -236,13 +299,17 @@ class ChatRequest(SamplingRequest):
 
     @model_validator(mode="after")
     def _in_one_form(self) -> ChatRequest:
-        self.max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        self.max_tokens = (
+            self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        )
         self.tools = self.tools or None
         return self
 
     @cached_property
     def messages(self) -> tuple[Mapping[str, Any], ...]:
-        """As chat templates want them: text in `content`, arguments of calls as objects, with a tool's result the tool's name."""
+        """As chat templates want them: text in `content`, arguments of calls as objects, with a
+        tool's result the tool's name.
+        """
         messages = [part.model_dump(exclude_none=True) for part in self.parts]
         names: dict[str, str] = {}
         for message in messages:
@@ -250,7 +317,11 @@ class ChatRequest(SamplingRequest):
                 names[call["id"]] = call["function"]["name"]
                 call["function"]["arguments"] = _object(call["function"]["arguments"])
         for message in messages:
-            if message["role"] == "tool" and "name" not in message and (call := message.get("tool_call_id")) in names:
+            if (
+                message["role"] == "tool"
+                and "name" not in message
+                and (call := message.get("tool_call_id")) in names
+            ):
                 message["name"] = names[call]
         return tuple(messages)
 
@@ -286,12 +357,18 @@ def _read(form: type[Form], body: Mapping[str, Any]) -> Form:
     except ValidationError as invalid:
         error = invalid.errors(include_url=False)[0]
     keys = error["loc"] if error["type"] != "key" else (*error["loc"], error["msg"])
-    name = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")
+    name = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(
+        "."
+    )
     kind, value = error["type"], json.dumps(error["input"], default=str)[:80]
     if kind == "extra_forbidden":
         raise Refused(f"unknown parameter {name!r}", param=name)
     words = error.get("ctx", {})["words"] if kind in ("key", "wrong") else SENTENCES.get(kind)
-    raise Refused(f"{name} {words or 'must be ' + error['msg'].removeprefix('Input should be ') + f', got {value}'}", param=name)
+    raise Refused(
+        f"{name}"
+        f" {words or 'must be ' + error['msg'].removeprefix('Input should be ') + f', got {value}'}",
+        param=name,
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -306,16 +383,20 @@ class TurnRequest:
     thinking: bool = False
     """True if its context ends inside a think block."""
     new_messages: tuple[Mapping[str, Any], ...] | None = None
-    """Of a chat request: the messages behind the last one that was recognised; all, where none was."""
+    """Of a chat request: the messages behind the last one that was recognised; all, where none was.
+    """
     after: int | None = None
     """Number of the turn that was recognised."""
     sampled: Future[SampledTokens] = field(default_factory=Future)
 
 
-# ---- token ids ---------------------------------------------------------------------------------------------------------------
+# ---- token ids
+# ---------------------------------------------------------------------------------------------------------------
 
 
-def read_token_request(body: Mapping[str, Any], *, vocabulary: int, eos_ids: Sequence[int]) -> tuple[np.ndarray, SamplingRequest]:
+def read_token_request(
+    body: Mapping[str, Any], *, vocabulary: int, eos_ids: Sequence[int]
+) -> tuple[np.ndarray, SamplingRequest]:
     """The body of `POST /inference/v1/generate`: ids (c,), c >= 1, and how to sample behind them.
 
     Raises Refused for what cannot be done exactly as it is requested.
@@ -326,11 +407,19 @@ def read_token_request(body: Mapping[str, Any], *, vocabulary: int, eos_ids: Seq
         raise Refused(f"token_ids must be ids from 0 to {vocabulary - 1}", param="token_ids")
     ends = drawn.stop_token_ids
     if not set(ends) <= set(eos_ids):
-        raise Refused(f"stop_token_ids is {ends}, but completions end at {list(eos_ids)} and nowhere else", param="stop_token_ids")
+        raise Refused(
+            f"stop_token_ids is {ends}, but completions end at {list(eos_ids)} and nowhere else",
+            param="stop_token_ids",
+        )
     if drawn.ignore_eos and not set(eos_ids) <= set(ends):
-        raise Refused(f"completions end at {list(eos_ids)}: leave ignore_eos out", param="ignore_eos")
+        raise Refused(
+            f"completions end at {list(eos_ids)}: leave ignore_eos out", param="ignore_eos"
+        )
     if drawn.allowed_token_ids not in (None, list(range(vocabulary))):
-        raise Refused("all tokens of the vocabulary are drawn from: leave allowed_token_ids out", param="allowed_token_ids")
+        raise Refused(
+            "all tokens of the vocabulary are drawn from: leave allowed_token_ids out",
+            param="allowed_token_ids",
+        )
     return np.asarray(ids, dtype=np.int64), drawn
 
 
@@ -343,33 +432,48 @@ def token_answer(name: str, sampled: SampledTokens) -> dict[str, Any]:
         "stop_reason": None,
         "logprobs": {
             "content": [
-                {"token": f"token_id:{int(token)}", "logprob": float(logp), "token_id": int(token), "top_logprobs": []}
+                {
+                    "token": f"token_id:{int(token)}",
+                    "logprob": float(logp),
+                    "token_id": int(token),
+                    "top_logprobs": [],
+                }
                 for token, logp in zip(sampled.tokens, sampled.logp, strict=True)
             ]
         },
-        "weight_versions": [{"version": str(sampled.version), "start": 0, "end": len(sampled.tokens)}],
+        "weight_versions": [
+            {"version": str(sampled.version), "start": 0, "end": len(sampled.tokens)}
+        ],
     }
     return {"request_id": name, "choices": [choice]}
 
 
-# ---- messages ----------------------------------------------------------------------------------------------------------------
+# ---- messages
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def read_chat_request(body: Mapping[str, Any]) -> ChatRequest:
-    """The body of `POST /v1/chat/completions`.  Raises Refused for what cannot be done as it is requested."""
+    """The body of `POST /v1/chat/completions`.  Raises Refused for what cannot be done as it is
+    requested.
+    """
     return _read(ChatRequest, body)
 
 
 def message_key(message: Mapping[str, Any]) -> str:
-    """What makes a message the same as one that was served: role, text, and calls by id, name and arguments.
+    """What makes a message the same as one that was served: role, text, and calls by id, name and
+    arguments.
 
-    Reasoning is no part of it: clients drop it when they repeat the assistant's message.  Arguments are compared as JSON: clients
-    write it anew.
+    Reasoning is no part of it: clients drop it when they repeat the assistant's message.  Arguments
+    are compared as JSON: clients write it anew.
     """
     calls = [
-        [call["id"], call["function"]["name"], _object(call["function"]["arguments"])] for call in message.get("tool_calls") or ()
+        [call["id"], call["function"]["name"], _object(call["function"]["arguments"])]
+        for call in message.get("tool_calls") or ()
     ]
-    return json.dumps([message["role"], message.get("content") or "", calls, message.get("tool_call_id")], sort_keys=True)
+    return json.dumps(
+        [message["role"], message.get("content") or "", calls, message.get("tool_call_id")],
+        sort_keys=True,
+    )
 
 
 def _object(arguments: Any) -> Any:

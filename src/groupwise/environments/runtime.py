@@ -1,8 +1,10 @@
-"""Running tools and environments: in forks of a worker process, each of which can be killed alone, or in threads of this process.
+"""Running tools and environments: in forks of a worker process, each of which can be killed alone,
+or in threads of this process.
 
-A process imports the files once.  Every environment gets a fork of it, in about ten milliseconds, with memory of its own: what one
-episode changes, no other sees.  Tools that are functions have no state of an episode: their fork is kept for the next calls, as
-long as nothing had to be stopped in it.
+A process imports the files once.  Every environment gets a fork of it, in about ten milliseconds,
+with memory of its own: what one episode changes, no other sees.  Tools that are functions have no
+state of an episode: their fork is kept for the next calls, as long as nothing had to be stopped in
+it.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ GRACE = 2.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnvironmentKind:
-    """One kind of environment: its tools, whether it has `reset` and `step`, and whether it gives rewards."""
+    """One kind of environment: its tools, whether it has `reset` and `step`, and whether it gives
+    rewards.
+    """
 
     name: str
     """The value of the column `environment` that asks for it; empty where there is only one."""
@@ -69,7 +73,9 @@ class ToolResult:
 
 
 class EnvironmentBroken(Exception):
-    """Raised where an environment cannot continue.  `finish`: DEADLINE if it ran out of time, ERROR for any other failure."""
+    """Raised where an environment cannot continue.  `finish`: DEADLINE if it ran out of time, ERROR
+    for any other failure.
+    """
 
     def __init__(self, why: str, finish: Finish = Finish.ERROR) -> None:
         super().__init__(why)
@@ -77,14 +83,18 @@ class EnvironmentBroken(Exception):
 
 
 class WorkerThread:
-    """A thread of this process, always the same one for an instance.  It cannot be ended: one that hangs is left behind."""
+    """A thread of this process, always the same one for an instance.  It cannot be ended: one that
+    hangs is left behind.
+    """
 
     def __init__(self, instance: Instance) -> None:
         self._instance, self._thread = instance, threads.Thread("groupwise-environment")
         self._ended: Future[None] = Future()
 
     def ask(self, *request: Any, seconds: float, answers: int = 1) -> Iterator[Any]:
-        """Its answers to a request, each within `seconds` of the one before.  Raises TimeoutError, Died, Raised."""
+        """Its answers to a request, each within `seconds` of the one before.  Raises TimeoutError,
+        Died, Raised.
+        """
         answer = self._done(partial(self._instance.answer, *request), seconds)
         if request[0] != "call":
             yield answer
@@ -139,15 +149,26 @@ class ToolRuntime:
         runs: str = "process",
         objects: Mapping[str, Any] | None = None,
     ) -> None:
-        """tools, factories: by name.   objects: those of the names that name no file.   Raises ConfigError."""
+        """tools, factories: by name.   objects: those of the names that name no file.   Raises
+        ConfigError.
+        """
         named: dict[str, str] = {}
         for spec in tools:
             if (name := spec.rpartition(":")[2]) in named:
-                raise ConfigError(f"two tools are called {name!r}: {named[name]} and {spec}; the policy tells them apart by name")
+                raise ConfigError(
+                    f"two tools are called {name!r}: {named[name]} and {spec}; the policy tells"
+                    " them apart by name"
+                )
             named[name] = spec
-        self._setup = (tuple(map(str, tools)), {name: str(spec) for name, spec in factories.items()}, dict(args))
+        self._setup = (
+            tuple(map(str, tools)),
+            {name: str(spec) for name, spec in factories.items()},
+            dict(args),
+        )
         self._objects = dict(objects or {})
-        self._instances = Instances(*self._setup, objects=self._objects) if runs == "thread" else None
+        self._instances = (
+            Instances(*self._setup, objects=self._objects) if runs == "thread" else None
+        )
         self._process: WorkerProcess | None = None
         self._starting = threading.Lock()
         self._idle: list[Worker] = []
@@ -155,18 +176,27 @@ class ToolRuntime:
         self._unclosed: set[str] = set()
         self._lock = threading.Lock()
         try:
-            self.kinds: Mapping[str, EnvironmentKind] = {name: self._describe(name, interface) for name in factories or {"": ""}}
+            self.kinds: Mapping[str, EnvironmentKind] = {
+                name: self._describe(name, interface) for name in factories or {"": ""}
+            }
         except BaseException:
             self.close()
             raise
 
     def _describe(self, name: str, interface: str | None) -> EnvironmentKind:
         """What a fresh one says of itself.  Raises ConfigError."""
-        worker, what = self.start(name, 0), f"the environment {name or 'of the recipe'} cannot be made"
+        worker, what = (
+            self.start(name, 0),
+            f"the environment {name or 'of the recipe'} cannot be made",
+        )
         try:
-            facts = next(worker.ask("describe", name or "environment", interface, seconds=DESCRIBE_SECONDS))
+            facts = next(
+                worker.ask("describe", name or "environment", interface, seconds=DESCRIBE_SECONDS)
+            )
         except Raised as error:
-            raise ConfigError(error.message if error.kind == ConfigError.__name__ else f"{what}: {error}") from None
+            raise ConfigError(
+                error.message if error.kind == ConfigError.__name__ else f"{what}: {error}"
+            ) from None
         except (TimeoutError, Died) as error:
             raise ConfigError(f"{what}: {_why(error, DESCRIBE_SECONDS)}") from None
         finally:
@@ -179,12 +209,18 @@ class ToolRuntime:
             return self.kinds[""]
         name = row.get("environment")
         if not isinstance(name, str) or name not in self.kinds:
-            got = "has no column 'environment'" if "environment" not in row else f"asks for the environment {name!r:.60}"
+            got = (
+                "has no column 'environment'"
+                if "environment" not in row
+                else f"asks for the environment {name!r:.60}"
+            )
             raise DataError(f"{where} {got}; environment.factory has: {', '.join(self.kinds)}")
         return self.kinds[name]
 
     def make(self, kind: EnvironmentKind) -> WorkerEnvironment:
-        """An environment that gets its process or thread when its episode begins.  Several threads may ask at once."""
+        """An environment that gets its process or thread when its episode begins.  Several threads
+        may ask at once.
+        """
         return WorkerEnvironment(self, kind)
 
     def start(self, name: str, seed: int) -> Worker:
@@ -196,19 +232,27 @@ class ToolRuntime:
             return WorkerThread(self._instances.make(name))
         try:
             with self._starting:
-                if self._closed:  # a conversation that was ended, too, has waited for the lock until now
+                if (
+                    self._closed
+                ):  # a conversation that was ended, too, has waited for the lock until now
                     raise EnvironmentFailure("the environments of this run have been closed")
                 if self._process is None or not self._process.alive():
                     # Objects of this program are those of a fork of it.
                     target = "groupwise.environments.instance:serve_environments"
-                    forked = partial(serve_environments, objects=self._objects) if self._objects else None
+                    forked = (
+                        partial(serve_environments, objects=self._objects)
+                        if self._objects
+                        else None
+                    )
                     self._process = WorkerProcess(forked or target, *self._setup)
                 fork = self._process.fork()
             fork.call("begin", name, seed, seconds=FORK_SECONDS)
         except NotStarted as error:
             raise ConfigError(str(error)) from error.__cause__
         except (TimeoutError, Died, Raised) as error:
-            raise EnvironmentFailure(f"the worker process of the environment cannot fork: {_why(error, FORK_SECONDS)}") from None
+            raise EnvironmentFailure(
+                f"the worker process of the environment cannot fork: {_why(error, FORK_SECONDS)}"
+            ) from None
         return fork
 
     def borrow(self) -> Worker:
@@ -236,7 +280,11 @@ class ToolRuntime:
             known = title in self._unclosed
             self._unclosed.add(title)
         if not known:
-            log.warning("close() of %s raised %s; its rewards are kept, and this is not said again", title, why)
+            log.warning(
+                "close() of %s raised %s; its rewards are kept, and this is not said again",
+                title,
+                why,
+            )
 
     def close(self) -> None:
         """End the worker process, its forks and idle threads; harmless if called again."""
@@ -264,7 +312,8 @@ class WorkerEnvironment:
         self._lock = threading.Lock()
 
     def reset(self, row: Mapping[str, Any], *, seed: int, seconds: float) -> str | None:
-        """Get a process or thread, and call `reset` there; its text is added to the prompt's last message.  None for tools alone.
+        """Get a process or thread, and call `reset` there; its text is added to the prompt's last
+        message.  None for tools alone.
 
         seed: the same for all completions of a prompt.   Raises EnvironmentBroken.
         """
@@ -273,11 +322,13 @@ class WorkerEnvironment:
         self._take(self._runtime.start(self._kind.name, seed))
         return self._ask("reset", dict(row), seed, seconds=seconds, what="reset()")
 
-    def call(self, calls: Sequence[tuple[str, Mapping[str, Any]]], *, seconds: float) -> tuple[list[ToolResult], Finish | None]:
+    def call(
+        self, calls: Sequence[tuple[str, Mapping[str, Any]]], *, seconds: float
+    ) -> tuple[list[ToolResult], Finish | None]:
         """Carry the calls out, each for at most `seconds`; a result for each, in their order.
 
-        Tools alone get a new process after one that was stopped.  An environment ends with it: then also why the episode is over.
-        """
+        Tools alone get a new process after one that was stopped.  An environment ends with it: then
+        also why the episode is over."""
         results: list[ToolResult] = []
         while len(results) < len(calls):
             if not self._kind.resets:
@@ -287,8 +338,12 @@ class WorkerEnvironment:
             began = time.monotonic()
             try:
                 rest = list(calls[len(results) :])
-                patience = seconds + (GRACE if any(name in self._kind.asynchronous for name, _ in rest) else 0.0)
-                for answer in worker.ask("call", rest, seconds, seconds=patience, answers=len(rest)):
+                patience = seconds + (
+                    GRACE if any(name in self._kind.asynchronous for name, _ in rest) else 0.0
+                )
+                for answer in worker.ask(
+                    "call", rest, seconds, seconds=patience, answers=len(rest)
+                ):
                     results.append(_result(answer, time.monotonic() - began, seconds))
                     began = time.monotonic()
                 if not self._kind.resets:
@@ -300,7 +355,9 @@ class WorkerEnvironment:
                 else:
                     results.append(_result({"error": f"the call failed: {error}"}, taken, seconds))
                 if self._kind.resets or self._killed:
-                    never = _result({"error": "not carried out: the call before it was stopped"}, 0.0, seconds)
+                    never = _result(
+                        {"error": "not carried out: the call before it was stopped"}, 0.0, seconds
+                    )
                     results += [never] * (len(calls) - len(results))
                     return results, Finish.DEADLINE if late else Finish.ERROR
                 worker.kill()
@@ -308,19 +365,24 @@ class WorkerEnvironment:
         return results, None
 
     def step(self, text: str, *, seconds: float) -> tuple[str, float | None, bool]:
-        """Call `step` with what the policy wrote: observation, reward, whether the episode is over.  Raises EnvironmentBroken."""
+        """Call `step` with what the policy wrote: observation, reward, whether the episode is over.
+        Raises EnvironmentBroken.
+        """
         observation, reward, done = self._ask("step", text, seconds=seconds, what="step()")
         return observation, reward, done
 
     def end(self, judged: bool, *, seconds: float) -> tuple[float | None, Mapping[str, Any] | None]:
-        """The episode is over: its reward and the environment's public attributes, if `judged`; the process or thread ends.
+        """The episode is over: its reward and the environment's public attributes, if `judged`; the
+        process or thread ends.
 
         Raises EnvironmentBroken.
         """
         if self._worker is None:
             return None, None
         try:
-            reward, state, raised = self._ask("end", judged, seconds=seconds, what="get_reward() or close()")
+            reward, state, raised = self._ask(
+                "end", judged, seconds=seconds, what="get_reward() or close()"
+            )
         finally:
             self.kill()
         if raised is not None:
@@ -383,5 +445,11 @@ def _result(answer: Mapping[str, Any], taken: float, limit: float) -> ToolResult
     if "result" in answer:
         return ToolResult(text=answer["result"], seconds=taken)
     late = answer.get("late", False)
-    why = f"no result within {limit:g} s: it was stopped" if late else answer["error"] or answer["kind"]
-    return ToolResult(text=error_text(why), seconds=taken, failure="timeout" if late else "exception")
+    why = (
+        f"no result within {limit:g} s: it was stopped"
+        if late
+        else answer["error"] or answer["kind"]
+    )
+    return ToolResult(
+        text=error_text(why), seconds=taken, failure="timeout" if late else "exception"
+    )

@@ -1,6 +1,8 @@
-"""Tools as the policy sees them: JSON schemas from type hints and docstrings, and arguments held against a schema.
+"""Tools as the policy sees them: JSON schemas from type hints and docstrings, and arguments held
+against a schema.
 
-The schemas are those of transformers' `get_json_schema`, which chat templates were written for.  They are made here because tools
+The schemas are those of transformers' `get_json_schema`, which chat templates were written for.
+They are made here because tools
 live in processes of their own: importing transformers and torch would be most of the start of each.
 """
 
@@ -23,10 +25,12 @@ Schema = Mapping[str, Any]
 
 
 def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
-    """The JSON schema of a function: every parameter has a type hint, and a line under `Args:` in a docstring of Google's style.
+    """The JSON schema of a function: every parameter has a type hint, and a line under `Args:` in a
+    docstring of Google's style.
 
-    An object is described by its `__call__`, a `functools.partial` by what it calls, without the arguments that it sets by name.
-    A description that ends in `(choices: ["a", "b"])` offers these alone.   name: what the policy calls it.
+    An object is described by its `__call__`, a `functools.partial` by what it calls, without the
+    arguments that it sets by name. A description that ends in `(choices: ["a", "b"])` offers these
+    alone.   name: what the policy calls it.
     Raises ConfigError for what is missing, and for what no call by name can give or answer.
     """
     set_already = function.keywords if isinstance(function, partial) else {}
@@ -34,22 +38,36 @@ def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
     if inspect.isgeneratorfunction(written) or inspect.isasyncgenfunction(written):
         raise ConfigError(f"the tool {name!r} yields its result bit by bit: return it as one text")
     documentation = inspect.getdoc(written)
-    if not documentation or documentation == type.__call__.__doc__:  # which every `__call__` without one inherits
+    if (
+        not documentation or documentation == type.__call__.__doc__
+    ):  # which every `__call__` without one inherits
         raise ConfigError(f"the tool {name!r} has no docstring: say what it does, and each parameter under `Args:` "
                           "(a method that is no tool: begin its name with _)")  # fmt: skip
     about, described, returned = _sections(documentation)
     try:
         hints = get_type_hints(written)
-        parameters = {key: one for key, one in inspect.signature(function).parameters.items() if key not in set_already}
+        parameters = {
+            key: one
+            for key, one in inspect.signature(function).parameters.items()
+            if key not in set_already
+        }
         if unnamed := next((one for one in parameters.values() if one.kind in _UNNAMED), None):
-            raise _Missing(f"the policy gives arguments by name, which {str(unnamed).partition(':')[0]!r} does not take; name each")
-        takes: dict[str, Any] = {"type": "object", "properties": {key: _of_parameter(key, hints, described) for key in parameters}}
+            raise _Missing(
+                f"the policy gives arguments by name, which {str(unnamed).partition(':')[0]!r} does"
+                " not take; name each"
+            )
+        takes: dict[str, Any] = {
+            "type": "object",
+            "properties": {key: _of_parameter(key, hints, described) for key in parameters},
+        }
         if required := [key for key, one in parameters.items() if one.default is one.empty]:
             takes["required"] = required
     except _Missing as error:
         raise ConfigError(f"the tool {name!r}: {error}") from None
     except (TypeError, NameError, ValueError) as error:
-        raise ConfigError(f"the tool {name!r} cannot be described: {type(error).__name__}: {error}") from None
+        raise ConfigError(
+            f"the tool {name!r} cannot be described: {type(error).__name__}: {error}"
+        ) from None
     whole = {"name": name, "description": about, "parameters": takes}
     try:
         result = _of_hint(hints["return"]) if "return" in hints else None
@@ -64,23 +82,36 @@ def _written(function: Callable[..., Any]) -> Callable[..., Any]:
     """What has the docstring and the type hints."""
     while isinstance(function, partial):
         function = function.func
-    is_one = inspect.isroutine(function) or inspect.isclass(function) or hasattr(function, "__wrapped__")
+    is_one = (
+        inspect.isroutine(function) or inspect.isclass(function) or hasattr(function, "__wrapped__")
+    )
     return function if is_one else function.__call__
 
 
-_UNNAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_UNNAMED = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.VAR_POSITIONAL,
+    inspect.Parameter.VAR_KEYWORD,
+)
 
 
 class _Missing(Exception):
     """What a schema cannot be made without, and the remedy."""
 
 
-def _of_parameter(key: str, hints: Mapping[str, Any], described: Mapping[str, str]) -> dict[str, Any]:
+def _of_parameter(
+    key: str, hints: Mapping[str, Any], described: Mapping[str, str]
+) -> dict[str, Any]:
     if key not in hints:
-        raise _Missing(f"the argument {key!r} has no type hint; give every parameter one that JSON can hold")
+        raise _Missing(
+            f"the argument {key!r} has no type hint; give every parameter one that JSON can hold"
+        )
     schema = _of_hint(hints[key])
     if key not in described:
-        raise _Missing(f"the argument {key!r} has no description; write a line `{key}: what it is` under `Args:` in the docstring")
+        raise _Missing(
+            f"the argument {key!r} has no description; write a line `{key}: what it is` under"
+            " `Args:` in the docstring"
+        )
     text = described[key]
     if choices := re.search(r"\(choices:(.*)\)$", text, re.IGNORECASE):
         offered = json.loads(choices[1])
@@ -119,7 +150,8 @@ def _of_hint(hint: Any) -> dict[str, Any]:
 def _of_values(hint: Any, values: Sequence[Any]) -> dict[str, Any]:
     if not values or any(type(value) not in _SCALARS for value in values):
         raise _Missing(
-            f"the type hint {hint!r} offers {list(values)}; expected at least one value, and texts, numbers, bool or None"
+            f"the type hint {hint!r} offers {list(values)}; expected at least one value, and texts,"
+            " numbers, bool or None"
         )
     kinds = list(dict.fromkeys(_SCALARS[type(value)] for value in values))
     return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": list(values)}
@@ -138,7 +170,9 @@ def _of_union(hints: Sequence[Any]) -> dict[str, Any]:
 
 
 def _sections(documentation: str) -> tuple[str, dict[str, str], str | None]:
-    """Of a docstring in Google's style: what the function does, what its parameters are, and what it returns, where it says so."""
+    """Of a docstring in Google's style: what the function does, what its parameters are, and what
+    it returns, where it says so.
+    """
     about = re.split("Args:|Returns:|Raises:", documentation)[0].strip()
     returned = _under("Returns", "Raises:", documentation)
     described: dict[str, str] = {}
@@ -169,7 +203,8 @@ class WrongArguments(Exception):
 
 
 def typed(schema: Schema, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments as the tool's function wants them: what must be an integer is no `2.0`.  Raises WrongArguments.
+    """Arguments as the tool's function wants them: what must be an integer is no `2.0`.  Raises
+    WrongArguments.
 
     >>> tool = {"function": {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}}, "required": ["n"]}}}
     >>> typed(tool, {"n": 2.0})
@@ -183,14 +218,18 @@ def typed(schema: Schema, arguments: Mapping[str, Any]) -> dict[str, Any]:
     takes = f"{name_of(schema)} takes {', '.join(known) or 'no arguments'}"
     if unknown := next((key for key in arguments if key not in known), None):
         raise WrongArguments(f"there is no argument {unknown!r}: {takes}")
-    if missing := next((key for key in parameters.get("required") or () if key not in arguments), None):
+    if missing := next(
+        (key for key in parameters.get("required") or () if key not in arguments), None
+    ):
         raise WrongArguments(f"the argument {missing} is missing: {takes}")
     values = {}
     for key, value in arguments.items():
         try:
             values[key] = _typed(known[key], value)
         except _Misfit:
-            raise WrongArguments(f"the argument {key} is {_shown(value)}, expected {_expected(known[key])}") from None
+            raise WrongArguments(
+                f"the argument {key} is {_shown(value)}, expected {_expected(known[key])}"
+            ) from None
     return values
 
 
@@ -210,7 +249,9 @@ def _typed(schema: Any, value: Any) -> Any:
             if value == option and isinstance(value, bool) is isinstance(option, bool):
                 return option
     kinds = _kinds(schema.get("type"))
-    if schema.keys() & {"anyOf", "enum"} or (kinds and not any(is_kind(kind, value) for kind in kinds)):
+    if schema.keys() & {"anyOf", "enum"} or (
+        kinds and not any(is_kind(kind, value) for kind in kinds)
+    ):
         raise _Misfit
     if isinstance(value, float) and "integer" in kinds and "number" not in kinds:
         return int(value)
@@ -231,7 +272,8 @@ def _kinds(kinds: Any) -> list[str]:
 
 
 def kinds_of(schema: Any, root: Mapping[str, Any], depth: int = 8) -> list[str]:
-    """The JSON types of what a schema describes, those of its alternatives and definitions among them; empty: it names none.
+    """The JSON types of what a schema describes, those of its alternatives and definitions among
+    them; empty: it names none.
 
     root: the schema that holds the definitions.
 

@@ -1,13 +1,18 @@
-"""Tool calls in what the policy wrote, in the form of its family.  A call that is cut or garbled is described, never an exception.
+"""Tool calls in what the policy wrote, in the form of its family.  A call that is cut or garbled is
+described, never an exception.
 
 | form | families | a call |
 |---|---|---|
 | `json` | Qwen 2.5, Qwen 3, Hermes | `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` |
-| `xml` | Qwen 3.5, Qwen3-Coder, Nemotron 3 | `<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>` |
-| `bare` | Llama 3.1, 3.2 | the turn is `{"name": ..., "parameters": {...}}`, perhaps behind `<|python_tag|>` |
-| `channels` | gpt-oss | a message `to=functions.NAME` whose body is JSON and which ends with `<|call|>` |
+| `xml` | Qwen 3.5, Qwen3-Coder, Nemotron 3 |
+`<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>` |
+| `bare` | Llama 3.1, 3.2 | the turn is `{"name": ..., "parameters": {...}}`, perhaps behind
+`<|python_tag|>` |
+| `channels` | gpt-oss | a message `to=functions.NAME` whose body is JSON and which ends with
+`<|call|>` |
 
-Texts are decoded with their special tokens, and without the EOS behind them (gpt-oss: with it, it is `<|call|>`).
+Texts are decoded with their special tokens, and without the EOS behind them (gpt-oss: with it, it
+is `<|call|>`).
 """
 
 from __future__ import annotations
@@ -59,9 +64,15 @@ class ParsedTurn:
     """The content with the text of every call that cannot be read, where it stands."""
 
     def message(self) -> dict[str, Any]:
-        """The turn as a chat message, for showing it; the ids of the stream stay those that were sampled."""
+        """The turn as a chat message, for showing it; the ids of the stream stay those that were
+        sampled.
+        """
         calls = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": dict(call.arguments)},
+            }
             for call in self.calls
             if isinstance(call, ParsedCall)
         ]
@@ -83,15 +94,25 @@ def form_of(chat_template: str) -> CallForm | None:
         return "json"
     if "<|call|>" in chat_template:
         return "channels"
-    return "bare" if re.search(r'"parameters\\?"', chat_template) and "ipython" in chat_template else None
+    return (
+        "bare"
+        if re.search(r'"parameters\\?"', chat_template) and "ipython" in chat_template
+        else None
+    )
 
 
-def read_turn(text: str, form: CallForm, *, thinking: bool = False, tools: Sequence[Mapping[str, Any]] | None = None) -> ParsedTurn:
+def read_turn(
+    text: str,
+    form: CallForm,
+    *,
+    thinking: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> ParsedTurn:
     """Content, reasoning and calls of one turn.
 
     thinking: the prompt ended inside a think block, which the turn continues with.
-    tools: JSON schemas; the form `xml`, whose values are text, reads anything else by them.  Where a parameter may be text or
-    something else, text that is the other in JSON is read as that.
+    tools: JSON schemas; the form `xml`, whose values are text, reads anything else by them.  Where
+        a parameter may be text or something else, text that is the other in JSON is read as that.
     Raises ConfigError for an unknown form; never for anything that `text` may hold.
 
     >>> read_turn('Let me see.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "json").calls
@@ -103,12 +124,22 @@ def read_turn(text: str, form: CallForm, *, thinking: bool = False, tools: Seque
         content, written, reasoning, calls = _channels(text)
     else:
         reasoning, rest = split_thinking(text, thinking)
-        known = {name: _kinds_of(tool) for tool in tools or () if (name := _name_of(tool)) is not None}
-        content, written, calls = _bare(rest) if form == "bare" else _tagged(rest, known if form == "xml" else None)
-    return ParsedTurn(content, reasoning, tuple(replace(call, id=f"call_{i}") for i, call in enumerate(calls)), written)
+        known = {
+            name: _kinds_of(tool) for tool in tools or () if (name := _name_of(tool)) is not None
+        }
+        content, written, calls = (
+            _bare(rest) if form == "bare" else _tagged(rest, known if form == "xml" else None)
+        )
+    return ParsedTurn(
+        content,
+        reasoning,
+        tuple(replace(call, id=f"call_{i}") for i, call in enumerate(calls)),
+        written,
+    )
 
 
-# ---- reasoning ---------------------------------------------------------------------------------------------------------------
+# ---- reasoning
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def split_thinking(text: str, thinking: bool) -> tuple[str | None, str]:
@@ -135,13 +166,16 @@ _Kinds = Mapping[str, Sequence[str]]
 """The JSON types that each parameter of a tool may have."""
 
 
-# ---- <tool_call> -------------------------------------------------------------------------------------------------------------
+# ---- <tool_call>
+# -------------------------------------------------------------------------------------------------------------
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 
 def _tagged(text: str, kinds: Mapping[str, _Kinds] | None) -> tuple[str, str, _Calls]:
-    """Content, the same with broken calls, and calls between tags: JSON objects, or with `kinds` functions with parameters."""
+    """Content, the same with broken calls, and calls between tags: JSON objects, or with `kinds`
+    functions with parameters.
+    """
     content, written, calls, place = "", "", [], 0
     while (start := text.find(OPENING, place)) >= 0:
         content, written = content + text[place:start], written + text[place:start]
@@ -200,8 +234,12 @@ def _xml_call(text: str, place: int, kinds: Mapping[str, _Kinds]) -> tuple[Parse
 
 
 def _end_of_value(text: str, start: int) -> int | None:
-    """Where a value ends: at the `</parameter>` behind which the call continues, so that a value may speak of that tag itself."""
-    if (closing := re.compile(r"</parameter>(?=\s*(<parameter=|</function>))").search(text, start)) is not None:
+    """Where a value ends: at the `</parameter>` behind which the call continues, so that a value
+    may speak of that tag itself.
+    """
+    if (
+        closing := re.compile(r"</parameter>(?=\s*(<parameter=|</function>))").search(text, start)
+    ) is not None:
         return closing.start()
     end = text.find("</parameter>", start)
     return None if end < 0 else end
@@ -216,13 +254,19 @@ def _holds_another(value: str, known: _Kinds) -> bool:
 
 
 def _converted(key: str, value: str, kinds: Sequence[str]) -> Any:
-    """A value in one of the types that its schema allows, text last.  Templates write `False` or `false`: both are read."""
+    """A value in one of the types that its schema allows, text last.  Templates write `False` or
+    `false`: both are read.
+    """
     text = value.strip()
     if {"boolean", "null"} & set(kinds) and text.lower() in _WORDS:
         text = json.dumps(_WORDS[text.lower()])
     with suppress(_NotACall):
         decoded, end = _decoded(text, 0)
-        if end == len(text) and not isinstance(decoded, str) and any(is_kind(kind, decoded) for kind in kinds):
+        if (
+            end == len(text)
+            and not isinstance(decoded, str)
+            and any(is_kind(kind, decoded) for kind in kinds)
+        ):
             return decoded
     if "string" in kinds:
         return value
@@ -233,15 +277,20 @@ def _converted(key: str, value: str, kinds: Sequence[str]) -> Any:
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
-# ---- a turn that is a call ---------------------------------------------------------------------------------------------------
+# ---- a turn that is a call
+# ---------------------------------------------------------------------------------------------------
 
 
-_MEANT = re.compile(r'\{\s*("type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"[^"]*"\s*,\s*"(parameters|arguments)"')
+_MEANT = re.compile(
+    r'\{\s*("type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"[^"]*"\s*,\s*"(parameters|arguments)"'
+)
 """How a call begins; an object that only has a name is an answer in JSON."""
 
 
 def _bare(text: str) -> tuple[str, str, _Calls]:
-    """Llama's calls: the whole turn is one, or several behind one another with `;` or white space between them."""
+    """Llama's calls: the whole turn is one, or several behind one another with `;` or white space
+    between them.
+    """
     body = text.strip()
     tagged = body.startswith("<|python_tag|>")
     body = body.removeprefix("<|python_tag|>").strip()
@@ -249,7 +298,11 @@ def _bare(text: str) -> tuple[str, str, _Calls]:
         first = None
         with suppress(_NotACall):
             first, _ = _decoded(body, 0)
-        if not isinstance(first, dict) or "name" not in first or not {"parameters", "arguments"} & first.keys():
+        if (
+            not isinstance(first, dict)
+            or "name" not in first
+            or not {"parameters", "arguments"} & first.keys()
+        ):
             return text, text, []
     calls: _Calls = []
     place = 0
@@ -265,13 +318,16 @@ def _bare(text: str) -> tuple[str, str, _Calls]:
     return "", "\n".join(call.text for call in calls if isinstance(call, BrokenCall)), calls
 
 
-# ---- channels ----------------------------------------------------------------------------------------------------------------
+# ---- channels
+# ----------------------------------------------------------------------------------------------------------------
 
 _HEADER_END, _BODY_END = "<|message|>", re.compile(r"<\|(end|call|return)\|>")
 
 
 def _channels(text: str) -> tuple[str, str, str | None, _Calls]:
-    """gpt-oss: messages with a channel and perhaps a recipient; the first continues behind `<|start|>assistant`."""
+    """gpt-oss: messages with a channel and perhaps a recipient; the first continues behind
+    `<|start|>assistant`.
+    """
     content, written, reasoning, calls = [], [], [], []
     for header, body, end in _messages(text):
         channel = re.search(r"<\|channel\|>\s*([a-z]+)", header)
@@ -286,7 +342,9 @@ def _channels(text: str) -> tuple[str, str, str | None, _Calls]:
         else:
             content.append(body or "")
             written.append(body or "")
-    shown, whole, thought = ("\n".join(filter(None, texts)) for texts in (content, written, reasoning))
+    shown, whole, thought = (
+        "\n".join(filter(None, texts)) for texts in (content, written, reasoning)
+    )
     return shown, whole, thought or None, calls
 
 
@@ -316,7 +374,8 @@ def _channel_call(name: str, body: str | None, end: str | None) -> ParsedCall:
     return ParsedCall(name, value)
 
 
-# ---- JSON --------------------------------------------------------------------------------------------------------------------
+# ---- JSON
+# --------------------------------------------------------------------------------------------------------------------
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -343,13 +402,16 @@ def _decoded(text: str, start: int) -> tuple[Any, int]:
         why = f"is not JSON: {error.msg} at character {error.pos - start}"
     except RecursionError:
         why = "is nested too deeply"
-    except ValueError as error:  # a key that is given twice, or a number with more digits than Python converts
+    except (
+        ValueError
+    ) as error:  # a key that is given twice, or a number with more digits than Python converts
         why = f"cannot be read: {error}"
     raise _NotACall(f"the call {why}")
 
 
 def _call_of(value: Any, key: str) -> ParsedCall:
-    """An object's name and arguments; `key` is the form's own name for the latter, the other one is read too.
+    """An object's name and arguments; `key` is the form's own name for the latter, the other one is
+    read too.
 
     Raises _NotACall.
     """
@@ -377,4 +439,7 @@ def _name_of(tool: Mapping[str, Any]) -> str | None:
 def _kinds_of(tool: Mapping[str, Any]) -> dict[str, Sequence[str]]:
     """The JSON types of a tool's parameters; text where its schema names none."""
     parameters = tool.get("function", tool).get("parameters") or {}
-    return {key: kinds_of(schema, parameters) or ("string",) for key, schema in (parameters.get("properties") or {}).items()}
+    return {
+        key: kinds_of(schema, parameters) or ("string",)
+        for key, schema in (parameters.get("properties") or {}).items()
+    }

@@ -1,9 +1,11 @@
-"""Episodes: the policy's turns go to tools and environments, and their answers come back as token ids before the next turn.
+"""Episodes: the policy's turns go to tools and environments, and their answers come back as token
+ids before the next turn.
 
-A turn with tool calls gets their results; in an environment with `step` any other turn goes there; else such a turn ends the
-episode.  What is trained is never tokenised again: an answer's ids are the chat template's suffix (`data/turns.py`).  Where the
-template rewrites earlier turns and the recipe says `split`, the next turn is drawn behind the whole conversation as the template
-writes it, encoded anew; it is context and not trained.
+A turn with tool calls gets their results; in an environment with `step` any other turn goes there;
+else such a turn ends the episode.  What is trained is never tokenised again: an answer's ids are
+the chat template's suffix (`data/turns.py`).  Where the template rewrites earlier turns and the
+recipe says `split`, the next turn is drawn behind the whole conversation as the template writes it,
+encoded anew; it is context and not trained.
 """
 
 from __future__ import annotations
@@ -26,9 +28,21 @@ from groupwise.data.rendering import shown_template
 from groupwise.data.templates import Template, unmarked
 from groupwise.environments.chat_codec import ChatCodec, recorded
 from groupwise.environments.conversation import NOTHING, Reply, Stream
-from groupwise.environments.runtime import EnvironmentBroken, EnvironmentKind, ToolResult, ToolRuntime, error_text
+from groupwise.environments.runtime import (
+    EnvironmentBroken,
+    EnvironmentKind,
+    ToolResult,
+    ToolRuntime,
+    error_text,
+)
 from groupwise.environments.schemas import WrongArguments, name_of, typed
-from groupwise.environments.tool_calls import BrokenCall, ParsedCall, ParsedTurn, form_of, opens_thinking
+from groupwise.environments.tool_calls import (
+    BrokenCall,
+    ParsedCall,
+    ParsedTurn,
+    form_of,
+    opens_thinking,
+)
 from groupwise.errors import ConfigError, DataError, EnvironmentFailure
 from groupwise.records import Episode, Finish, ToolCall
 from groupwise.utils import threads
@@ -38,28 +52,41 @@ from groupwise.utils.terminal import logger
 log = logger(__name__)
 
 BROKEN_SHARE = 0.1
-"""An environment that fails in more of its episodes than this, and more than once, cannot be trained in."""
+"""An environment that fails in more of its episodes than this, and more than once, cannot be
+trained in.
+"""
 
 
 class ToolWorld:
     """An `EpisodeWorld` of tools and environments, for one tokenizer."""
 
-    def __init__(self, runtime: ToolRuntime, settings: EnvironmentSettings, template: Template, eos_ids: tuple[int, ...]) -> None:
-        """template: of the prompts.   Raises ConfigError if the chat template shows no calls in a form that is known."""
+    def __init__(
+        self,
+        runtime: ToolRuntime,
+        settings: EnvironmentSettings,
+        template: Template,
+        eos_ids: tuple[int, ...],
+    ) -> None:
+        """template: of the prompts.   Raises ConfigError if the chat template shows no calls in a
+        form that is known.
+        """
         self.runtime, self.settings, self.prompts = runtime, settings, template
         self.codec = ChatCodec(template.tokenizer, eos_ids)
-        """Rows are encoded as the recipe says; results and observations are never more than text."""
+        """Rows are encoded as the recipe says; results and observations are never more than text.
+        """
         shown = shown_template(template.tokenizer, tools=True)
         if any(kind.schemas for kind in runtime.kinds.values()) and form_of(shown) is None:
             raise ConfigError(
-                "the chat template shows tool calls in no form that is known (<tool_call> with JSON or with <function=...>, "
-                "Llama's bare JSON, gpt-oss's channels): take a model that was made for tools, or set model.chat_template to a "
-                "template with <tool_call>"
+                "the chat template shows tool calls in no form that is known (<tool_call> with JSON"
+                " or with <function=...>, Llama's bare JSON, gpt-oss's channels): take a model that"
+                " was made for tools, or set model.chat_template to a template with <tool_call>"
             )
         self._begun, self._broken, self._lock = 0, 0, threading.Lock()
 
     def begin(self, stream: Stream, *, seed: int) -> ToolEpisode:
-        """The episode of one completion.  Raises DataError for a row that names no environment, or whose prompt is no chat."""
+        """The episode of one completion.  Raises DataError for a row that names no environment, or
+        whose prompt is no chat.
+        """
         prompt = stream.prompt
         kind = self.runtime.kind_of(prompt.row, prompt.place)
         with self._lock:
@@ -67,10 +94,15 @@ class ToolWorld:
         return ToolEpisode(self, stream, kind, zlib.crc32(f"{seed}/{prompt.id}".encode()))
 
     def broken(self, why: str) -> None:
-        """Count an episode whose environment failed.  Raises EnvironmentFailure if there are too many."""
+        """Count an episode whose environment failed.  Raises EnvironmentFailure if there are too
+        many.
+        """
         with self._lock:
             self._broken += 1
-            message = f"{self._broken} of {self._begun} episodes were broken off because their environment failed; the last: {why}"
+            message = (
+                f"{self._broken} of {self._begun} episodes were broken off because their"
+                f" environment failed; the last: {why}"
+            )
             many = self._broken > max(1.0, BROKEN_SHARE * self._begun)
         if many:
             raise EnvironmentFailure(message)
@@ -104,11 +136,15 @@ class ToolEpisode:
         self._prompt = stream.prompt
         self._environment = world.runtime.make(kind)
         self._schemas = {name_of(schema): schema for schema in kind.schemas}
-        self._tools, self._variables = kind.schemas or None, world.prompts.with_own(variables_in(stream.prompt.row, "row"))
+        self._tools, self._variables = (
+            kind.schemas or None,
+            world.prompts.with_own(variables_in(stream.prompt.row, "row")),
+        )
         self._written: Messages = []
         """The whole conversation, with marks around what is encoded as text."""
         self._text = stream.prompt.text
-        """Of what the next turn is drawn behind: all of it where the past is split, else its end."""
+        """Of what the next turn is drawn behind: all of it where the past is split, else its end.
+        """
         self._messages: list[Mapping[str, Any]] = []
         """Those behind the prompt."""
         self._ended, self._failed = False, False
@@ -118,7 +154,9 @@ class ToolEpisode:
         self._broken_off = False
         """True if it was ended from outside: what fails then is no failure."""
         self._unused, self._deadline = world.settings.episode_timeout, 0.0
-        """Seconds that the environment has left, and when they end; while the policy samples the clock stands still."""
+        """Seconds that the environment has left, and when they end; while the policy samples the
+        clock stands still.
+        """
         self._pending: Future[Reply] | None = None
 
     def open(self) -> Future[Reply]:
@@ -132,7 +170,9 @@ class ToolEpisode:
         return self._pending
 
     def close(self, finish: Finish) -> Episode:
-        """End the environment, and the episode as a record.  Kills what still runs where sampling was broken off."""
+        """End the environment, and the episode as a record.  Kills what still runs where sampling
+        was broken off.
+        """
         if self._pending is not None and not self._pending.done():
             self._broken_off = True
             self._environment.kill()
@@ -140,7 +180,9 @@ class ToolEpisode:
             self._end(judged=finish is not Finish.ERROR)
         reward, turns = self._reward, tuple(self._stream.turns)
         if reward is None and self._kind.steps and not self._failed and finish is not Finish.ERROR:
-            reward = sum(turn.reward or 0.0 for turn in turns)  # 0 of an episode that was over before anything was worth something
+            reward = sum(
+                turn.reward or 0.0 for turn in turns
+            )  # 0 of an episode that was over before anything was worth something
         return Episode(
             turns=turns,
             messages=tuple(self._messages),
@@ -150,7 +192,8 @@ class ToolEpisode:
             state=self._state,
         )
 
-    # ---- inside --------------------------------------------------------------------------------------------------------------
+    # ---- inside
+    # --------------------------------------------------------------------------------------------------------------
 
     @property
     def _left(self) -> float:
@@ -166,12 +209,17 @@ class ToolEpisode:
     def _open(self) -> Reply:
         codec = self._world.codec
         if self._prompt.messages is None:
-            raise EnvironmentFailure("conversations are chat messages, and the prompt is a plain string: set data.chat: true")
+            raise EnvironmentFailure(
+                "conversations are chat messages, and the prompt is a plain string: set data.chat:"
+                " true"
+            )
         content = self._world.prompts.marked([dict(message) for message in self._prompt.messages])
         assert not isinstance(content, str)
         self._written = content
         try:
-            observation = self._environment.reset(self._prompt.row, seed=self._seed, seconds=self._left)
+            observation = self._environment.reset(
+                self._prompt.row, seed=self._seed, seconds=self._left
+            )
         except EnvironmentBroken as broken:
             return self._over(broken.finish, str(broken))
         if not observation:
@@ -182,7 +230,9 @@ class ToolEpisode:
         context, self._text = codec.encode(text), unmarked(text)
         if self._prompt.cut:
             context = cut_left(context, self._prompt.tokens.size, codec.template.bos_id)
-        return Reply(NOTHING, context=None if np.array_equal(context, self._prompt.tokens) else context)
+        return Reply(
+            NOTHING, context=None if np.array_equal(context, self._prompt.tokens) else context
+        )
 
     def _answer(self) -> Reply:
         began, settings, turn = time.monotonic(), self._world.settings, self._stream.turns[-1]
@@ -200,8 +250,14 @@ class ToolEpisode:
             over = Finish.DEADLINE
         self._stream.turns[-1] = replace(
             turn,
-            finish=Finish.TOOL_CALLS if parsed.calls and turn.finish is not Finish.LENGTH else turn.finish,
-            calls=tuple(replace(call, result=text) for call, text in zip(outcome.calls, texts, strict=False)),
+            finish=(
+                Finish.TOOL_CALLS
+                if parsed.calls and turn.finish is not Finish.LENGTH
+                else turn.finish
+            ),
+            calls=tuple(
+                replace(call, result=text) for call, text in zip(outcome.calls, texts, strict=False)
+            ),
             answer="\n".join(texts) if over is None else "",
             seconds=time.monotonic() - began,
             truncated=cut,
@@ -242,31 +298,44 @@ class ToolEpisode:
         rest = iter(carried)
         results = [one if isinstance(one, ToolResult) else next(rest) for one in checked]
         return _Outcome(
-            calls=[recorded(call, one.text, one.seconds, one.failure) for call, one in zip(calls, results, strict=True)],
+            calls=[
+                recorded(call, one.text, one.seconds, one.failure)
+                for call, one in zip(calls, results, strict=True)
+            ],
             texts=[one.text for one in results],
             finish=over,
             failure="a call took the environment with it" if over is not None else "",
         )
 
     def _checked(self, call: ParsedCall | BrokenCall) -> tuple[str, Mapping[str, Any]] | ToolResult:
-        """The tool, and the arguments as it wants them; the result of a call that cannot be carried out."""
+        """The tool, and the arguments as it wants them; the result of a call that cannot be carried
+        out.
+        """
         if isinstance(call, BrokenCall):
             return ToolResult(text=error_text(call.why), failure="unreadable")
         if call.name not in self._schemas:
             close = nearest(call.name, self._schemas)
             hint = f"did you mean {close}?" if close else f"there are: {', '.join(self._schemas)}"
-            return ToolResult(text=error_text(f"there is no tool {call.name!r}; {hint}"), failure="unknown")
+            return ToolResult(
+                text=error_text(f"there is no tool {call.name!r}; {hint}"), failure="unknown"
+            )
         try:
             return call.name, typed(self._schemas[call.name], call.arguments)
         except WrongArguments as wrong:
             return ToolResult(text=error_text(str(wrong)), failure="arguments")
 
-    def _called(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[list[ToolResult], Finish | None]:
-        """The calls' results.  Each call has a limit of its own, and several, one after the other, have the episode's, too."""
+    def _called(
+        self, calls: Sequence[tuple[str, Mapping[str, Any]]]
+    ) -> tuple[list[ToolResult], Finish | None]:
+        """The calls' results.  Each call has a limit of its own, and several, one after the other,
+        have the episode's, too.
+        """
         if len(calls) < 2:
             return self._environment.call(calls, seconds=self._left)
         late = threading.Event()
-        end = threading.Timer(self._deadline - time.monotonic(), lambda: (late.set(), self._environment.kill()))
+        end = threading.Timer(
+            self._deadline - time.monotonic(), lambda: (late.set(), self._environment.kill())
+        )
         end.daemon = True
         end.start()
         try:
@@ -281,30 +350,44 @@ class ToolEpisode:
         codec, turn, tokens = self._world.codec, self._stream.turns[-1], self._stream.tokens
         self._messages += answers
         self._written += [codec.template.shielded(answer) for answer in answers]
-        suffix = codec.after(tokens[-1] if turn.end > turn.begin else -1, answers, self._tools, self._variables)
+        suffix = codec.after(
+            tokens[-1] if turn.end > turn.begin else -1, answers, self._tools, self._variables
+        )
         if self._world.settings.past == "keep":
             self._text = suffix.text
             return Reply(suffix.tokens)
-        ids = self._stream.ids()[turn.begin - turn.end - 1 :]  # some tokenizers begin a text otherwise than they go on
+        ids = self._stream.ids()[
+            turn.begin - turn.end - 1 :
+        ]  # some tokenizers begin a text otherwise than they go on
         self._text += codec.decode(ids).removeprefix(codec.decode(ids[:1])) + suffix.text
         context = self._rewritten()
         return Reply(suffix.tokens) if context is None else Reply(NOTHING, context=context)
 
     def _rewritten(self) -> np.ndarray | None:
-        """The whole conversation as the template writes it; None where that is the text of the stream, or it refuses."""
+        """The whole conversation as the template writes it; None where that is the text of the
+        stream, or it refuses.
+        """
         codec = self._world.codec
         try:
             text = codec.written(self._written, self._tools, self._variables)
-        except DataError as refused:  # a result without a call that can be read: there is no inference to be like
+        except (
+            DataError
+        ) as refused:  # a result without a call that can be read: there is no inference to be like
             log.debug("%s: kept as it was sampled: %s", self._prompt.id, refused)
             return None
         if unmarked(text) == self._text:
             return None
         ids, self._text = codec.encode(text), unmarked(text)
-        return cut_left(ids, max(1, ids.size - self._prompt.cut), codec.template.bos_id) if self._prompt.cut else ids
+        return (
+            cut_left(ids, max(1, ids.size - self._prompt.cut), codec.template.bos_id)
+            if self._prompt.cut
+            else ids
+        )
 
     def _over(self, finish: Finish, why: str = "") -> Reply:
-        """The episode ends: its environment is asked for its reward, and closed.   why: it has failed, and cannot be asked."""
+        """The episode ends: its environment is asked for its reward, and closed.   why: it has
+        failed, and cannot be asked.
+        """
         if why:
             self._break(why, counts=finish is Finish.ERROR)
         elif not self._end(judged=True):
@@ -315,7 +398,9 @@ class ToolEpisode:
         """Ask the environment for its reward, and close it; False if it failed."""
         self._ended = True
         try:
-            self._reward, self._state = self._environment.end(judged, seconds=self._world.settings.tool_timeout)
+            self._reward, self._state = self._environment.end(
+                judged, seconds=self._world.settings.tool_timeout
+            )
         except EnvironmentBroken as broken:
             self._break(str(broken), counts=judged)
         return not self._failed
@@ -328,13 +413,23 @@ class ToolEpisode:
             self._world.broken(why)
 
     def _cut(self, texts: Sequence[str]) -> tuple[list[str], bool]:
-        """Texts within the budget of one answer, and whether something is missing.  They share it evenly if it is too small."""
+        """Texts within the budget of one answer, and whether something is missing.  They share it
+        evenly if it is too small.
+        """
         settings, count = self._world.settings, self._world.codec.count
-        texts = [text.encode("utf-8", "replace").decode() for text in texts]  # half of a character has no ids
+        texts = [
+            text.encode("utf-8", "replace").decode() for text in texts
+        ]  # half of a character has no ids
         size = sum(len(text.encode()) for text in texts)
-        if size <= settings.max_observation_bytes and sum(map(count, texts)) <= settings.max_observation_tokens:
+        if (
+            size <= settings.max_observation_bytes
+            and sum(map(count, texts)) <= settings.max_observation_tokens
+        ):
             return list(texts), False
-        most, length = settings.max_observation_tokens // len(texts), settings.max_observation_bytes // len(texts)
+        most, length = (
+            settings.max_observation_tokens // len(texts),
+            settings.max_observation_bytes // len(texts),
+        )
         return [truncated(text, length, most, count) for text in texts], True
 
 
@@ -359,7 +454,11 @@ def truncated(text: str, most_bytes: int, most_tokens: int, tokens: Any) -> str:
 
 
 def _marked(text: str, length: int) -> str:
-    return text if length >= len(text) else f"{text[:length]}\n[{len(text) - length:,} characters left out]"
+    return (
+        text
+        if length >= len(text)
+        else f"{text[:length]}\n[{len(text) - length:,} characters left out]"
+    )
 
 
 def _appended(messages: Messages, observation: str, template: Template) -> Messages:

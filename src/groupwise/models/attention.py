@@ -1,12 +1,16 @@
-"""Exact attention for packed streams whose prompts stand once per group, for unmodified Hugging Face models.
+"""Exact attention for packed streams whose prompts stand once per group, for unmodified Hugging
+Face models.
 
-transformers lets a model's attention be replaced by name.  Under the name `groupwise` every attention layer hands its queries,
-keys and values to the object that the forward pass runs inside of (`attending`); that object alone knows who may look at whom.
-It is not an argument of the forward pass: not every family hands unknown arguments down to its layers.
-Training uses `PackedAttention` below; the rollout engine brings its own, which also keep keys and values.  No mask of P x P is
-ever made, no cache object is used, and positions are always given explicitly.
+transformers lets a model's attention be replaced by name.  Under the name `groupwise` every
+attention layer hands its queries, keys and values to the object that the forward pass runs inside
+of (`attending`); that object alone knows who may look at whom. It is not an argument of the forward
+pass: not every family hands unknown arguments down to its layers.
+Training uses `PackedAttention` below; the rollout engine brings its own, which also keep keys and
+values.  No mask of P x P is ever made, no cache object is used, and positions are always given
+explicitly.
 
-T positions of the stream   H query heads   K key-value heads   D head width   E width of values   S segments
+T positions of the stream   H query heads   K key-value heads   D head width   E width of values   S
+segments
 """
 
 from __future__ import annotations
@@ -43,7 +47,9 @@ class Attend(Protocol):
         ...
 
     def sequence_lengths(self, position_T: Tensor) -> Tensor:
-        """Tokens of the sequence that each position belongs to; of a shared prompt the longest that begins with it."""
+        """Tokens of the sequence that each position belongs to; of a shared prompt the longest that
+        begins with it.
+        """
         ...
 
 
@@ -52,7 +58,8 @@ _stream: ContextVar[tuple[Attend, Tensor] | None] = ContextVar("stream", default
 
 @contextmanager
 def attending(attend: Attend, position_T: Tensor) -> Iterator[None]:
-    """Forward passes of packed streams run inside: their attention asks `attend`, their rotary embeddings for its lengths.
+    """Forward passes of packed streams run inside: their attention asks `attend`, their rotary
+    embeddings for its lengths.
 
     position_T: of each token in its own sequence.
     """
@@ -81,8 +88,8 @@ def packed_attention(
     position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every attention layer.  Windows are those of the model's masks (`ops.attention.Reach`), whatever a
-    layer says besides; nothing is dropped."""
+    """What transformers calls in every attention layer.  Windows are those of the model's masks
+    (`ops.attention.Reach`), whatever a layer says besides; nothing is dropped."""
     stream = _stream.get()
     if stream is None or attention_mask is not None:
         raise ConfigError(
@@ -90,29 +97,47 @@ def packed_attention(
             "for an ordinary forward or generate use `with plain_attention(model):`"
         )
     if position_bias is not None:
-        raise ConfigError(f"{type(module).__name__} adds a bias to its scores, which packed streams do not know; {REMEDY}")
+        raise ConfigError(
+            f"{type(module).__name__} adds a bias to its scores, which packed streams do not know;"
+            f" {REMEDY}"
+        )
     attend, position_T = stream
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if getattr(module, "attn_temperature_tuning", False):
         query = _tempered(module, query, position_T)
     if torch.is_autocast_enabled(query.device.type):
         value = value.to(torch.get_autocast_dtype(query.device.type))
-    # Under autocast rotary embeddings leave queries and keys in float32 while values are in bfloat16; a kernel takes one type.
+    # Under autocast rotary embeddings leave queries and keys in float32 while values are in
+    # bfloat16; a kernel takes one type.
     query, key = query.to(value.dtype), key.to(value.dtype)
     query_THD, key_TKD, value_TKE = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     layer: Any = module.layer_idx
-    return attend(Query(layer, query_THD, key_TKD, value_TKE, scale, softcap, reach_of(module), s_aux)).unsqueeze(0), None
+    return (
+        attend(
+            Query(layer, query_THD, key_TKD, value_TKE, scale, softcap, reach_of(module), s_aux)
+        ).unsqueeze(0),
+        None,
+    )
 
 
 def _tempered(module: Any, query: Tensor, position_T: Tensor) -> Tensor:
-    """Llama 4's layers without rotary embeddings scale a query by its place in the stream; here by its place in its sequence."""
+    """Llama 4's layers without rotary embeddings scale a query by its place in the stream; here by
+    its place in its sequence.
+    """
     if module.use_rope:
         return query
 
     def factor(place_T: Tensor) -> Tensor:
-        return torch.log1p(torch.floor((place_T.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+        return (
+            torch.log1p(torch.floor((place_T.float() + 1.0) / module.floor_scale))
+            * module.attn_scale
+            + 1.0
+        )
 
-    right_T, wrong_T = factor(position_T), factor(torch.arange(position_T.shape[0], device=position_T.device))
+    right_T, wrong_T = (
+        factor(position_T),
+        factor(torch.arange(position_T.shape[0], device=position_T.device)),
+    )
     return query * (right_T / wrong_T)[:, None].to(query.dtype)
 
 
@@ -120,9 +145,13 @@ AttentionInterface.register(NAME, packed_attention)
 
 
 def use_packed_attention(
-    model: PreTrainedModel, *, backbone: Callable[..., Any] | None = None, device: torch.device | None = None
+    model: PreTrainedModel,
+    *,
+    backbone: Callable[..., Any] | None = None,
+    device: torch.device | None = None,
 ) -> None:
-    """Switch a model to packed streams.  Raises ConfigError for a model whose attention cannot be replaced.
+    """Switch a model to packed streams.  Raises ConfigError for a model whose attention cannot be
+    replaced.
 
     backbone, device: see `note_reach`.
     """
@@ -130,14 +159,19 @@ def use_packed_attention(
         note_reach(model, backbone=backbone, device=device)
         set_attention(model, NAME)
     except (ValueError, AttributeError, NotImplementedError) as error:
-        raise ConfigError(f"{type(model).__name__} does not let its attention be replaced ({error}); {REMEDY}") from error
+        raise ConfigError(
+            f"{type(model).__name__} does not let its attention be replaced ({error}); {REMEDY}"
+        ) from error
 
 
 @contextmanager
 def plain_attention(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """The model's own attention for ordinary calls (padded batches with masks, `generate`), restored afterwards."""
+    """The model's own attention for ordinary calls (padded batches with masks, `generate`),
+    restored afterwards.
+    """
     before = str(model.config._attn_implementation)
-    # Every architecture has eager.  transformers' sdpa knows no soft caps; older versions leave them out in silence.
+    # Every architecture has eager.  transformers' sdpa knows no soft caps; older versions leave
+    # them out in silence.
     capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     set_attention(model, "sdpa" if model._supports_sdpa and not capped else "eager")
     try:
@@ -147,7 +181,9 @@ def plain_attention(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 
 class PackedAttention:
-    """Causal attention inside each segment, and from each segment to the whole of its prefix: `ops.attention`."""
+    """Causal attention inside each segment, and from each segment to the whole of its prefix:
+    `ops.attention`.
+    """
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -163,7 +199,9 @@ class PackedAttention:
         return self.attention(query)
 
     def sequence_lengths(self, position_T: Tensor) -> Tensor:
-        """Longest sequence that each position belongs to: its segment and the prompt before it (T,)."""
+        """Longest sequence that each position belongs to: its segment and the prompt before it
+        (T,).
+        """
         layout, longest = self.layout, list(self.layout.length)
         for s, prefix in enumerate(layout.prefix):
             if prefix >= 0:

@@ -1,4 +1,5 @@
-"""Running a policy's model without its head over a flat stream, and which of its blocks are computed again.
+"""Running a policy's model without its head over a flat stream, and which of its blocks are
+computed again.
 
 T positions of a stream   D width
 """
@@ -26,24 +27,37 @@ def hidden(policy: Policy, tokens_T: Tensor, position_T: Tensor, attend: Attend)
     return run_backbone(policy, tokens_T, position_T, attend).last_hidden_state[0]
 
 
-def run_backbone(policy: Policy, tokens_T: Tensor, position_T: Tensor, attend: Attend, **options: Any) -> Any:
+def run_backbone(
+    policy: Policy, tokens_T: Tensor, position_T: Tensor, attend: Attend, **options: Any
+) -> Any:
     """What the model without its head gives for a flat stream."""
     with computing(policy), attending(attend, position_T):
-        return policy.backbone(input_ids=tokens_T[None], position_ids=position_T[None], use_cache=False, **options)
+        return policy.backbone(
+            input_ids=tokens_T[None], position_ids=position_T[None], use_cache=False, **options
+        )
 
 
 @contextlib.contextmanager
 def computing(policy: Policy) -> Iterator[None]:
-    """The policy's precision and its adapter, on or off, while inside; in eval mode, whatever somebody has set."""
+    """The policy's precision and its adapter, on or off, while inside; in eval mode, whatever
+    somebody has set.
+    """
     if policy.model.training:
         policy.model.eval()
-    with policy.precision(), contextlib.nullcontext() if policy.adapter_on else adapter_off(policy.model):
+    with (
+        policy.precision(),
+        contextlib.nullcontext() if policy.adapter_on else adapter_off(policy.model),
+    ):
         yield
 
 
 def layers(policy: Policy) -> list[GradientCheckpointingLayer]:
     """The model's blocks that can be computed again."""
-    return [module for module in policy.model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return [
+        module
+        for module in policy.model.modules()
+        if isinstance(module, GradientCheckpointingLayer)
+    ]
 
 
 def can_recompute(policy: Policy) -> bool:
@@ -53,14 +67,17 @@ def can_recompute(policy: Policy) -> bool:
 
 @contextlib.contextmanager
 def checkpointing(policy: Policy, on: bool) -> Iterator[None]:
-    """Recompute the blocks' activations in the backward pass while inside, but the last one's: its turn comes at once.
+    """Recompute the blocks' activations in the backward pass while inside, but the last one's: its
+    turn comes at once.
 
-    transformers recomputes only in layers that are in training mode, in which some families drop units.  So their `forward` is
-    wrapped here, and everything stays in eval mode.
+    transformers recomputes only in layers that are in training mode, in which some families drop
+    units.  So their `forward` is wrapped here, and everything stays in eval mode.
     """
     if on and not can_recompute(policy):
         name = type(policy.model).__name__
-        raise ConfigError(f"{name} has no layers that can recompute; set model.gradient_checkpointing to false")
+        raise ConfigError(
+            f"{name} has no layers that can recompute; set model.gradient_checkpointing to false"
+        )
     blocks = layers(policy)
     before = [vars(block).get("forward") for block in blocks]
     for block in blocks:

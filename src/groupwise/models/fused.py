@@ -1,9 +1,12 @@
-"""Fewer passes over the activations of known blocks: the same functions as transformers' modules, to rounding.
+"""Fewer passes over the activations of known blocks: the same functions as transformers' modules,
+to rounding.
 
-Between its matrix products a block reads and writes activations many times: a rotary RMSNorm model spends 15 % of an update there,
-GPT-2 as much in its composed GELU.  While `fused_modules` is open, modules of known classes run the forms below, which are made of
-the operations in `ops/functional.py` and, under autocast, hand the products their lower precision at once.  Parameters, classes and
-names stay as they are; modules of other classes, and whatever has a `forward` of its own already, are left alone.
+Between its matrix products a block reads and writes activations many times: a rotary RMSNorm model
+spends 15 % of an update there, GPT-2 as much in its composed GELU.  While `fused_modules` is open,
+modules of known classes run the forms below, which are made of the operations in
+`ops/functional.py` and, under autocast, hand the products their lower precision at once.
+Parameters, classes and names stay as they are; modules of other classes, and whatever has a
+`forward` of its own already, are left alone.
 
 T positions of a stream   D width   I inner width of an MLP   O width of what a linear layer gives
 """
@@ -39,7 +42,8 @@ from groupwise.ops.functional import (
 
 @contextmanager
 def fused_modules(model: PreTrainedModel, *, keep: bool = True) -> Iterator[None]:
-    """Run known modules in their fused forms while inside; recomputation in a backward pass must be inside too.
+    """Run known modules in their fused forms while inside; recomputation in a backward pass must be
+    inside too.
 
     The weights must not change inside: under autocast each is copied into its lower precision once.
     keep: keep these copies; else they are made for every product, which takes no memory.
@@ -66,7 +70,9 @@ def _form(module: nn.Module, last: bool) -> Callable[..., Any] | None:
             return partial(_norm, norm, last)
         case Attention(rotary=True, gated=False) as attention:
             return partial(_rotary_attention, attention)
-        case MLP() as mlp if not any("forward" in vars(part) for part in (*mlp.products, mlp.activation)):
+        case MLP() as mlp if not any(
+            "forward" in vars(part) for part in (*mlp.products, mlp.activation)
+        ):
             kinds = {type(linear) for linear in mlp.products}
             return partial(_mlp, mlp, Conv1D in kinds) if kinds in ({nn.Linear}, {Conv1D}) else None
         case MLP():
@@ -78,7 +84,11 @@ def _form(module: nn.Module, last: bool) -> Callable[..., Any] | None:
 def _lower(hidden_states: Tensor) -> torch.dtype:
     """The type that products run in."""
     device = hidden_states.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_states.dtype
+    return (
+        torch.get_autocast_dtype(device)
+        if torch.is_autocast_enabled(device)
+        else hidden_states.dtype
+    )
 
 
 def _flat(hidden_states: Tensor) -> Tensor:
@@ -88,13 +98,21 @@ def _flat(hidden_states: Tensor) -> Tensor:
 
 def _norm(norm: Norm, last: bool, hidden_states: Tensor) -> Tensor:
     # The last one feeds heads of any precision, so it does not round for a product.
-    return rms_norm(hidden_states, norm.weight_D, norm.eps, hidden_states.dtype if last else _lower(hidden_states))
+    return rms_norm(
+        hidden_states,
+        norm.weight_D,
+        norm.eps,
+        hidden_states.dtype if last else _lower(hidden_states),
+    )
 
 
 def _hooked(*modules: nn.Module) -> bool:
     """True if one of them has a hook: a form that does not call the module would not call it."""
     return bool(nn.modules.module._has_any_global_hook()) or any(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
         for module in modules
     )
 
@@ -122,7 +140,9 @@ def _gelu(self: Any, input: Tensor) -> Tensor:
 def _embedding(self: Any, input: Tensor) -> Tensor:
     if self.max_norm is not None or self.scale_grad_by_freq or self.sparse:
         return nn.Embedding.forward(self, input)
-    return EmbeddingRows.apply(input, self.weight, -1 if self.padding_idx is None else self.padding_idx)  # type: ignore[return-value]
+    return EmbeddingRows.apply(
+        input, self.weight, -1 if self.padding_idx is None else self.padding_idx
+    )  # type: ignore[return-value]
 
 
 def _rotary_attention(
@@ -135,15 +155,21 @@ def _rotary_attention(
 ) -> tuple[Tensor, Tensor | None]:
     module = attention.module
     if module.config._attn_implementation != NAME or past_key_values is not None:
-        return type(module).forward(module, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        return type(module).forward(
+            module, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
+        )
     stream = hidden_states.shape[:-1]
-    query, key, value = (project(hidden_states).view(*stream, -1, attention.width) for project in attention.inputs)
+    query, key, value = (
+        project(hidden_states).view(*stream, -1, attention.width) for project in attention.inputs
+    )
     if attention.head_norms is not None:
         query, key = (norm(x) for norm, x in zip(attention.head_norms, (query, key), strict=True))
     cos, sin = (table.unsqueeze(1) for table in position_embeddings)
     query, key = (rotary(x.transpose(1, 2), cos, sin) for x in (query, key))
     value = value.transpose(1, 2)
-    out, _ = packed_attention(module, query, key, value, attention_mask, scaling=attention.scale, **kwargs)
+    out, _ = packed_attention(
+        module, query, key, value, attention_mask, scaling=attention.scale, **kwargs
+    )
     return attention.output(out.reshape(*stream, -1)), None
 
 

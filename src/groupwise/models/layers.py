@@ -1,9 +1,12 @@
-"""What the decoder layers of known families are made of, read off their modules here for training and for decoding.
+"""What the decoder layers of known families are made of, read off their modules here for training
+and for decoding.
 
-`describe` says of a module which norm, attention or MLP it is: where its parts are, and their numbers.  `fused.py` computes
-modules in its own way by these descriptions, one at a time; `stack_of` describes a whole model, of which decoding prepares the
-weights (`rollout/native/forward.py`).  A module of another class, or one that computes something else than its description could
-say, has no description.  Weights are read when they are used: sharding puts others in their place.
+`describe` says of a module which norm, attention or MLP it is: where its parts are, and their
+numbers.  `fused.py` computes modules in its own way by these descriptions, one at a time;
+`stack_of` describes a whole model, of which decoding prepares the weights
+(`rollout/native/forward.py`).  A module of another class, or one that computes something else than
+its description could say, has no description.  Weights are read when they are used: sharding puts
+others in their place.
 
 D model width   O, I sides of a matrix
 """
@@ -40,7 +43,11 @@ class Norm:
     def weight_D(self) -> Tensor:
         """Its weight."""
         weight_D = self.module.weight
-        return weight_D.to(torch.promote_types(weight_D.dtype, torch.float32)) + 1.0 if self.around_one else weight_D
+        return (
+            weight_D.to(torch.promote_types(weight_D.dtype, torch.float32)) + 1.0
+            if self.around_one
+            else weight_D
+        )
 
     @property
     def bias_D(self) -> Tensor | None:
@@ -66,19 +73,24 @@ class Attention:
     """Of a head."""
     scale: float
     rotary: bool
-    """True if queries and keys are rotated by their positions; else positions are learnt, and added to the embedding."""
+    """True if queries and keys are rotated by their positions; else positions are learnt, and added
+    to the embedding.
+    """
     gated: bool = False
-    """True if the first projection gives a gate beside each query head, whose sigmoid the head's output is multiplied by.  There
-    rotated may be a head's first numbers alone."""
+    """True if the first projection gives a gate beside each query head, whose sigmoid the head's
+    output is multiplied by.  There rotated may be a head's first numbers alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DeltaNet:
-    """A gated DeltaNet (`ops.recurrence`) behind a short convolution of queries, keys and values side by side."""
+    """A gated DeltaNet (`ops.recurrence`) behind a short convolution of queries, keys and values
+    side by side.
+    """
 
     module: Any
     inputs: tuple[Any, ...]
-    """Projections to queries, keys and values; to the gate of the output; to beta and to the decay."""
+    """Projections to queries, keys and values; to the gate of the output; to beta and to the decay.
+    """
     output: Any
     shared: int
     """Heads of queries and keys."""
@@ -127,7 +139,9 @@ def describe(module: nn.Module) -> Description | None:
 
 @cache
 def class_name(kind: type) -> str:
-    """Of a class, with its module.  By its name a class is known that is not imported: a run imports its own family alone."""
+    """Of a class, with its module.  By its name a class is known that is not imported: a run
+    imports its own family alone.
+    """
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -179,7 +193,11 @@ def _delta_net(module: Any) -> DeltaNet | None:
 
 
 def _gpt2_attention(module: Any) -> Attention | None:
-    if module.is_cross_attention or not module.scale_attn_weights or module.scale_attn_by_inverse_layer_idx:
+    if (
+        module.is_cross_attention
+        or not module.scale_attn_weights
+        or module.scale_attn_by_inverse_layer_idx
+    ):
         return None
     return Attention(
         module=module,
@@ -218,7 +236,11 @@ _CLASSES: tuple[tuple[Reader, str, tuple[str, ...]], ...] = (
 )
 _READERS: dict[str, Reader] = {
     class_name(nn.LayerNorm): _layer_norm,
-    **{family_class(family, part): reader for reader, part, families in _CLASSES for family in families},
+    **{
+        family_class(family, part): reader
+        for reader, part, families in _CLASSES
+        for family in families
+    },
 }
 
 
@@ -232,7 +254,8 @@ class Stack:
     rotary: Any
     """Its `forward` makes the tables of rotary positions; None where positions are learnt."""
     layers: tuple[tuple[Norm, Attention | DeltaNet, Norm, MLP], ...]
-    """Of each layer the first norm, attention or a DeltaNet, the norm before the MLP, and the MLP."""
+    """Of each layer the first norm, attention or a DeltaNet, the norm before the MLP, and the MLP.
+    """
     attention: Attention
     """Of the first layer that has it; heads of the others are alike."""
     norm: Norm
@@ -248,18 +271,28 @@ MODELS = (*ROTARY_MODELS, family_class("gpt2", "LMHeadModel"))
 
 
 def stack_of(model: Any) -> Stack | None:
-    """What one of `MODELS` is, whose modules are those that its config makes; None if a description could not say all of it."""
+    """What one of `MODELS` is, whose modules are those that its config makes; None if a description
+    could not say all of it.
+    """
     rotary = class_name(type(model)) in ROTARY_MODELS
     base = getattr(model.model, "language_model", model.model) if rotary else model.transformer
-    layers: Any = [tuple(map(describe, _parts(layer))) for layer in (base.layers if rotary else base.h)]
-    if any(None in parts for parts in layers) or getattr(model.config, "add_cross_attention", False):
+    layers: Any = [
+        tuple(map(describe, _parts(layer))) for layer in (base.layers if rotary else base.h)
+    ]
+    if any(None in parts for parts in layers) or getattr(
+        model.config, "add_cross_attention", False
+    ):
         return None
     attentions = [parts[1] for parts in layers if isinstance(parts[1], Attention)]
-    if not attentions or any(reach_of(attention.module).chunk is not None for attention in attentions):
+    if not attentions or any(
+        reach_of(attention.module).chunk is not None for attention in attentions
+    ):
         return None
     if rotary:
         rotated, width = 2 * base.rotary_emb.inv_freq.shape[0], attentions[0].width
-        if base.rotary_emb.rope_type not in STATIC_ROPE or not (rotated == width or (attentions[0].gated and rotated < width)):
+        if base.rotary_emb.rope_type not in STATIC_ROPE or not (
+            rotated == width or (attentions[0].gated and rotated < width)
+        ):
             return None
     last: Any = describe(base.norm if rotary else base.ln_f)
     return Stack(
@@ -273,6 +306,16 @@ def stack_of(model: Any) -> Stack | None:
 
 
 def _parts(layer: Any) -> tuple[Any, ...]:
-    """x += mixer(norm(x)); x += mlp(mlp_norm(x)): norm, mixer (attention or a DeltaNet), mlp_norm, mlp; None for what it lacks."""
-    rotary = ("input_layernorm", "linear_attn" if hasattr(layer, "linear_attn") else "self_attn", "post_attention_layernorm", "mlp")
-    return tuple(getattr(layer, name, None) for name in (("ln_1", "attn", "ln_2", "mlp") if hasattr(layer, "ln_1") else rotary))
+    """x += mixer(norm(x)); x += mlp(mlp_norm(x)): norm, mixer (attention or a DeltaNet), mlp_norm,
+    mlp; None for what it lacks.
+    """
+    rotary = (
+        "input_layernorm",
+        "linear_attn" if hasattr(layer, "linear_attn") else "self_attn",
+        "post_attention_layernorm",
+        "mlp",
+    )
+    return tuple(
+        getattr(layer, name, None)
+        for name in (("ln_1", "attn", "ln_2", "mlp") if hasattr(layer, "ln_1") else rotary)
+    )

@@ -1,7 +1,9 @@
-"""Policies from checkpoints: what is known before any weights are loaded (`Blueprint`), then the weights.
+"""Policies from checkpoints: what is known before any weights are loaded (`Blueprint`), then the
+weights.
 
-`load_policy` reads a checkpoint; `make_policy` wraps a model that is already there.  That a run computes with it what the model's
-own forward pass gives is proven by whoever runs it (`proof/prove.py`).
+`load_policy` reads a checkpoint; `make_policy` wraps a model that is already there.  That a run
+computes with it what the model's own forward pass gives is proven by whoever runs it
+(`proof/prove.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForImageTextToText,
+)
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.hub import cached_file
 
@@ -52,12 +57,16 @@ from groupwise.utils.terminal import logger, quiet_transformers
 log = logger(__name__)
 
 ALIGNED = 64
-"""Bytes: the addresses of tensors that torch makes are multiples of it.  A resumed run must compute as one that went on."""
+"""Bytes: the addresses of tensors that torch makes are multiples of it.  A resumed run must compute
+as one that went on.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Blueprint:
-    """What is known of a model before its weights are loaded: enough to encode data and to plan memory."""
+    """What is known of a model before its weights are loaded: enough to encode data and to plan
+    memory.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     config: dict[str, Any]
@@ -82,12 +91,16 @@ class Blueprint:
 
 
 @quiet_transformers()
-def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None = None) -> Blueprint:
-    """Everything about a checkpoint but its weights; its tokenizer has the chat template of the recipe, if that names one.
+def read_blueprint(
+    settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None = None
+) -> Blueprint:
+    """Everything about a checkpoint but its weights; its tokenizer has the chat template of the
+    recipe, if that names one.
 
     Raises ConfigError or DataError with the remedy.
 
-    A folder that holds an adapter in peft's format means its base with the adapter merged into the weights.
+    A folder that holds an adapter in peft's format means its base with the adapter merged into the
+    weights.
     """
     assert settings.path is not None
     path = settings.path
@@ -99,26 +112,35 @@ def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase |
         settings = replace(settings, path=(path := checkpoint_folder(path)))
     except OSError as error:  # no name of a file, nor of anything on the hub
         shown = path if len(path) <= 200 else f"{path[:200]}... ({len(path)} characters)"
-        raise ConfigError(f"model.path: {shown!r} cannot be looked for: {error.strerror}") from error
+        raise ConfigError(
+            f"model.path: {shown!r} cannot be looked for: {error.strerror}"
+        ) from error
     if (Path(path) / ADAPTER_CONFIG).is_file():
         return _adapted_blueprint(settings, tokenizer)
     if not Path(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
         raise ConfigError(f"model.path: no such folder: {path!r}")
     if Path(path).is_dir() and not (Path(path) / "config.json").exists():
-        raise ConfigError(f"model.path: {path!r} holds no config.json: it is not a Hugging Face checkpoint")
+        raise ConfigError(
+            f"model.path: {path!r} holds no config.json: it is not a Hugging Face checkpoint"
+        )
     if tokenizer is None and Path(path).is_dir() and not has_tokenizer(Path(path)):
         raise ConfigError(
-            f"model.path: {path!r} holds no tokenizer (tokenizer.json, tokenizer_config.json): copy the tokenizer files of the "
-            "model that it was made from into it"
+            f"model.path: {path!r} holds no tokenizer (tokenizer.json, tokenizer_config.json): copy"
+            " the tokenizer files of the model that it was made from into it"
         )
     try:
         check_config(PreTrainedConfig.get_config_dict(path)[0])
         config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
         tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=settings.trust_remote_code)
     except (OSError, ValueError) as error:
-        away = "; no such folder is here, so it was looked for on the hub: check the name and the network, or see `groupwise get`"
+        away = (
+            "; no such folder is here, so it was looked for on the hub: check the name and the"
+            " network, or see `groupwise get`"
+        )
         remedy = "" if Path(path).exists() else away
-        raise ConfigError(f"model.path: {path!r} cannot be read: {str(error).splitlines()[0]}{remedy}") from error
+        raise ConfigError(
+            f"model.path: {path!r} cannot be read: {str(error).splitlines()[0]}{remedy}"
+        ) from error
     except UNBUILDABLE as error:
         raise unbuildable(path, error) from error
     tokenizer = with_chat_template(tokenizer, settings.chat_template)
@@ -127,7 +149,11 @@ def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase |
     generation = _read_generation_config(path) or GenerationConfig.from_model_config(config)
 
     dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
-    kind = AutoModelForSequenceClassification if is_scorer(config.to_dict()) else language_class(config)
+    kind = (
+        AutoModelForSequenceClassification
+        if is_scorer(config.to_dict())
+        else language_class(config)
+    )
 
     def empty() -> PreTrainedModel:
         model = empty_model(kind, config, dtype, trust_remote_code=settings.trust_remote_code)
@@ -137,7 +163,11 @@ def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase |
 
     def reader() -> CheckpointReader | None:
         files = ["*.safetensors", "*.safetensors.index.json"]
-        return CheckpointReader.of(Path(path) if Path(path).is_dir() else Path(snapshot_download(path, allow_patterns=files)))
+        return CheckpointReader.of(
+            Path(path)
+            if Path(path).is_dir()
+            else Path(snapshot_download(path, allow_patterns=files))
+        )
 
     return Blueprint(
         tokenizer=tokenizer,
@@ -153,24 +183,38 @@ def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase |
 def language_class(config: PreTrainedConfig) -> Any:
     """The class of transformers' Auto family that a language model has.
 
-    A checkpoint that reads images too is loaded as the class that it names, so that it is saved as it was; see `freeze_towers`.
-    transformers would load some without what reads images (Qwen3.5).
+    A checkpoint that reads images too is loaded as the class that it names, so that it is saved as
+    it was; see `freeze_towers`. transformers would load some without what reads images (Qwen3.5).
     """
     whole: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)  # type: ignore[call-overload]
-    if whole is not None and (type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or whole.__name__ in (config.architectures or ())):
+    if whole is not None and (
+        type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+        or whole.__name__ in (config.architectures or ())
+    ):
         return AutoModelForImageTextToText
     return AutoModelForCausalLM
 
 
 def freeze_towers(model: PreTrainedModel) -> None:
-    """Of a model that reads images or sounds too the text part is trained: nothing else takes a gradient."""
+    """Of a model that reads images or sounds too the text part is trained: nothing else takes a
+    gradient.
+    """
     config: Any = model.config
     if config.get_text_config() is config:
         return
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
-    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and embedding in part.modules()]
+    parts = [
+        part
+        for part in model.modules()
+        if isinstance(part, PreTrainedModel) and embedding in part.modules()
+    ]
     text = min(parts, key=lambda part: sum(1 for _ in part.modules()))
-    trained = {id(parameter) for part in (text, output) if part is not None for parameter in part.parameters()}
+    trained = {
+        id(parameter)
+        for part in (text, output)
+        if part is not None
+        for parameter in part.parameters()
+    }
     for parameter in model.parameters():
         if id(parameter) not in trained:
             parameter.requires_grad_(False)
@@ -179,9 +223,13 @@ def freeze_towers(model: PreTrainedModel) -> None:
 def _read_generation_config(path: str) -> GenerationConfig | None:
     """A checkpoint's generation_config.json, which may name several EOS ids; None if it has none.
 
-    Raises ConfigError if the file is there and cannot be read: without it, completions would end elsewhere.
+    Raises ConfigError if the file is there and cannot be read: without it, completions would end
+    elsewhere.
     """
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    quiet = {
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
     file = cached_file(path, GENERATION_CONFIG_NAME, **quiet)
     if file is None:
         return None
@@ -190,56 +238,75 @@ def _read_generation_config(path: str) -> GenerationConfig | None:
     except (OSError, ValueError, TypeError, AttributeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"model.path: {file} cannot be read ({reason}): it says which tokens end a completion; fetch or copy it again, "
-            "or remove it to go by config.json"
+            f"model.path: {file} cannot be read ({reason}): it says which tokens end a completion;"
+            " fetch or copy it again, or remove it to go by config.json"
         ) from error
 
 
 UNBUILDABLE = (KeyError, TypeError, AttributeError, ArithmeticError, StrictDataclassError)
-"""What transformers raises, beside ValueError, for a configuration that it cannot make a model of."""
+"""What transformers raises, beside ValueError, for a configuration that it cannot make a model of.
+"""
 
 
 def unbuildable(path: Any, error: Exception) -> ConfigError:
     """What a user is told of it."""
     reason = ((str(error).strip().splitlines() or [""])[-1]).strip()
     return ConfigError(
-        f"model.path: the config.json of {path!r} describes no model that can be built ({type(error).__name__}: {reason}): "
-        "correct it, or fetch it again"
+        f"model.path: the config.json of {path!r} describes no model that can be built"
+        f" ({type(error).__name__}: {reason}): correct it, or fetch it again"
     )
 
 
 @quiet_transformers()  # it quotes the names of tensors as they are
 def _load(kind: Any, path: str, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    """A checkpoint's model, every weight of which was read.  Raises ConfigError.   kind: a class of transformers' Auto family."""
+    """A checkpoint's model, every weight of which was read.  Raises ConfigError.   kind: a class of
+    transformers' Auto family.
+    """
     try:
-        model, report = kind.from_pretrained(path, trust_remote_code=trust_remote_code, dtype=dtype, output_loading_info=True)
+        model, report = kind.from_pretrained(
+            path, trust_remote_code=trust_remote_code, dtype=dtype, output_loading_info=True
+        )
     except torch.OutOfMemoryError:
         raise
     except pickle.UnpicklingError as error:
         raise ConfigError(
-            f"model.path: the weights in {path!r} are a pickle (pytorch_model.bin) that holds more than weights, or is damaged; "
-            "nothing of it was run. Take the checkpoint's .safetensors, or save it anew as such where you trust it"
+            f"model.path: the weights in {path!r} are a pickle (pytorch_model.bin) that holds more"
+            " than weights, or is damaged; nothing of it was run. Take the checkpoint's"
+            " .safetensors, or save it anew as such where you trust it"
         ) from error
     except UNBUILDABLE as error:
         raise unbuildable(path, error) from error
     except (OSError, ValueError, RuntimeError, EOFError, SafetensorError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"model.path: the weights in {path!r} cannot be read: {reason}; fetch or copy them again") from error
+        raise ConfigError(
+            f"model.path: the weights in {path!r} cannot be read: {reason}; fetch or copy them"
+            " again"
+        ) from error
     if missing := sorted(report["missing_keys"]):  # transformers would leave them random
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ConfigError(f"model.path: the weights in {path!r} lack {missing[0]}{more}: fetch or copy them again")
+        raise ConfigError(
+            f"model.path: the weights in {path!r} lack {missing[0]}{more}: fetch or copy them again"
+        )
     if unused := sorted(report["unexpected_keys"]):
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
         log.warning(
-            "model.path: nothing uses %s%s of the weights in %r: its config.json describes a model without", unused[0], more, path
+            "model.path: nothing uses %s%s of the weights in %r: its config.json describes a model"
+            " without",
+            unused[0],
+            more,
+            path,
         )
-    for parameter in model.parameters():  # where the file has it; a product rounds by where its numbers begin
+    for (
+        parameter
+    ) in model.parameters():  # where the file has it; a product rounds by where its numbers begin
         if parameter.data_ptr() % ALIGNED:
             parameter.data = parameter.data.clone()
     return model
 
 
-def _adapted_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None) -> Blueprint:
+def _adapted_blueprint(
+    settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None
+) -> Blueprint:
     """Of the base of an adapter's folder; its tokenizer is the folder's own, where there is one."""
 
     folder = str(settings.path)
@@ -247,11 +314,15 @@ def _adapted_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBa
         tokenizer = load_tokenizer(folder, trust_remote_code=settings.trust_remote_code)
     base = read_blueprint(replace(settings, path=read_adapter(Path(folder))), tokenizer)
     # Read whole: its weights are in no file.
-    return replace(base, load=lambda: merge_adapter(base.load(), folder), empty=None, reader=lambda: None)
+    return replace(
+        base, load=lambda: merge_adapter(base.load(), folder), empty=None, reader=lambda: None
+    )
 
 
 def sampled_weights(model: PreTrainedModel) -> Iterator[bytes]:
-    """What a digest of a model's weights is made of: names, shapes and a few numbers of each; of a shard its own."""
+    """What a digest of a model's weights is made of: names, shapes and a few numbers of each; of a
+    shard its own.
+    """
     for name, parameter in model.named_parameters():
         flat = fsdp.own(parameter.detach()).reshape(-1)
         yield f"{name} {tuple(parameter.shape)}".encode()
@@ -261,36 +332,46 @@ def sampled_weights(model: PreTrainedModel) -> Iterator[bytes]:
 def live_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Live:
     """A loaded model as a name that holds it and its tokenizer.
 
-    The name says its class, where it was loaded from, and a digest of its weights, made of a few numbers of each.
+    The name says its class, where it was loaded from, and a digest of its weights, made of a few
+    numbers of each.
     """
 
     origin = getattr(model.config, "name_or_path", "")
     return Live(
-        f"{type(model).__name__}{f' of {origin}' if origin else ''} ({short_digest(sampled_weights(model))})", (model, tokenizer)
+        f"{type(model).__name__}{f' of {origin}' if origin else ''}"
+        f" ({short_digest(sampled_weights(model))})",
+        (model, tokenizer),
     )
 
 
-def _live_blueprint(settings: ModelSettings, name: str, loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> Blueprint:
-    """Of a model that is loaded already.  What is trained is a copy: neither the model nor its tokenizer is changed.
+def _live_blueprint(
+    settings: ModelSettings, name: str, loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase]
+) -> Blueprint:
+    """Of a model that is loaded already.  What is trained is a copy: neither the model nor its
+    tokenizer is changed.
 
     `load` raises ConfigError if the weights are others than when it was named.
     """
     model, tokenizer = loaded
     if getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config"):
         raise ConfigError(
-            "the model carries an adapter: merge it first (model = model.merge_and_unload()), or give the model without it and let "
-            "the run make one: model={'path': model, 'lora': {}}"
+            "the model carries an adapter: merge it first (model = model.merge_and_unload()), or"
+            " give the model without it and let the run make one: model={'path': model, 'lora': {}}"
         )
     tokenizer = with_chat_template(copy.deepcopy(tokenizer), settings.chat_template)
     check_vocabulary(len(tokenizer), embedding_rows(model))
-    generation = model.generation_config if model.can_generate() else GenerationConfig.from_model_config(model.config)
+    generation = (
+        model.generation_config
+        if model.can_generate()
+        else GenerationConfig.from_model_config(model.config)
+    )
     dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
 
     def load() -> PreTrainedModel:
         if (now := live_model(*loaded)) != name:
             raise ConfigError(
-                f"model: the loaded model has changed since `train` was called ({name} then, {now} now): call `train` again, "
-                "with the weights that the run is to begin with"
+                f"model: the loaded model has changed since `train` was called ({name} then, {now}"
+                " now): call `train` again, with the weights that the run is to begin with"
             )
         trained = copy.deepcopy(model).requires_grad_(True)
         for parameter in trained.parameters():
@@ -308,30 +389,43 @@ def _live_blueprint(settings: ModelSettings, name: str, loaded: tuple[PreTrained
 
 
 def is_scorer(config: dict[str, Any]) -> bool:
-    """True if a checkpoint is a sequence classifier (a reward model) and not a language model; `config` as a dictionary."""
-    return any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ())
+    """True if a checkpoint is a sequence classifier (a reward model) and not a language model;
+    `config` as a dictionary.
+    """
+    return any(
+        name.endswith("ForSequenceClassification") for name in config.get("architectures") or ()
+    )
 
 
 def load_policy(settings: ModelSettings) -> Policy:
-    """Read a checkpoint (a folder or a hub name) and wrap it.  Raises ConfigError, DataError or Diverged with the remedy."""
+    """Read a checkpoint (a folder or a hub name) and wrap it.  Raises ConfigError, DataError or
+    Diverged with the remedy.
+    """
     blueprint = read_blueprint(settings)
     return make_policy(blueprint.load(), blueprint.tokenizer, settings)
 
 
 def make_policy(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: ModelSettings | None = None, *, scores: bool = False
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: ModelSettings | None = None,
+    *,
+    scores: bool = False,
 ) -> Policy:
-    """Wrap a model and its tokenizer.   scores: the model has a score head; any other with one is refused.
+    """Wrap a model and its tokenizer.   scores: the model has a score head; any other with one is
+    refused.
 
-    A model without weights (`empty_model`) is asked what it computes once it is filled: see `with_facts`.
+    A model without weights (`empty_model`) is asked what it computes once it is filled: see
+    `with_facts`.
 
-    Raises DataError if tokenizer and model do not fit (vocabulary, no EOS), Diverged if a weight is not finite, ConfigError if
-    the model cannot run packed streams.
+    Raises DataError if tokenizer and model do not fit (vocabulary, no EOS), Diverged if a weight is
+    not finite, ConfigError if the model cannot run packed streams.
     """
     settings = settings or ModelSettings()
     if not scores and is_scorer(model.config.to_dict()):
         raise ConfigError(
-            f"{model.config.name_or_path or 'the model'} is a reward model, not a language model: it cannot be a policy"
+            f"{model.config.name_or_path or 'the model'} is a reward model, not a language model:"
+            " it cannot be a policy"
         )
     check_config(model.config.to_dict())
     tokenizer = with_chat_template(tokenizer, settings.chat_template)
@@ -344,7 +438,11 @@ def make_policy(
     model = model.eval()
     freeze_towers(model)
     rope.follow_lengths(model)
-    generation = model.generation_config if model.can_generate() else GenerationConfig.from_model_config(model.config)
+    generation = (
+        model.generation_config
+        if model.can_generate()
+        else GenerationConfig.from_model_config(model.config)
+    )
     policy = Policy(
         model=model,
         tokenizer=tokenizer,
@@ -360,7 +458,8 @@ def make_policy(
 
 
 def with_facts(policy: Policy) -> Policy:
-    """The policy that knows what only a model with numbers can be asked: the form of its logits, and what its attention sees.
+    """The policy that knows what only a model with numbers can be asked: the form of its logits,
+    and what its attention sees.
 
     Raises ConfigError for a model that cannot be asked.
     """
@@ -374,45 +473,98 @@ def with_facts(policy: Policy) -> Policy:
     return replace(policy, form=form, deep_head=deep)
 
 
-WINDOWS = ("sliding_window", "window_size", "attention_window", "attention_window_size", "sliding_window_size", "local_attention")
+WINDOWS = (
+    "sliding_window",
+    "window_size",
+    "attention_window",
+    "attention_window_size",
+    "sliding_window_size",
+    "local_attention",
+)
 """Fields that say how many tokens a window has."""
-SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping", "router_logit_softcapping", "logits_soft_cap")
+SOFT_CAPS = (
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "router_logit_softcapping",
+    "logits_soft_cap",
+)
 """Fields that say what scores are capped at."""
 COUNTS = (
-    *("num_hidden_layers", "n_layer", "num_attention_heads", "n_head", "num_key_value_heads", "num_kv_heads", "head_dim"),
-    *("hidden_size", "n_embd", "intermediate_size", "vocab_size", "max_position_embeddings", "n_positions"),
+    *(
+        "num_hidden_layers",
+        "n_layer",
+        "num_attention_heads",
+        "n_head",
+        "num_key_value_heads",
+        "num_kv_heads",
+        "head_dim",
+    ),
+    *(
+        "hidden_size",
+        "n_embd",
+        "intermediate_size",
+        "vocab_size",
+        "max_position_embeddings",
+        "n_positions",
+    ),
 )
 """Fields of a configuration that count something of which there is at least one."""
 
 
 def check_config(config: dict[str, Any]) -> None:
-    """Raises ConfigError for a number that no model can be computed with; `config` is transformers' as a dictionary."""
+    """Raises ConfigError for a number that no model can be computed with; `config` is transformers'
+    as a dictionary.
+    """
     fields = language_part(config)
-    numbers = {k: v for k, v in fields.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+    numbers = {
+        k: v for k, v in fields.items() if isinstance(v, (int, float)) and not isinstance(v, bool)
+    }
 
     def refuse(name: str, value: float, why: str) -> ConfigError:
         return ConfigError(f"model.path: its config.json sets {name} to {value}: {why}")
 
     rope = fields.get("rope_parameters")
     parts = [rope, *rope.values()] if isinstance(rope, dict) else []
-    bases = [part["rope_theta"] for part in parts if isinstance(part, dict) and part.get("rope_theta") is not None]
+    bases = [
+        part["rope_theta"]
+        for part in parts
+        if isinstance(part, dict) and part.get("rope_theta") is not None
+    ]
     for theta in [*bases, *([numbers["rope_theta"]] if "rope_theta" in numbers else [])]:
         if not theta > 0.0:
-            raise refuse("rope_theta", theta, "positions have no frequencies; take the checkpoint's own, 10000 in most")
+            raise refuse(
+                "rope_theta",
+                theta,
+                "positions have no frequencies; take the checkpoint's own, 10000 in most",
+            )
     for name, value in numbers.items():
         if name in COUNTS and value < 1:
-            raise refuse(name, value, "it must be at least 1; take the number that the checkpoint was published with")
+            raise refuse(
+                name,
+                value,
+                "it must be at least 1; take the number that the checkpoint was published with",
+            )
         if name in WINDOWS and value < 1 and fields.get("use_sliding_window") is not False:
-            raise refuse(name, value, "no token would see even itself; set it to null for no window, or to its tokens")
+            raise refuse(
+                name,
+                value,
+                "no token would see even itself; set it to null for no window, or to its tokens",
+            )
         if name in SOFT_CAPS and value <= 0.0:
             raise refuse(name, value, "scores cannot be capped at it; set it to null for no cap")
     heads, shared = numbers.get("num_attention_heads"), numbers.get("num_key_value_heads")
     if heads is not None and shared is not None and heads % shared:
-        raise refuse("num_key_value_heads", shared, f"its {heads} attention heads cannot share them evenly; take a divisor")
+        raise refuse(
+            "num_key_value_heads",
+            shared,
+            f"its {heads} attention heads cannot share them evenly; take a divisor",
+        )
 
 
 def check_vocabulary(tokens: int, rows: int | None) -> None:
-    """Raises DataError if the tokenizer makes ids that the model has no embedding for.  rows: None where that is not known yet."""
+    """Raises DataError if the tokenizer makes ids that the model has no embedding for.  rows: None
+    where that is not known yet.
+    """
     if rows is not None and tokens > rows:
         raise DataError(
             f"the tokenizer has {tokens} tokens but the model's vocabulary has only {rows}: "
@@ -421,40 +573,56 @@ def check_vocabulary(tokens: int, rows: int | None) -> None:
 
 
 def embedding_rows(model: PreTrainedModel) -> int:
-    """How many token ids the model's embedding has rows for; often more than the tokenizer has tokens."""
+    """How many token ids the model's embedding has rows for; often more than the tokenizer has
+    tokens.
+    """
     weight_VD = model.get_input_embeddings().weight
     assert isinstance(weight_VD, Tensor)
     return weight_VD.shape[0]
 
 
 def resolve_device(settings: ModelSettings) -> torch.device:
-    """The device that `model.device` names.  Raises ConfigError for `cuda` on a machine without one."""
+    """The device that `model.device` names.  Raises ConfigError for `cuda` on a machine without
+    one.
+    """
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("model.device is 'cuda' but torch finds no GPU; use 'auto' or 'cpu'")
     return torch.device("cuda" if settings.device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def eos_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def eos_ids(
+    generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase
+) -> tuple[int, ...]:
     """Every id that ends a completion: the generation config's (often several) and the tokenizer's.
 
     Raises DataError if there is none, or if one lies outside the vocabulary.
     """
     ids: set[int] = set()
     for value in (generation.eos_token_id if generation else None, tokenizer.eos_token_id):
-        ids.update(int(token) for token in (value if isinstance(value, (list, tuple)) else [value]) if token is not None)
+        ids.update(
+            int(token)
+            for token in (value if isinstance(value, (list, tuple)) else [value])
+            if token is not None
+        )
     if not ids:
         raise DataError(
-            "neither the tokenizer nor the generation config names an EOS token: no completion could ever end; "
-            "set eos_token in the tokenizer or eos_token_id in generation_config.json"
+            "neither the tokenizer nor the generation config names an EOS token: no completion"
+            " could ever end; set eos_token in the tokenizer or eos_token_id in"
+            " generation_config.json"
         )
     outside = sorted(token for token in ids if not 0 <= token < len(tokenizer))
     if outside:
-        raise DataError(f"EOS id {outside[0]} lies outside the vocabulary of {len(tokenizer)} tokens: completions could never end")
+        raise DataError(
+            f"EOS id {outside[0]} lies outside the vocabulary of {len(tokenizer)} tokens:"
+            " completions could never end"
+        )
     return tuple(sorted(ids))
 
 
 def context_length(config: dict[str, Any]) -> int:
-    """Longest sequence that the model's positions reach, in tokens; `config` is transformers' as a dictionary."""
+    """Longest sequence that the model's positions reach, in tokens; `config` is transformers' as a
+    dictionary.
+    """
     fields = language_part(config)
     for key in ("max_position_embeddings", "n_positions", "n_ctx", "max_target_positions"):
         if fields.get(key):

@@ -1,7 +1,9 @@
-"""What a model computes behind its backbone: a factor and a soft cap on its logits, and layers before the last matrix.
+"""What a model computes behind its backbone: a factor and a soft cap on its logits, and layers
+before the last matrix.
 
-A configuration may name a factor that the family ignores, or multiplies by where another divides.  So the model is asked: its last
-matrix is given random states, and the form that gives the model's own logits is taken.
+A configuration may name a factor that the family ignores, or multiplies by where another divides.
+So the model is asked: its last matrix is given random states, and the form that gives the model's
+own logits is taken.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ CAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")
 Form = tuple[float, float | None]
 """A factor, and a soft cap or None."""
 CLOSE = {torch.float64: 1e-5, torch.float32: 1e-5}
-"""Largest difference of a number that is the same, relative to the largest number; of other types `ROUNDED`."""
+"""Largest difference of a number that is the same, relative to the largest number; of other types
+`ROUNDED`.
+"""
 ROUNDED = 0.03
 """In bfloat16; factors and caps of real models differ by more."""
 
@@ -29,15 +33,20 @@ ROUNDED = 0.03
 def backbone_of(model: PreTrainedModel) -> nn.Module:
     """The model without its head.
 
-    It is `base_model`, but for a few families whose `base_model_prefix` names no attribute: there it is the part that holds the
-    embedding.  In Llama 4 it is a language model with the head inside.
+    It is `base_model`, but for a few families whose `base_model_prefix` names no attribute: there
+    it is the part that holds the embedding.  In Llama 4 it is a language model with the head
+    inside.
     """
     backbone: Any = model.base_model
     if backbone is model and model.get_output_embeddings() is not None:
         embedding = model.get_input_embeddings()
         parts = (part for part in model.children() if isinstance(part, PreTrainedModel))
         backbone = next((part for part in parts if part.get_input_embeddings() is embedding), model)
-    has_head = isinstance(backbone, PreTrainedModel) and backbone is not model and backbone.get_output_embeddings() is not None
+    has_head = (
+        isinstance(backbone, PreTrainedModel)
+        and backbone is not model
+        and backbone.get_output_embeddings() is not None
+    )
     return backbone_of(backbone) if has_head else backbone
 
 
@@ -56,7 +65,12 @@ def forms(config: Any) -> list[Form]:
 
 
 @torch.no_grad()
-def read_form(model: PreTrainedModel, *, backbone: Callable[..., Any] | None = None, device: torch.device | None = None) -> Form:
+def read_form(
+    model: PreTrainedModel,
+    *,
+    backbone: Callable[..., Any] | None = None,
+    device: torch.device | None = None,
+) -> Form:
     """The form of a model's logits.  Raises ConfigError if none fits.
 
     backbone, device: what runs the model's backbone, and where, of a sharded model.
@@ -65,7 +79,10 @@ def read_form(model: PreTrainedModel, *, backbone: Callable[..., Any] | None = N
     if len(meant) == 1:
         return meant[0]
     model = _with_head(model)
-    tokens, output = torch.arange(2, 9, device=device or model.device)[None], model.get_output_embeddings()
+    tokens, output = (
+        torch.arange(2, 9, device=device or model.device)[None],
+        model.get_output_embeddings(),
+    )
     assert isinstance(output, nn.Linear)
     caps = [cap for _, cap in meant if cap is not None]
     hidden = (backbone or backbone_of(model))(input_ids=tokens, use_cache=False).last_hidden_state
@@ -73,7 +90,8 @@ def read_form(model: PreTrainedModel, *, backbone: Callable[..., Any] | None = N
     if inputs is None:  # the matrix is read, and not called
         own, states = model(input_ids=tokens, use_cache=False).logits, [hidden]
     else:
-        # Random states whose logits a cap changes: those of a fresh model are so small that it does not.
+        # Random states whose logits a cap changes: those of a fresh model are so small that it does
+        # not.
         drawn = torch.randn(inputs.shape, generator=torch.Generator().manual_seed(0)).to(inputs)
         size = 2.0 * max(caps, default=1.0) / float(output(drawn).float().std())
         hook = output.register_forward_pre_hook(lambda _, inputs: (drawn * size,))
@@ -81,8 +99,11 @@ def read_form(model: PreTrainedModel, *, backbone: Callable[..., Any] | None = N
             own = model(input_ids=tokens, use_cache=False).logits
         finally:
             hook.remove()
-        # Between backbone and matrix may lie a factor, which is one of the forms, or layers, behind which the states are taken.
-        states = [drawn * size / factor for factor in _before(inputs, hidden, meant)] or [drawn * size]
+        # Between backbone and matrix may lie a factor, which is one of the forms, or layers, behind
+        # which the states are taken.
+        states = [drawn * size / factor for factor in _before(inputs, hidden, meant)] or [
+            drawn * size
+        ]
     for tried_BTD in states:
         linear = output(tried_BTD)
         for factor, cap in meant:
@@ -90,11 +111,16 @@ def read_form(model: PreTrainedModel, *, backbone: Callable[..., Any] | None = N
             tried = tried if cap is None else cap * torch.tanh(tried / cap)
             if tried.shape == own.shape and _close(tried, own):
                 return factor, cap
-    raise ConfigError(f"{type(model).__name__} does more with its logits than a factor and a soft cap: its head is not supported")
+    raise ConfigError(
+        f"{type(model).__name__} does more with its logits than a factor and a soft cap: its head"
+        " is not supported"
+    )
 
 
 def _before(inputs: Tensor, hidden: Tensor, meant: list[Form]) -> list[float]:
-    """The factor between what a backbone gives and what the last matrix is given, if it is one of the forms'."""
+    """The factor between what a backbone gives and what the last matrix is given, if it is one of
+    the forms'.
+    """
     if inputs.shape != hidden.shape:
         return []
     return [factor for factor in dict(meant) if _close(inputs, factor * hidden)][:1]
@@ -106,7 +132,9 @@ def _close(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def _with_head(model: PreTrainedModel) -> PreTrainedModel:
-    """A scoring model's backbone under the language model's head of its family; another model itself."""
+    """A scoring model's backbone under the language model's head of its family; another model
+    itself.
+    """
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), None)
     if model.get_output_embeddings() is not None or kind is None or isinstance(kind, tuple):
         return model
@@ -118,7 +146,9 @@ def _with_head(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def head_input(model: PreTrainedModel, tokens_BT: Tensor) -> Tensor | None:
-    """What a pass of the whole model gives to its last matrix (B, T, D), differentiable; None if it calls no such module once."""
+    """What a pass of the whole model gives to its last matrix (B, T, D), differentiable; None if it
+    calls no such module once.
+    """
     output, read = model.get_output_embeddings(), list[Tensor]()
     if not isinstance(output, nn.Module):
         return None
@@ -132,13 +162,17 @@ def head_input(model: PreTrainedModel, tokens_BT: Tensor) -> Tensor | None:
 
 @torch.no_grad()
 def has_deep_head(model: PreTrainedModel) -> bool:
-    """True if between a model's backbone and its last matrix lies more than one of its `forms`, as the transform of BERT's head.
+    """True if between a model's backbone and its last matrix lies more than one of its `forms`, as
+    the transform of BERT's head.
 
     A family that cannot be asked has none: whatever it does is held against its own pass later.
     """
     tokens = torch.arange(2, 9, device=model.device)[None]
     try:
-        inputs, hidden = head_input(model, tokens), backbone_of(model)(input_ids=tokens, use_cache=False).last_hidden_state
+        inputs, hidden = (
+            head_input(model, tokens),
+            backbone_of(model)(input_ids=tokens, use_cache=False).last_hidden_state,
+        )
     except Exception:  # a model's own code
         return False
     # `read_form` took one of the factors; any other is a layer to it.

@@ -1,11 +1,13 @@
-"""Low-rank adapters (LoRA, 2106.09685) through peft: small matrices are trained beside weights that are never touched.
+"""Low-rank adapters (LoRA, 2106.09685) through peft: small matrices are trained beside weights that
+are never touched.
 
-The model stays the class it was, with peft's layers in place of its linear ones, so everything that runs a model runs this one.
-The reference is the same model with its adapter off: it costs no memory, and it is what the run started from, also where that was
-an adapter itself, because adapters that are given are merged when they are read.
+The model stays the class it was, with peft's layers in place of its linear ones, so everything that
+runs a model runs this one. The reference is the same model with its adapter off: it costs no
+memory, and it is what the run started from, also where that was an adapter itself, because adapters
+that are given are merged when they are read.
 
-What is exported is an ordinary model with the adapter merged into it (in a copy), and the adapter in peft's own format beside it.
-"""
+What is exported is an ordinary model with the adapter merged into it (in a copy), and the adapter
+in peft's own format beside it."""
 
 from __future__ import annotations
 
@@ -47,7 +49,10 @@ def write_adapter(policy: Policy, folder: Path, parameters: Mapping[str, Tensor]
     assert policy.adapter is not None
     folder.mkdir(exist_ok=True)
     policy.adapter.config.save_pretrained(str(folder))
-    trained = {_file_name(name): parameters[name].detach().cpu().contiguous() for name in policy.adapter.trained}
+    trained = {
+        _file_name(name): parameters[name].detach().cpu().contiguous()
+        for name in policy.adapter.trained
+    }
     save_file(trained, folder / FILE)
 
 
@@ -66,8 +71,8 @@ def adapt(policy: Policy, lora: LoraSettings, *, base: str, seed: int = 0) -> Po
 
     base: where the weights come from, for the adapter's file.
     seed: of the first of its two factors; the second is 0.   A score head goes on being trained.
-    Raises ConfigError if peft is not there, or if the adapter would lie on the embedding, the output head or stacked experts.
-    """
+    Raises ConfigError if peft is not there, or if the adapter would lie on the embedding, the
+    output head or stacked experts."""
     model = policy.model
     config = _config(lora, base, scores=isinstance(getattr(model, "score", None), nn.Module))
     with torch.random.fork_rng():
@@ -76,11 +81,14 @@ def adapt(policy: Policy, lora: LoraSettings, *, base: str, seed: int = 0) -> Po
     for name, module in model.named_modules():
         if _is_adapted(module) and type(module.base_layer) not in (nn.Linear, Conv1D):
             raise ConfigError(
-                f"model.lora: an adapter can lie on linear layers, not on {name} ({type(module.base_layer).__name__}): "
-                "name the layers, e.g. model.lora.targets=[q_proj,k_proj,v_proj,o_proj]"
+                f"model.lora: an adapter can lie on linear layers, not on {name}"
+                f" ({type(module.base_layer).__name__}): name the layers, e.g."
+                " model.lora.targets=[q_proj,k_proj,v_proj,o_proj]"
             )
     if (head := model.get_output_embeddings()) is not None and _is_adapted(head):
-        raise ConfigError("model.lora: its targets reach the output head, which is read whole: leave it out")
+        raise ConfigError(
+            "model.lora: its targets reach the output head, which is read whole: leave it out"
+        )
     if isinstance(score := getattr(model, "score", None), nn.Module):
         score.requires_grad_(True)
         config.modules_to_save = ["score"]  # for the file: peft would otherwise wrap it
@@ -89,11 +97,17 @@ def adapt(policy: Policy, lora: LoraSettings, *, base: str, seed: int = 0) -> Po
 
 
 def inject(model: nn.Module, config: Any) -> None:
-    """Replace the linear layers that a peft configuration names, and freeze all other weights.  Raises ConfigError."""
+    """Replace the linear layers that a peft configuration names, and freeze all other weights.
+    Raises ConfigError.
+    """
     config.fan_in_fan_out = any(isinstance(module, Conv1D) for module in model.modules())
-    if config.target_modules == "all-linear":  # of a model that reads images too, those that are trained
+    if (
+        config.target_modules == "all-linear"
+    ):  # of a model that reads images too, those that are trained
         frozen = [
-            name for name, module in model.named_modules() if isinstance(module, nn.Linear) and not module.weight.requires_grad
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) and not module.weight.requires_grad
         ]
         config.exclude_modules = frozen or None
     _check_targets(model, config.target_modules)
@@ -108,25 +122,34 @@ def inject(model: nn.Module, config: Any) -> None:
 
 
 def _check_targets(model: nn.Module, targets: str | Iterable[str]) -> None:
-    """Raises ConfigError for a name that is no layer's: peft leaves one out without a word where another is there."""
+    """Raises ConfigError for a name that is no layer's: peft leaves one out without a word where
+    another is there.
+    """
     if targets == "all-linear":
         return
     if isinstance(targets, str):
-        raise ConfigError(f"model.lora.targets must be all-linear or a list of names, got the text {targets!r}: write [{targets}]")
+        raise ConfigError(
+            f"model.lora.targets must be all-linear or a list of names, got the text {targets!r}:"
+            f" write [{targets}]"
+        )
     linear = [name for name, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)]
     called = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
     for target in sorted(targets):
-        if not any(name == target or name.endswith(f".{target}") for name, _ in model.named_modules()):
+        if not any(
+            name == target or name.endswith(f".{target}") for name, _ in model.named_modules()
+        ):
             near = nearest(target, linear if "." in target else called)
             meant = "" if near is None else f" (did you mean {near}?)"
             raise ConfigError(
-                f"model.lora.targets: no layer of the model is called {target!r}{meant}; its linear layers are called "
-                f"{', '.join(called)}"
+                f"model.lora.targets: no layer of the model is called {target!r}{meant}; its linear"
+                f" layers are called {', '.join(called)}"
             )
 
 
 def adapter_size(model: PreTrainedModel, lora: LoraSettings) -> int:
-    """Parameters that an adapter would add to a model, which may be on the meta device and is used up by it."""
+    """Parameters that an adapter would add to a model, which may be on the meta device and is used
+    up by it.
+    """
     inject(model, _config(lora, "", scores=False))
     return sum(parameter.numel() for name, parameter in model.named_parameters() if "lora_" in name)
 
@@ -145,22 +168,34 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 
 def merge_adapter(model: PreTrainedModel, folder: str) -> PreTrainedModel:
-    """A base model with the adapter of a folder (peft's format) merged into its weights.  Raises ConfigError."""
+    """A base model with the adapter of a folder (peft's format) merged into its weights.  Raises
+    ConfigError.
+    """
     peft = _peft()
     try:
         return peft.PeftModel.from_pretrained(model, folder).merge_and_unload().requires_grad_(True)
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"the adapter {folder!r} does not fit its base: {str(error).splitlines()[0]}") from error
+        raise ConfigError(
+            f"the adapter {folder!r} does not fit its base: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def read_adapter(folder: Path) -> str:
-    """The base model of an adapter's folder.  Raises ConfigError if its file does not name one, or if it is no language model's."""
+    """The base model of an adapter's folder.  Raises ConfigError if its file does not name one, or
+    if it is no language model's.
+    """
     config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     base, task = config.get("base_model_name_or_path"), config.get("task_type")
     if not base:
-        raise ConfigError(f"{folder / ADAPTER_CONFIG} names no base_model_name_or_path: write the base model's folder there")
+        raise ConfigError(
+            f"{folder / ADAPTER_CONFIG} names no base_model_name_or_path: write the base model's"
+            " folder there"
+        )
     if task not in (None, "CAUSAL_LM"):
-        raise ConfigError(f"{folder} is an adapter for {task}, not for a language model: give the merged model's folder")
+        raise ConfigError(
+            f"{folder} is an adapter for {task}, not for a language model: give the merged model's"
+            " folder"
+        )
     return str(base)
 
 
@@ -191,7 +226,9 @@ def _file_name(name: str) -> str:
 
 
 def model_without_layers(model: PreTrainedModel, *, merge: bool) -> PreTrainedModel:
-    """A model of the same class without the adapter's layers.   merge: with the adapter in its weights, which alone are copied."""
+    """A model of the same class without the adapter's layers.   merge: with the adapter in its
+    weights, which alone are copied.
+    """
     adapted = {name: module for name, module in model.named_modules() if _is_adapted(module)}
     weights: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
@@ -205,7 +242,10 @@ def model_without_layers(model: PreTrainedModel, *, merge: bool) -> PreTrainedMo
     with torch.device("meta"):
         plain = type(model)(copy.deepcopy(model.config))
     plain.load_state_dict(weights, strict=True, assign=True)
-    for name, buffer in model.named_buffers():  # those that no file holds, as tables of rotary embeddings
+    for (
+        name,
+        buffer,
+    ) in model.named_buffers():  # those that no file holds, as tables of rotary embeddings
         if name not in weights:
             place, _, last = name.rpartition(".")
             plain.get_submodule(place)._buffers[last] = buffer

@@ -1,8 +1,10 @@
-"""What a query of each attention layer sees of what is before it, read from the masks that transformers itself builds.
+"""What a query of each attention layer sees of what is before it, read from the masks that
+transformers itself builds.
 
-A model's window stands in its config, in its attention modules or in neither, but the mask of its own forward pass always knows it.
-`note_reach` runs that forward pass once, over two tokens, with an implementation of attention that gets no mask but the rule that
-the mask would be made by, and notes on every attention module what the rule says.
+A model's window stands in its config, in its attention modules or in neither, but the mask of its
+own forward pass always knows it. `note_reach` runs that forward pass once, over two tokens, with an
+implementation of attention that gets no mask but the rule that the mask would be made by, and notes
+on every attention module what the rule says.
 """
 
 from __future__ import annotations
@@ -41,8 +43,14 @@ class Rule:
 
 def _rule(mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any) -> Rule:
     """What transformers calls instead of building a mask."""
-    kinds = [Reach()] if local_size is None else [Reach(window=int(local_size)), Reach(chunk=int(local_size)), Reach()]
-    sizes = [1 << k for k in range(2, 18)] + [int(local_size or 1) * n // 2 for n in (1, 2, 3, 4, 6)]
+    kinds = (
+        [Reach()]
+        if local_size is None
+        else [Reach(window=int(local_size)), Reach(chunk=int(local_size)), Reach()]
+    )
+    sizes = [1 << k for k in range(2, 18)] + [
+        int(local_size or 1) * n // 2 for n in (1, 2, 3, 4, 6)
+    ]
     near = sorted({max(size + step, 0) for size in [0, 63, *sizes] for step in (-1, 0, 1, 2)})
     query_Q, back_K = torch.tensor(near)[:, None], torch.tensor([-2, *near])[None]
     key_QK = (query_Q - back_K).clamp(min=0)  # some of them ahead
@@ -57,7 +65,9 @@ def _rule(mask_function: Callable[..., Tensor], local_size: int | None = None, *
 _seen: dict[nn.Module, Rule | None] = {}
 
 
-def _trace(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any) -> tuple[Tensor, None]:
+def _trace(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any
+) -> tuple[Tensor, None]:
     _seen[module] = attention_mask
     return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
@@ -67,7 +77,12 @@ AttentionMaskInterface.register(TRACE, _rule)
 
 
 @torch.no_grad()
-def note_reach(model: PreTrainedModel, *, backbone: Callable[..., Any] | None = None, device: torch.device | None = None) -> None:
+def note_reach(
+    model: PreTrainedModel,
+    *,
+    backbone: Callable[..., Any] | None = None,
+    device: torch.device | None = None,
+) -> None:
     """Read what each attention module sees, and write it to the module.  Raises ConfigError.
 
     backbone, device: what runs the model's backbone, and where, of a sharded model.
@@ -76,10 +91,14 @@ def note_reach(model: PreTrainedModel, *, backbone: Callable[..., Any] | None = 
     name, tokens = type(model).__name__, torch.zeros(1, 2, dtype=torch.int64, device=device)
     with _tracing(model):
         try:
-            run(input_ids=tokens, position_ids=torch.arange(2, device=device)[None], use_cache=False)
+            run(
+                input_ids=tokens, position_ids=torch.arange(2, device=device)[None], use_cache=False
+            )
         except Exception as error:  # a model's own code, which has met something else than a mask
             reason = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"{name} cannot be asked what its attention sees ({reason}); {REMEDY}") from error
+            raise ConfigError(
+                f"{name} cannot be asked what its attention sees ({reason}); {REMEDY}"
+            ) from error
         rules = dict(_seen)
     if not rules:
         raise ConfigError(f"{name} does not let its attention be replaced; {REMEDY}")
@@ -87,7 +106,10 @@ def note_reach(model: PreTrainedModel, *, backbone: Callable[..., Any] | None = 
         if isinstance(rule, Tensor):
             raise ConfigError(f"{name} builds the masks of its attention itself; {REMEDY}")
         if rule is not None and rule.reach is None:
-            raise ConfigError(f"{name} has attention masks that are neither causal, nor a window, nor chunks; {REMEDY}")
+            raise ConfigError(
+                f"{name} has attention masks that are neither causal, nor a window, nor chunks;"
+                f" {REMEDY}"
+            )
         setattr(module, ATTRIBUTE, Reach() if rule is None else rule.reach)
 
 
@@ -97,11 +119,15 @@ REMEDY = "set model.attention to 'single' and rollout.engine to 'transformers'"
 def set_attention(model: PreTrainedModel, name: str) -> None:
     """Have all of a model's layers run the attention of this name.
 
-    transformers 5.17 gives the model inside of a sequence classifier a copy of its config, and sets the classifier's alone.
-    """
+    transformers 5.17 gives the model inside of a sequence classifier a copy of its config, and sets
+    the classifier's alone."""
     model.set_attn_implementation(name)
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) and module.config is not model.config and type(module.config) is type(model.config):
+        if (
+            isinstance(module, PreTrainedModel)
+            and module.config is not model.config
+            and type(module.config) is type(model.config)
+        ):
             module.set_attn_implementation(name)
 
 
@@ -122,14 +148,19 @@ def reach_of(module: nn.Module) -> Reach:
     reach = getattr(module, ATTRIBUTE, None)
     if reach is None:
         raise ConfigError(
-            f"{type(module).__name__} was not met when the model's masks were read: it is not known which tokens it sees; {REMEDY}"
+            f"{type(module).__name__} was not met when the model's masks were read: it is not known"
+            f" which tokens it sees; {REMEDY}"
         )
     return reach
 
 
 def copy_reach(source: nn.Module, target: nn.Module) -> None:
     """Write what was noted on the modules of one model to those of the same names in another."""
-    noted = {name: vars(module)[ATTRIBUTE] for name, module in source.named_modules() if ATTRIBUTE in vars(module)}
+    noted = {
+        name: vars(module)[ATTRIBUTE]
+        for name, module in source.named_modules()
+        if ATTRIBUTE in vars(module)
+    }
     for name, module in target.named_modules():
         if name in noted:
             setattr(module, ATTRIBUTE, noted[name])

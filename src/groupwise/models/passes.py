@@ -30,24 +30,35 @@ class ForwardOutput:
     hidden_PD: Tensor
     """Final hidden states, before the head."""
     router_loss: Tensor | float
-    """A mixture of experts' load-balancing loss, times its coefficient: the batch's part of the step's; else 0."""
+    """A mixture of experts' load-balancing loss, times its coefficient: the batch's part of the
+    step's; else 0.
+    """
 
 
 def forward(policy: Policy, batch: Batch) -> ForwardOutput:
-    """A packed batch through the model, by whatever attention the policy is set to; differentiable, but not below an adapter."""
+    """A packed batch through the model, by whatever attention the policy is set to; differentiable,
+    but not below an adapter.
+    """
     with contextlib.nullcontext() if policy.adapter_on else torch.no_grad():
         balances = torch.is_grad_enabled() and router_coefficient(policy) > 0.0
         if policy.attention == "single":
             if balances:
-                raise ConfigError(f"model.attention 'single' does not know the loss that balances experts; {BALANCE}")
+                raise ConfigError(
+                    "model.attention 'single' does not know the loss that balances experts;"
+                    f" {BALANCE}"
+                )
             return ForwardOutput(_one_by_one(policy, batch.tokens_P, batch.layout), 0.0)
         if balances:
             return ForwardOutput(*balance_pass(policy, batch))
-        return ForwardOutput(hidden(policy, batch.tokens_P, batch.position_P, PackedAttention(batch.layout)), 0.0)
+        return ForwardOutput(
+            hidden(policy, batch.tokens_P, batch.position_P, PackedAttention(batch.layout)), 0.0
+        )
 
 
 def _one_by_one(policy: Policy, tokens_P: Tensor, layout: Layout) -> Tensor:
-    """Every segment in a forward pass of its own, with the model's own attention: for models that cannot be packed."""
+    """Every segment in a forward pass of its own, with the model's own attention: for models that
+    cannot be packed.
+    """
     assert set(layout.prefix) <= {-1}, "segments that are computed one by one hold their own prompt"
     parts = []
     with computing(policy):

@@ -1,7 +1,9 @@
-"""A policy as a value: a Hugging Face causal model, its tokenizer, and what the library knows of them.
+"""A policy as a value: a Hugging Face causal model, its tokenizer, and what the library knows of
+them.
 
-`loading.py` makes policies of checkpoints, and of models that are there.  Passes over batches are functions (`passes`, `backbone`,
-`moe`), and so is what reads and writes weights (`saving`, `sharded`, `lora`).
+`loading.py` makes policies of checkpoints, and of models that are there.  Passes over batches are
+functions (`passes`, `backbone`, `moe`), and so is what reads and writes weights (`saving`,
+`sharded`, `lora`).
 
 D width   V vocabulary
 """
@@ -30,7 +32,9 @@ METHOD = "run_backbone"
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Adapter:
-    """A low-rank adapter in a policy's model: what is trained of it, beside the score head where it has one."""
+    """A low-rank adapter in a policy's model: what is trained of it, beside the score head where it
+    has one.
+    """
 
     config: Any
     """peft's configuration."""
@@ -40,10 +44,14 @@ class Adapter:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Shards:
-    """How a policy's weights are spread over all processes: every process must make the same passes, and gather together."""
+    """How a policy's weights are spread over all processes: every process must make the same
+    passes, and gather together.
+    """
 
     whole: PreTrainedModel
-    """The same modules; their parameters have numbers only while they are gathered (`sharded.gathered`)."""
+    """The same modules; their parameters have numbers only while they are gathered
+    (`sharded.gathered`).
+    """
     parallel: ParallelSettings
     device: torch.device
     """Where products are computed and batches lie; shards may lie in host memory."""
@@ -58,9 +66,13 @@ class Policy:
     eos_ids: tuple[int, ...]
     """Every id that ends a completion."""
     pad_id: int
-    """An id inside the vocabulary for callers that must pad (exports, `generate`).  Nothing here depends on it."""
+    """An id inside the vocabulary for callers that must pad (exports, `generate`).  Nothing here
+    depends on it.
+    """
     vocabulary: int
-    """Ids at or above it belong to no token of the tokenizer (padded embedding rows): never sampled, never scored."""
+    """Ids at or above it belong to no token of the tokenizer (padded embedding rows): never
+    sampled, never scored.
+    """
     context: int
     """Longest sequence in tokens, prompt and completion together."""
     attention: str = "shared"
@@ -70,12 +82,18 @@ class Policy:
     form: tuple[float, float | None] = (1.0, None)
     """The factor and the soft cap that the model puts on its logits; see `output`."""
     switches: tuple[tuple[int, bool], ...] = ()
-    """Lengths above which rotary embeddings have other frequencies, and whether every length above has its own; see `rope`."""
+    """Lengths above which rotary embeddings have other frequencies, and whether every length above
+    has its own; see `rope`.
+    """
     deep_head: bool = False
-    """With `single`: more than one matrix lies behind the backbone; states are those that the last one is given."""
+    """With `single`: more than one matrix lies behind the backbone; states are those that the last
+    one is given.
+    """
     adapter: Adapter | None = None
     adapter_on: bool = True
-    """False: the weights below the adapter, which are the policy's own: the reference that costs no memory."""
+    """False: the weights below the adapter, which are the policy's own: the reference that costs no
+    memory.
+    """
     shards: Shards | None = None
 
     @property
@@ -90,21 +108,30 @@ class Policy:
 
     @property
     def head(self) -> Head:
-        """The output head: the checkpoint's own (possibly tied) weights, restricted to the tokenizer's vocabulary.
+        """The output head: the checkpoint's own (possibly tied) weights, restricted to the
+        tokenizer's vocabulary.
 
-        A model with a score head has no other; its language-model head is its embedding, where its config ties them.
-        """
+        A model with a score head has no other; its language-model head is its embedding, where its
+        config ties them."""
         config: Any = self.model.config
         output: Any = self.model.get_output_embeddings()
         if output is None:
             if not config.tie_word_embeddings:
-                raise ConfigError(f"{type(self.model).__name__} has no language-model head, and its embedding is not tied to one")
+                raise ConfigError(
+                    f"{type(self.model).__name__} has no language-model head, and its embedding is"
+                    " not tied to one"
+                )
             output = self.model.get_input_embeddings()
         bias = getattr(output, "bias", None)  # some heads have one, most have no such attribute
         factor, cap = self.form
         return Head(
-            # A slice that keeps everything would cost its backward pass a copy of the whole gradient.
-            weight_VD=output.weight if output.weight.shape[0] == self.vocabulary else output.weight[: self.vocabulary],
+            # A slice that keeps everything would cost its backward pass a copy of the whole
+            # gradient.
+            weight_VD=(
+                output.weight
+                if output.weight.shape[0] == self.vocabulary
+                else output.weight[: self.vocabulary]
+            ),
             bias_V=None if bias is None else bias[: self.vocabulary],
             scale=factor,
             softcap=cap,
@@ -117,7 +144,9 @@ class Policy:
 
     @property
     def sharded(self) -> bool:
-        """True if the weights are spread over processes: then all of them must make the same passes together."""
+        """True if the weights are spread over processes: then all of them must make the same passes
+        together.
+        """
         return self.shards is not None
 
     @property
@@ -127,7 +156,9 @@ class Policy:
 
     @property
     def alike(self) -> Callable[[int], Hashable] | None:
-        """Which sequences may share a prompt, by their positions: those with the same frequencies; None if all have."""
+        """Which sequences may share a prompt, by their positions: those with the same frequencies;
+        None if all have.
+        """
         return partial(rope.regime, self.switches) if self.switches else None
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:

@@ -1,11 +1,14 @@
-"""Recurrent layers in packed streams, for unmodified Hugging Face models: gated DeltaNet, Mamba-2, short convolutions.
+"""Recurrent layers in packed streams, for unmodified Hugging Face models: gated DeltaNet, Mamba-2,
+short convolutions.
 
-transformers' recurrent layers make their steps by functions of their modeling files, which have the same names in every family
-(`OPERATIONS`).  There `use_packed_recurrence` puts others of the same names.  They ask the stream that a forward pass runs inside
-of (`attention.attending`) for its segments; outside of streams, and for any other model, they call transformers' own.  A layer that
+transformers' recurrent layers make their steps by functions of their modeling files, which have the
+same names in every family (`OPERATIONS`).  There `use_packed_recurrence` puts others of the same
+names.  They ask the stream that a forward pass runs inside of (`attention.attending`) for its
+segments; outside of streams, and for any other model, they call transformers' own.  A layer that
 calls other functions computes as if the stream were one text: the proof refuses it.
 
-T positions of the stream   D channels   W width of a convolution   H heads   K key width   V value width
+T positions of the stream   D channels   W width of a convolution   H heads   K key width   V value
+width
 """
 
 from __future__ import annotations
@@ -56,14 +59,20 @@ def _numbered(self: Any, *inputs: Any, **named: Any) -> Any:
 def _convolution(plain: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(plain)
     def causal_conv1d_fn(
-        hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **named: Any
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **named: Any,
     ) -> Tensor:
         here = _here()
         if here is None:
             return plain(hidden_states, weight, bias, activation=activation, **named)
         recurrent, place = here
         silu = activation == "silu"
-        y_TD = recurrent.convolve(place, hidden_states[0].T.to(weight.dtype), weight, bias, silu=silu)
+        y_TD = recurrent.convolve(
+            place, hidden_states[0].T.to(weight.dtype), weight, bias, silu=silu
+        )
         if activation is not None and not silu:
             y_TD = ACT2FN[activation](y_TD)
         return y_TD.T[None].to(hidden_states.dtype)
@@ -74,11 +83,26 @@ def _convolution(plain: Callable[..., Any]) -> Callable[..., Any]:
 def _delta_rule(plain: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(plain)
     def chunk_gated_delta_rule(
-        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *, use_qk_l2norm_in_kernel: bool = False, **named: Any
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        *,
+        use_qk_l2norm_in_kernel: bool = False,
+        **named: Any,
     ) -> tuple[Tensor, None]:
         here = _here()
         if here is None:
-            return plain(query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **named)
+            return plain(
+                query,
+                key,
+                value,
+                g=g,
+                beta=beta,
+                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+                **named,
+            )
         columns = (query[0], key[0], value[0], g[0], beta[0])
         return delta_rule(*here, *columns, unit=use_qk_l2norm_in_kernel)[None].to(value.dtype), None
 
@@ -96,11 +120,15 @@ def delta_rule(
     *,
     unit: bool = True,
 ) -> Tensor:
-    """The gated delta rule as transformers scales it: J heads of queries and keys, each of which serves as many of the H of values.
+    """The gated delta rule as transformers scales it: J heads of queries and keys, each of which
+    serves as many of the H of values.
 
     unit: queries and keys are divided by their lengths.
     """
-    wide, shared = torch.promote_types(query_TJK.dtype, torch.float32), value_THV.shape[1] // query_TJK.shape[1]
+    wide, shared = (
+        torch.promote_types(query_TJK.dtype, torch.float32),
+        value_THV.shape[1] // query_TJK.shape[1],
+    )
     width = query_TJK.shape[-1]
 
     def scaled(x: Tensor, scale: float) -> Tensor:
@@ -174,12 +202,24 @@ def recurrent_layers(model: nn.Module) -> list[nn.Module]:
 @cache
 def _calls(kind: type) -> frozenset[str]:
     """Names of operations that a class's forward pass calls, its parents' included."""
-    codes = [inspect.unwrap(vars(parent)["forward"]) for parent in kind.__mro__ if "forward" in vars(parent)]
-    return frozenset(name for code in codes if hasattr(code, "__code__") for name in code.__code__.co_names if name in OPERATIONS)
+    codes = [
+        inspect.unwrap(vars(parent)["forward"])
+        for parent in kind.__mro__
+        if "forward" in vars(parent)
+    ]
+    return frozenset(
+        name
+        for code in codes
+        if hasattr(code, "__code__")
+        for name in code.__code__.co_names
+        if name in OPERATIONS
+    )
 
 
 def is_numbered(module: nn.Module) -> bool:
-    """True if the module's `forward` is its class's, but for the number that `use_packed_recurrence` has given it."""
+    """True if the module's `forward` is its class's, but for the number that
+    `use_packed_recurrence` has given it.
+    """
     return getattr(vars(module).get("forward"), "__func__", None) is _numbered
 
 
@@ -200,8 +240,15 @@ def use_packed_recurrence(model: nn.Module) -> None:
 
 
 def changes(model: nn.Module) -> set[int]:
-    """Lengths at which the recurrent layers of a model compute otherwise: the widths of their convolutions, and of chunks."""
+    """Lengths at which the recurrent layers of a model compute otherwise: the widths of their
+    convolutions, and of chunks.
+    """
     layers = recurrent_layers(model)
-    widths = {child.kernel_size[0] for layer in layers for child in layer.modules() if isinstance(child, nn.Conv1d)}
+    widths = {
+        child.kernel_size[0]
+        for layer in layers
+        for child in layer.modules()
+        if isinstance(child, nn.Conv1d)
+    }
     chunked = any(_calls(type(layer)) - {"causal_conv1d_fn"} for layer in layers)
     return widths | {chunk_size(next(model.parameters()).device)} if chunked else widths

@@ -1,9 +1,11 @@
-"""Rotary embeddings whose frequencies depend on the length of the sequence: longrope (Phi-3), dynamic NTK.
+"""Rotary embeddings whose frequencies depend on the length of the sequence: longrope (Phi-3),
+dynamic NTK.
 
-transformers takes the longest position of a forward pass for the length of all that is in it, and dynamic NTK also remembers the
-longest of earlier passes.  In a packed stream every sequence has the frequencies of its own length.  So a prompt can be shared
-only by completions whose sequences have the same frequencies (`regime`), and a completion must not leave those that its first
-token was drawn with (`remaining`): what is sampled could else not be scored.
+transformers takes the longest position of a forward pass for the length of all that is in it, and
+dynamic NTK also remembers the longest of earlier passes.  In a packed stream every sequence has the
+frequencies of its own length.  So a prompt can be shared only by completions whose sequences have
+the same frequencies (`regime`), and a completion must not leave those that its first token was
+drawn with (`remaining`): what is sampled could else not be scored.
 
 T positions of a stream   W head width
 """
@@ -21,7 +23,9 @@ from groupwise.models.attention import attended
 
 
 def follow_lengths(model: nn.Module) -> None:
-    """Let the model's rotary embeddings have the frequencies of each sequence's own length, in packed streams and outside."""
+    """Let the model's rotary embeddings have the frequencies of each sequence's own length, in
+    packed streams and outside.
+    """
     for module in _changing(model):
         if "forward" not in vars(module):
             module.forward = MethodType(_by_length, module)
@@ -47,14 +51,17 @@ def regime(switches: tuple[tuple[int, bool], ...], length: int) -> Hashable:
 
 
 def remaining(switches: tuple[tuple[int, bool], ...], prompt: int) -> int | None:
-    """Most tokens of a completion that can all be drawn with the same frequencies; None if there is no limit.
+    """Most tokens of a completion that can all be drawn with the same frequencies; None if there is
+    no limit.
 
     The last token of a sequence is drawn, and not computed.
 
     >>> [remaining(((8, False),), n) for n in (5, 9)], remaining(((8, True),), 9), remaining((), 5)
     ([4, None], 1, None)
     """
-    counts = [at - prompt + 1 if prompt <= at else 1 for at, each in switches if prompt <= at or each]
+    counts = [
+        at - prompt + 1 if prompt <= at else 1 for at, each in switches if prompt <= at or each
+    ]
     return min(counts, default=None)
 
 
@@ -68,7 +75,9 @@ def _changes(kind: str) -> bool:
 
 
 def _kinds(module: Any) -> dict[str | None, str]:
-    """The types of a rotary embedding's tables, by type of layer where layers differ; of other modules nothing."""
+    """The types of a rotary embedding's tables, by type of layer where layers differ; of other
+    modules nothing.
+    """
     kinds = vars(module).get("rope_type")
     if isinstance(kinds, dict):
         return {key: str(kind) for key, kind in kinds.items()}
@@ -79,10 +88,16 @@ def _switch(module: Any, layer_type: str | None, kind: str) -> int:
     if "dynamic" in kind:
         return int(module.original_max_seq_len)
     parameters = module.config.rope_parameters
-    return int((parameters if layer_type is None else parameters[layer_type])["original_max_position_embeddings"])
+    return int(
+        (parameters if layer_type is None else parameters[layer_type])[
+            "original_max_position_embeddings"
+        ]
+    )
 
 
-def _by_length(self: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+def _by_length(
+    self: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
     """A rotary embedding's `forward`: tables (1, T, W), each sequence's by its own length."""
     layer_type = kwargs.get("layer_type", args[0] if args else None)
     kind, attend = _kinds(self)[layer_type], attended()
@@ -104,13 +119,17 @@ def _by_length(self: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs:
     for group in groups[1:]:
         chosen_T = (group_T == group)[None, :, None]
         others = table(torch.where(group_T == group, position_ids, 0))
-        cos, sin = (torch.where(chosen_T, other, own) for other, own in zip(others, (cos, sin), strict=True))
+        cos, sin = (
+            torch.where(chosen_T, other, own) for other, own in zip(others, (cos, sin), strict=True)
+        )
     return cos, sin
 
 
 def _forget(module: Any, layer_type: str | None) -> None:
     """Lengths of earlier passes, which dynamic NTK keeps the frequencies of."""
     prefix = "" if layer_type is None else f"{layer_type}_"
-    original = getattr(module, f"{prefix}original_inv_freq").to(getattr(module, f"{prefix}inv_freq").device)
+    original = getattr(module, f"{prefix}original_inv_freq").to(
+        getattr(module, f"{prefix}inv_freq").device
+    )
     module.register_buffer(f"{prefix}inv_freq", original, persistent=False)
     setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)

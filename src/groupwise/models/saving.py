@@ -14,14 +14,17 @@ from groupwise.utils.terminal import quiet_transformers
 
 
 def merged(policy: Policy) -> PreTrainedModel:
-    """The plain model: an adapter that is on is merged into a copy of its weights; of one that is off the weights are shared."""
+    """The plain model: an adapter that is on is merged into a copy of its weights; of one that is
+    off the weights are shared.
+    """
     if policy.adapter is None:
         return policy.model
     return model_without_layers(policy.model, merge=policy.adapter_on)
 
 
 def save(policy: Policy, folder: Path) -> None:
-    """Write a plain Hugging Face folder: safetensors, config, generation config, tokenizer, chat template.
+    """Write a plain Hugging Face folder: safetensors, config, generation config, tokenizer, chat
+    template.
 
     An adapter is merged, and lies beside the model in `adapter/`.
     """
@@ -30,7 +33,9 @@ def save(policy: Policy, folder: Path) -> None:
     policy.tokenizer.save_pretrained(folder)
     if policy.adapter is not None and policy.adapter_on:
         write_adapter(policy, folder / FOLDER, dict(policy.model.named_parameters()))
-        policy.tokenizer.save_pretrained(folder / FOLDER)  # so that the adapter's folder alone is enough for peft
+        policy.tokenizer.save_pretrained(
+            folder / FOLDER
+        )  # so that the adapter's folder alone is enough for peft
 
 
 def save_to_resume(policy: Policy, folder: Path) -> None:

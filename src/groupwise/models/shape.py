@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 
 def language_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of a transformers config as a dictionary: what describes the language model, where it stands in a section of its own."""
+    """Of a transformers config as a dictionary: what describes the language model, where it stands
+    in a section of its own.
+    """
     text = config.get("text_config")
     return text if isinstance(text, Mapping) else config
 
@@ -47,15 +49,19 @@ class Shape:
     def of(cls, config: Mapping[str, Any], parameters: int, *, dtype: str) -> Shape:
         """From a transformers config as a dictionary; `dtype` as in `model.dtype`.
 
-        Of a model that reads images too the language model counts.   Raises ConfigError for a model without attention.
-        """
+        Of a model that reads images too the language model counts.   Raises ConfigError for a model
+        without attention."""
         tied = config.get("tie_word_embeddings", True)
         config = language_part(config)
-        for names in (("hidden_size", "n_embd"), ("num_attention_heads", "n_head"), ("num_hidden_layers", "n_layer")):
+        for names in (
+            ("hidden_size", "n_embd"),
+            ("num_attention_heads", "n_head"),
+            ("num_hidden_layers", "n_layer"),
+        ):
             if not any(config.get(name) for name in names):
                 raise ConfigError(
-                    f"model.path: the config of a {config.get('model_type')!r} model names no {names[0]}; what can be trained is a "
-                    "causal language model with attention"
+                    f"model.path: the config of a {config.get('model_type')!r} model names no"
+                    f" {names[0]}; what can be trained is a causal language model with attention"
                 )
         hidden = int(config.get("hidden_size") or config["n_embd"])
         heads = int(config.get("num_attention_heads") or config["n_head"])
@@ -63,7 +69,9 @@ class Shape:
             parameters=parameters,
             layers=int(config.get("num_hidden_layers") or config["n_layer"]),
             hidden=hidden,
-            intermediate=int(config.get("intermediate_size") or config.get("n_inner") or 4 * hidden),
+            intermediate=int(
+                config.get("intermediate_size") or config.get("n_inner") or 4 * hidden
+            ),
             heads=heads,
             kv_heads=int(config.get("num_key_value_heads") or heads),
             head_width=int(config.get("head_dim") or hidden // heads),
@@ -79,4 +87,8 @@ class Shape:
         """Of a model that is loaded."""
         lower = "bfloat16" if "bfloat16" in str(policy.dtype) else "float32"
         parameters = sum(parameter.numel() for parameter in policy.model.parameters())
-        return cls.of(policy.model.config.to_dict(), parameters, dtype="autocast" if policy.autocast else lower)
+        return cls.of(
+            policy.model.config.to_dict(),
+            parameters,
+            dtype="autocast" if policy.autocast else lower,
+        )

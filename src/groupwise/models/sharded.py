@@ -1,8 +1,10 @@
-"""Policies whose weights are sharded over processes, and how they are gathered again to sample and to be saved.
+"""Policies whose weights are sharded over processes, and how they are gathered again to sample and
+to be saved.
 
-The sharded model computes packed batches like any other.  To sample through it would gather every block for every token, so the
-weights are gathered once per rollout into `Shards.whole`: the same modules, whose parameters hold numbers only in the meantime.
-All that reads weights directly (the engines' fast paths) sees ordinary tensors there.  Loading and saving go tensor by tensor: no
+The sharded model computes packed batches like any other.  To sample through it would gather every
+block for every token, so the weights are gathered once per rollout into `Shards.whole`: the same
+modules, whose parameters hold numbers only in the meantime. All that reads weights directly (the
+engines' fast paths) sees ordinary tensors there.  Loading and saving go tensor by tensor: no
 process holds all weights for them.
 """
 
@@ -38,13 +40,19 @@ SINGLE_FILE = 1 << 30
 
 
 def whole_policy(policy: Policy) -> Policy:
-    """The policy without shards; of a sharded one, its weights are there only while they are `gathered`."""
-    return policy if policy.shards is None else replace(policy, model=policy.shards.whole, shards=None)
+    """The policy without shards; of a sharded one, its weights are there only while they are
+    `gathered`.
+    """
+    return (
+        policy if policy.shards is None else replace(policy, model=policy.shards.whole, shards=None)
+    )
 
 
 @contextmanager
 def gathered(policy: Policy) -> Iterator[Policy]:
-    """The policy with all of its weights on this process, while inside; itself unless it is sharded."""
+    """The policy with all of its weights on this process, while inside; itself unless it is
+    sharded.
+    """
     if policy.shards is None:
         yield policy
         return
@@ -53,7 +61,9 @@ def gathered(policy: Policy) -> Iterator[Policy]:
     try:
         with torch.no_grad():
             for name, parameter in policy.model.named_parameters():
-                full = nn.Parameter(fsdp.whole(parameter.detach()).to(policy.device), requires_grad=False)
+                full = nn.Parameter(
+                    fsdp.whole(parameter.detach()).to(policy.device), requires_grad=False
+                )
                 for module, key in places[name]:
                     module._parameters[key] = full
         yield whole_policy(policy)
@@ -65,10 +75,11 @@ def gathered(policy: Policy) -> Iterator[Policy]:
 
 
 def frozen_copy(policy: Policy) -> Policy:
-    """A copy of the weights as they are now, which takes no gradients: the reference.  Never loaded again by name.
+    """A copy of the weights as they are now, which takes no gradients: the reference.  Never loaded
+    again by name.
 
-    Under an adapter nothing is copied: those weights are never trained.  Of a sharded policy every process copies its shard.
-    """
+    Under an adapter nothing is copied: those weights are never trained.  Of a sharded policy every
+    process copies its shard."""
     if policy.adapter is not None:
         return without_adapter(policy)
     if policy.shards is None:
@@ -77,7 +88,9 @@ def frozen_copy(policy: Policy) -> Policy:
             parameter.grad = None
         return replace(policy, model=model.eval())
     fsdp.reshard(policy.model)
-    parts = {name: fsdp.own(parameter.detach()) for name, parameter in policy.model.named_parameters()}
+    parts = {
+        name: fsdp.own(parameter.detach()) for name, parameter in policy.model.named_parameters()
+    }
     plain = replace(policy, model=copy.deepcopy(policy.shards.whole), shards=None)
     copied = shard(plain, policy.shards.parallel, policy.device)
     _fill(copied, lambda name, _: parts[name])
@@ -96,7 +109,9 @@ def _fill(policy: Policy, rows: Callable[[str, slice], Tensor]) -> None:
     model, whole = policy.model, policy.shards.whole
     places = _places(model)
     for name, parameter in list(model.named_parameters()):
-        part = nn.Parameter(torch.empty_like(parameter, device=home), requires_grad=parameter.requires_grad)
+        part = nn.Parameter(
+            torch.empty_like(parameter, device=home), requires_grad=parameter.requires_grad
+        )
         own, which = fsdp.own(part.detach()), fsdp.own_rows(part)
         if own.numel():
             own.copy_(rows(name, which))
@@ -114,12 +129,17 @@ def _fill(policy: Policy, rows: Callable[[str, slice], Tensor]) -> None:
 
 @torch.no_grad()
 def own_parts(policy: Policy) -> dict[str, Tensor]:
-    """This process's share of a sharded model's tensors, each of them whole, in host memory.  All processes must call it.
+    """This process's share of a sharded model's tensors, each of them whole, in host memory.  All
+    processes must call it.
 
     Every tensor is gathered on every process for a moment; only one keeps it.
     """
     fsdp.reshard(policy.model)
-    parameters, files, rank = dict(policy.model.named_parameters()), _files(policy), comm.world().rank
+    parameters, files, rank = (
+        dict(policy.model.named_parameters()),
+        _files(policy),
+        comm.world().rank,
+    )
     parts = {}
     for name, file in files.items():
         tensor = parameters[name] if name in parameters else policy.model.get_buffer(name)
@@ -130,7 +150,9 @@ def own_parts(policy: Policy) -> dict[str, Tensor]:
 
 
 def write_parts(policy: Policy, folder: Path, parts: Mapping[str, Tensor]) -> None:
-    """This process's files of a Hugging Face folder that exists; together they are what `saving.save_to_resume` writes."""
+    """This process's files of a Hugging Face folder that exists; together they are what
+    `saving.save_to_resume` writes.
+    """
     assert policy.shards is not None
     files = _files(policy)
     if policy.adapter is not None:
@@ -138,7 +160,11 @@ def write_parts(policy: Policy, folder: Path, parts: Mapping[str, Tensor]) -> No
             keep_adapter(whole_policy(policy), folder, parts)
         return
     count = max(files.values()) + 1
-    names = [SINGLE] if count == 1 else [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
+    names = (
+        [SINGLE]
+        if count == 1
+        else [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
+    )
     if parts:
         save_file(dict(parts), folder / names[comm.world().rank], metadata={"format": "pt"})
     if not comm.world().first:
@@ -146,7 +172,10 @@ def write_parts(policy: Policy, folder: Path, parts: Mapping[str, Tensor]) -> No
     model = policy.shards.whole
     if count > 1:
         total = sum(tensor.nbytes for tensor in saved_names(model).values())
-        index = {"metadata": {"total_size": total}, "weight_map": {name: names[file] for name, file in files.items()}}
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {name: names[file] for name, file in files.items()},
+        }
         (folder / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
     config = copy.deepcopy(model.config)
     config.architectures, config.dtype = [type(model).__name__], policy.dtype
@@ -162,7 +191,9 @@ def _files(policy: Policy) -> dict[str, int]:
     if policy.adapter is not None:
         return dict.fromkeys(policy.adapter.trained, 0)
     tensors = saved_names(policy.shards.whole)
-    count = comm.world().size if sum(tensor.nbytes for tensor in tensors.values()) > SINGLE_FILE else 1
+    count = (
+        comm.world().size if sum(tensor.nbytes for tensor in tensors.values()) > SINGLE_FILE else 1
+    )
     load, writer = [0] * count, {}
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].nbytes):
         writer[name] = load.index(min(load))
@@ -172,30 +203,37 @@ def _files(policy: Policy) -> dict[str, int]:
 
 
 def shard(policy: Policy, parallel: ParallelSettings, device: torch.device) -> Policy:
-    """Spread a policy, which is the same on every process and is used up by it.  Raises ConfigError if it cannot be.
+    """Spread a policy, which is the same on every process and is used up by it.  Raises ConfigError
+    if it cannot be.
 
-    parallel: decided.   device: what computes.   A policy without weights is to be filled afterwards.
+    parallel: decided.   device: what computes.   A policy without weights is to be filled
+        afterwards.
     """
     if policy.attention == "single":
         raise ConfigError(
-            "model.attention 'single' runs a forward pass per sequence, so processes would gather weights at different times; "
-            "use parallel: ddp"
+            "model.attention 'single' runs a forward pass per sequence, so processes would gather"
+            " weights at different times; use parallel: ddp"
         )
     model = policy.model
     # Parameters are replaced on the way, everything else (buffers, config) is copied.
     empty = {id(parameter): _empty(parameter) for parameter in model.parameters()}
     whole = copy.deepcopy(model, empty)
-    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    blocks = [
+        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
     setattr(model, METHOD, lambda **inputs: backbone_of(model)(**inputs))
     fsdp.shard(model, blocks, METHOD, parallel, device)
     return replace(policy, shards=Shards(whole=whole, parallel=parallel, device=device))
 
 
-def shard_from_checkpoint(policy: Policy, parallel: ParallelSettings, device: torch.device, reader: CheckpointReader) -> Policy:
-    """Shard a policy that was built without weights; every process reads its part of each tensor, and no more.
+def shard_from_checkpoint(
+    policy: Policy, parallel: ParallelSettings, device: torch.device, reader: CheckpointReader
+) -> Policy:
+    """Shard a policy that was built without weights; every process reads its part of each tensor,
+    and no more.
 
-    Then the model is asked what it computes, by all processes together (`loading.with_facts`).  Raises Diverged, ConfigError.
-    """
+    Then the model is asked what it computes, by all processes together (`loading.with_facts`).
+    Raises Diverged, ConfigError."""
     spread = shard(policy, parallel, device)
     _fill(spread, reader.rows)
     reader.close()
@@ -214,7 +252,9 @@ def _empty(parameter: Any) -> nn.Parameter:
 
 
 def _places(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Where every parameter hangs, by the name that `named_parameters` gives it; several places if it is shared."""
+    """Where every parameter hangs, by the name that `named_parameters` gives it; several places if
+    it is shared.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     places: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in names.values()}
     for module in model.modules():

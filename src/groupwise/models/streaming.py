@@ -1,8 +1,9 @@
-"""A checkpoint read piece by piece, into a model that is built without weights: no process ever holds all of it.
+"""A checkpoint read piece by piece, into a model that is built without weights: no process ever
+holds all of it.
 
-`empty_model` builds what `from_pretrained` would, its parameters on the meta device and its buffers computed.  `CheckpointReader`
-reads rows of single tensors from the checkpoint's safetensors files, so a process can take its part of each and nothing else.
-"""
+`empty_model` builds what `from_pretrained` would, its parameters on the meta device and its buffers
+computed.  `CheckpointReader` reads rows of single tensors from the checkpoint's safetensors files,
+so a process can take its part of each and nothing else."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class CheckpointReader:
     def fit(self, model: PreTrainedModel) -> bool:
         """True if every parameter and saved buffer of a model is here under its own name.
 
-        Not so where transformers fuses or renames tensors while it loads them (mixtures of experts).
+        Not so where transformers fuses or renames tensors while it loads them (mixtures of
+        experts).
         """
         return set(saved_names(model)) <= self.files.keys()
 
@@ -65,18 +67,23 @@ class CheckpointReader:
 
 
 def saved_names(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What a checkpoint of a model holds, by name: parameters and saved buffers, one name for those that are shared."""
+    """What a checkpoint of a model holds, by name: parameters and saved buffers, one name for those
+    that are shared.
+    """
     names: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), (name, tensor))
     return dict(names.values())
 
 
-def empty_model(kind: Any, config: PreTrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False) -> PreTrainedModel:
+def empty_model(
+    kind: Any, config: PreTrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False
+) -> PreTrainedModel:
     """A model whose parameters have shapes and no numbers.  `kind`: a transformers Auto class."""
     with torch.device("meta"):
         model = kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    # The way `from_pretrained` gets its buffers: placeholders, which the model's own initialisation then computes.
+    # The way `from_pretrained` gets its buffers: placeholders, which the model's own initialisation
+    # then computes.
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.zeros_like(buffer, device="cpu"))
@@ -87,13 +94,22 @@ def empty_model(kind: Any, config: PreTrainedConfig, dtype: torch.dtype, *, trus
 
 
 def check_finite(model: PreTrainedModel) -> None:
-    """Raises Diverged if a parameter is not finite; of a sharded model on all processes, which must all call it."""
+    """Raises Diverged if a parameter is not finite; of a sharded model on all processes, which must
+    all call it.
+    """
     parameters = dict(model.named_parameters())
-    names = [name for name, parameter in parameters.items() if not _is_finite(fsdp.own(parameter).detach())][:1]
+    names = [
+        name
+        for name, parameter in parameters.items()
+        if not _is_finite(fsdp.own(parameter).detach())
+    ][:1]
     if any(fsdp.own(parameter) is not parameter for parameter in parameters.values()):
         names = comm.gather(names)
     if names:
-        raise Diverged(f"the checkpoint's parameter {names[0]} holds numbers that are not finite: load another checkpoint")
+        raise Diverged(
+            f"the checkpoint's parameter {names[0]} holds numbers that are not finite: load another"
+            " checkpoint"
+        )
 
 
 def _is_finite(x: Tensor) -> bool:

@@ -1,12 +1,14 @@
-"""Attention: one record of what a layer asks, and one dispatch over packed streams whose prompts stand once per group.
+"""Attention: one record of what a layer asks, and one dispatch over packed streams whose prompts
+stand once per group.
 
-A `Query` may have a window or chunks (`Reach`), a soft cap on its scores, sinks, and values of another width than its keys.
-On a CPU: the compiled kernel where it takes the query, else pieces of the stream, each by one kernel of torch's, merged by their
-log-sum-exps.  In both a prompt's keys are read once for all its completions and never copied.  On CUDA: FlexAttention with a block
-mask.  No mask of T x T is made.
+A `Query` may have a window or chunks (`Reach`), a soft cap on its scores, sinks, and values of
+another width than its keys. On a CPU: the compiled kernel where it takes the query, else pieces of
+the stream, each by one kernel of torch's, merged by their log-sum-exps.  In both a prompt's keys
+are read once for all its completions and never copied.  On CUDA: FlexAttention with a block mask.
+No mask of T x T is made.
 
-T positions of the stream   H query heads   K key-value heads   D head width   E width of values   X rows   M keys   B batch
-"""
+T positions of the stream   H query heads   K key-value heads   D head width   E width of values   X
+rows   M keys   B batch"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from groupwise.records import Layout
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Of the tokens before it, and itself, a query sees all; or the last `window`; or those in its chunk of `chunk` tokens."""
+    """Of the tokens before it, and itself, a query sees all; or the last `window`; or those in its
+    chunk of `chunk` tokens.
+    """
 
     window: int | None = None
     chunk: int | None = None
@@ -43,7 +47,9 @@ class Reach:
         return position * 0 if self.chunk is None else position // self.chunk * self.chunk
 
     def within(self, longest: int) -> Reach:
-        """The same over sequences of up to `longest` tokens: a window or chunk that hides none of them is none."""
+        """The same over sequences of up to `longest` tokens: a window or chunk that hides none of
+        them is none.
+        """
         return EVERYTHING if longest <= (self.window or self.chunk or longest) else self
 
 
@@ -51,7 +57,9 @@ EVERYTHING = Reach()
 
 
 class Query(NamedTuple):
-    """What an attention layer asks: rows of a stream, token by token; queries and keys are rotated already."""
+    """What an attention layer asks: rows of a stream, token by token; queries and keys are rotated
+    already.
+    """
 
     layer: int
     query_THD: Tensor
@@ -67,7 +75,9 @@ class Query(NamedTuple):
     @property
     def heads(self) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (1, H, T, D), keys (1, K, T, D) and values (1, K, T, E)."""
-        query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (self.query_THD, self.key_TKD, self.value_TKE))
+        query, key, value = (
+            x.transpose(0, 1).unsqueeze(0) for x in (self.query_THD, self.key_TKD, self.value_TKE)
+        )
         return query, key, value
 
 
@@ -78,7 +88,9 @@ class StreamAttention:
         self.layout = layout
         self.families = tuple(_families(layout))
         before = [layout.length[prefix] if prefix >= 0 else 0 for prefix in layout.prefix]
-        self.longest = max((own + prefix for own, prefix in zip(layout.length, before, strict=True)), default=0)
+        self.longest = max(
+            (own + prefix for own, prefix in zip(layout.length, before, strict=True)), default=0
+        )
         """The most keys that a query sees."""
         self.stretches = kernels.stretches([family.stretches for family in self.families])
         self._flex: dict[Reach, Any] = {}
@@ -90,22 +102,38 @@ class StreamAttention:
         reach = query.reach.within(self.longest)
         if query.query_THD.is_cuda:
             out = self._flex_attention(*heads, scale, cap, reach, sinks_H)
-        elif cap is None and sinks_H is None and reach == EVERYTHING and kernels.worth_attention(self.longest, *heads):
+        elif (
+            cap is None
+            and sinks_H is None
+            and reach == EVERYTHING
+            and kernels.worth_attention(self.longest, *heads)
+        ):
             out = _Compiled.apply(*heads, *self.stretches, scale)
         else:
-            out = _Pieces.apply(*_of_one_width(*heads), sinks_H, self.pieces(reach, cap is not None), scale, cap)
+            out = _Pieces.apply(
+                *_of_one_width(*heads), sinks_H, self.pieces(reach, cap is not None), scale, cap
+            )
             out = out[..., : query.value_TKE.shape[-1]]
         return out.squeeze(0).transpose(0, 1)
 
     def pieces(self, reach: Reach, capped: bool) -> tuple[Piece, ...]:
-        """The pieces of the stream in which attention is computed on a CPU.   capped: by products that hold all scores."""
+        """The pieces of the stream in which attention is computed on a CPU.   capped: by products
+        that hold all scores.
+        """
         if (reach, capped) not in self._pieces:
             rows = CAPPED_ROWS if capped else max(LEAST_ROWS, min(ROWS, reach.window or ROWS))
             self._pieces[reach, capped] = tuple(_cut(self.families, reach, rows, capped))
         return self._pieces[reach, capped]
 
     def _flex_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, cap: float | None, reach: Reach, sinks_H: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        cap: float | None,
+        reach: Reach,
+        sinks_H: Tensor | None,
     ) -> Tensor:
         from torch.nn.attention.flex_attention import AuxRequest
 
@@ -113,8 +141,11 @@ class StreamAttention:
             self._flex[reach] = flex_block_mask(self.layout, query.device, reach)
         attend = _compiled_flex() if query.is_cuda else _plain_flex()
         width = value.shape[-1]
-        # Zeros behind narrow heads add nothing.  Outside of autocast: its state would compile the same kernel a second time.
-        query, key, value = (F.pad(x, (0, max(0, FLEX_WIDTH - x.shape[-1]))) for x in (query, key, value))
+        # Zeros behind narrow heads add nothing.  Outside of autocast: its state would compile the
+        # same kernel a second time.
+        query, key, value = (
+            F.pad(x, (0, max(0, FLEX_WIDTH - x.shape[-1]))) for x in (query, key, value)
+        )
         with torch.autocast(query.device.type, enabled=False):
             out, aux = attend(
                 query,
@@ -125,20 +156,33 @@ class StreamAttention:
                 scale=scale,
                 enable_gqa=query.shape[1] != key.shape[1],
                 return_aux=AuxRequest(lse=True),
-                kernel_options={"BACKEND": "TRITON"},  # the kernel for short queries has no gradients
+                kernel_options={
+                    "BACKEND": "TRITON"
+                },  # the kernel for short queries has no gradients
             )
         out = out[..., :width]
         if sinks_H is None:
             return out
-        return out * torch.sigmoid(aux.lse - sinks_H.to(aux.lse.dtype)[:, None])[..., None].to(out.dtype)
+        return out * torch.sigmoid(aux.lse - sinks_H.to(aux.lse.dtype)[:, None])[..., None].to(
+            out.dtype
+        )
 
 
 class _Compiled(torch.autograd.Function):
-    """Attention without windows, caps and sinks by the compiled kernel.   first_F, stretch_N4, end: `kernels.stretches`."""
+    """Attention without windows, caps and sinks by the compiled kernel.   first_F, stretch_N4, end:
+    `kernels.stretches`.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, first_F: Tensor, stretch_N4: Tensor, end: int, scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        first_F: Tensor,
+        stretch_N4: Tensor,
+        end: int,
+        scale: float,
     ) -> Tensor:
         out, lse = operations.attention(query, key, value, first_F, stretch_N4, end, scale)
         ctx.save_for_backward(query, key, value, out, lse, first_F, stretch_N4)
@@ -152,23 +196,39 @@ class _Compiled(torch.autograd.Function):
         (grad_out,) = grads
         if grad_out.stride(-1) != 1 or grad_out.dtype != query.dtype:
             grad_out = grad_out.to(query.dtype).contiguous()
-        return *operations.attention_backward(grad_out, query, *others, ctx.end, ctx.scale), None, None, None, None
+        return (
+            *operations.attention_backward(grad_out, query, *others, ctx.end, ctx.scale),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _of_one_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with zeros behind the narrower numbers: torch's kernels know one width, and zeros add nothing."""
+    """The same with zeros behind the narrower numbers: torch's kernels know one width, and zeros
+    add nothing.
+    """
     more = query.shape[-1] - value.shape[-1]
     if more > 0:
         return query, key, F.pad(value, (0, more))
-    return (query, key, value) if more == 0 else (F.pad(query, (0, -more)), F.pad(key, (0, -more)), value)
+    return (
+        (query, key, value)
+        if more == 0
+        else (F.pad(query, (0, -more)), F.pad(key, (0, -more)), value)
+    )
 
 
 # ---------------------------------------------------------------- one part of the keys
 
 HIDDEN = -1e30
-"""Score of a key that may not be seen: finite, so that a row which sees nothing of one part stays free of NaN."""
+"""Score of a key that may not be seen: finite, so that a row which sees nothing of one part stays
+free of NaN.
+"""
 LEAST = -80.0
-"""Scores further below the largest have no weight that could be seen; a CPU's exponential of them takes 10 to 150 times as long."""
+"""Scores further below the largest have no weight that could be seen; a CPU's exponential of them
+takes 10 to 150 times as long.
+"""
 ALIGNED = 8
 """The GPU's memory-efficient kernel reads so many numbers of a key and of the bias at once."""
 
@@ -189,15 +249,21 @@ def part(
 ) -> tuple[Tensor, Tensor]:
     """Attention to some of the keys: outputs (B, H, X, E) and log-sum-exps of the scores (B, H, X).
 
-    query (B, H, X, D), key (B, K, M, D), value (B, K, M, E).   bias: added to the scores, (..., X, M).   causal: row x sees the
-    keys up to x; on a CPU, without a cap.
+    query (B, H, X, D), key (B, K, M, D), value (B, K, M, E).   bias: added to the scores, (..., X,
+    M).   causal: row x sees the keys up to x; on a CPU, without a cap.
     """
     same = key.shape[-1] == value.shape[-1]
     if cap is None and same and query.device.type == "cpu":
         return _flash(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
     assert not causal
     whole = query.shape[-1] % ALIGNED == 0 and (bias is None or key.shape[2] % ALIGNED == 0)
-    if cap is None and same and whole and query.shape[1] == key.shape[1] and _has_efficient(query.device, query.dtype):
+    if (
+        cap is None
+        and same
+        and whole
+        and query.shape[1] == key.shape[1]
+        and _has_efficient(query.device, query.dtype)
+    ):
         bias = None if bias is None else bias.expand(*query.shape[:3], key.shape[2])
         out, lse, _, _ = _efficient(query, key, value, bias, True, 0.0, False, scale=scale)
         return out, lse[..., : query.shape[2]]  # the kernel fills it up
@@ -219,7 +285,9 @@ def _grouped(x: Tensor, key: Tensor) -> Tensor:
 
 
 def _scores(query: Tensor, key: Tensor, scale: float, cap: float | None) -> Tensor:
-    """(B, H, X, M), at least float32: the scores, or what their sigmoid is taken of where they are capped."""
+    """(B, H, X, M), at least float32: the scores, or what their sigmoid is taken of where they are
+    capped.
+    """
     wide = torch.promote_types(query.dtype, torch.float32)
     if query.device.type == "cpu":  # a product in a lower type would round them to it
         query, key = query.to(wide), key.to(wide)
@@ -253,10 +321,16 @@ def behind(query: Query) -> Tensor:
         low = max(int(query.reach.first(before + a)), 0)
         at_M = torch.arange(low, before + b, device=device)
         hidden_XM = (at_M > at_X[:, None]) | (at_M < query.reach.first(at_X)[:, None])  # type: ignore[index]
-        some = heads[0][:, :, a:b], heads[1][:, :, low : before + b], heads[2][:, :, low : before + b]
+        some = (
+            heads[0][:, :, a:b],
+            heads[1][:, :, low : before + b],
+            heads[2][:, :, low : before + b],
+        )
         out, lse = part(*some, query.scale, query.cap, bias_of(hidden_XM, query.query_THD.dtype))
         if query.sinks_H is not None:
-            out = out * torch.sigmoid(lse - query.sinks_H.to(lse.dtype)[:, None])[..., None].to(out.dtype)
+            out = out * torch.sigmoid(lse - query.sinks_H.to(lse.dtype)[:, None])[..., None].to(
+                out.dtype
+            )
         outputs.append(out)
     return torch.cat(outputs, 2)[0].transpose(0, 1)
 
@@ -264,9 +338,13 @@ def behind(query: Query) -> Tensor:
 # ---------------------------------------------------------------- by pieces, in torch's operations
 
 ROWS, LEAST_ROWS, CAPPED_ROWS = 256, 64, 128
-"""Most and fewest rows of a piece where a window or chunk hides keys, and most where all scores of a piece are held."""
+"""Most and fewest rows of a piece where a window or chunk hides keys, and most where all scores of
+a piece are held.
+"""
 FLOAT_KEYS = 384
-"""Over fewer keys the backward kernel is 2 to 5 times faster in float32 than in bfloat16, conversions included."""
+"""Over fewer keys the backward kernel is 2 to 5 times faster in float32 than in bfloat16,
+conversions included.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +352,9 @@ class Family:
     """A prefix and its members, one behind the other in the stream; or a single segment."""
 
     causal: tuple[tuple[int, int], ...]
-    """Stretches (from, to) that look at themselves alone.  A prefix and its first member are one: a text as it was written."""
+    """Stretches (from, to) that look at themselves alone.  A prefix and its first member are one: a
+    text as it was written.
+    """
     prefix: tuple[int, int]
     rest: tuple[int, int]
     """The other members, which look at the prefix too."""
@@ -313,7 +393,9 @@ class Piece(NamedTuple):
     causal: bool = False
     """Row i sees the keys up to i."""
     seen: tuple[Tensor, Tensor] | None = None
-    """The first and the last key that each row sees, counted from the piece's first (X,); None: all, or as `causal` says."""
+    """The first and the last key that each row sees, counted from the piece's first (X,); None:
+    all, or as `causal` says.
+    """
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:
         """Hides what its rows do not see (X, M)."""
@@ -325,7 +407,9 @@ class Piece(NamedTuple):
 
 
 def _cut(families: Sequence[Family], reach: Reach, most: int, held: bool) -> Iterator[Piece]:
-    """Every pair of a row and a key that it sees, in one piece.   most: rows of a piece that hides some keys, or is `held`."""
+    """Every pair of a row and a key that it sees, in one piece.   most: rows of a piece that hides
+    some keys, or is `held`.
+    """
     for family in families:
         (p0, p1), (r0, r1) = family.prefix, family.rest
         for place, (a, b) in enumerate(family.causal):
@@ -333,7 +417,9 @@ def _cut(families: Sequence[Family], reach: Reach, most: int, held: bool) -> Ite
         if r1 == r0:
             continue
         # Of each row behind the prefix the first place of it that it sees.
-        position_X = torch.cat([torch.arange(p1 - p0, p1 - p0 + b - a) for a, b in family.causal[1:]])
+        position_X = torch.cat(
+            [torch.arange(p1 - p0, p1 - p0 + b - a) for a, b in family.causal[1:]]
+        )
         first_X = torch.as_tensor(reach.first(position_X)).clamp(min=0)
         for a, b in _runs(first_X < p1 - p0):
             step = b - a if not held and int(first_X[a:b].max()) == 0 else most
@@ -341,10 +427,14 @@ def _cut(families: Sequence[Family], reach: Reach, most: int, held: bool) -> Ite
                 rows_X = first_X[c : min(c + step, b)]
                 low, high = int(rows_X.min()), int(rows_X.max())
                 seen = None if low == high else (rows_X - low, torch.full_like(rows_X, p1 - p0))
-                yield Piece(slice(r0 + c, r0 + c + len(rows_X)), slice(p0 + low, p1), False, seen=seen)
+                yield Piece(
+                    slice(r0 + c, r0 + c + len(rows_X)), slice(p0 + low, p1), False, seen=seen
+                )
 
 
-def _of_its_own(a: int, b: int, before: int, reach: Reach, most: int, held: bool) -> Iterator[Piece]:
+def _of_its_own(
+    a: int, b: int, before: int, reach: Reach, most: int, held: bool
+) -> Iterator[Piece]:
     """What the rows a..b of a segment see of it.   before: tokens of its prefix."""
     if not held and reach.first(before + b - a - 1) <= before:
         yield Piece(slice(a, b), slice(a, b), True, causal=True)
@@ -374,9 +464,10 @@ def _runs(chosen_X: Tensor) -> list[tuple[int, int]]:
 class _Pieces(torch.autograd.Function):
     """Attention piece by piece.
 
-    A row's attention may be over several sets of keys.  Softmax over their union follows from the partial results and their
-    log-sum-exps (as in ring attention); the backward pass needs only the union's output and log-sum-exp, because p = exp(score -
-    logsumexp) and rowsum(dO * O) are the same for every key set.
+    A row's attention may be over several sets of keys.  Softmax over their union follows from the
+    partial results and their log-sum-exps (as in ring attention); the backward pass needs only the
+    union's output and log-sum-exp, because p = exp(score - logsumexp) and rowsum(dO * O) are the
+    same for every key set.
     """
 
     @staticmethod
@@ -391,17 +482,29 @@ class _Pieces(torch.autograd.Function):
         cap: float | None,
     ) -> Tensor:
         out = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]).transpose(1, 2)
-        lse = torch.zeros(query.shape[:3], dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
+        lse = torch.zeros(
+            query.shape[:3], dtype=torch.float64 if query.dtype == torch.float64 else torch.float32
+        )
         for piece in pieces:
-            rows, some = piece.rows, (query[:, :, piece.rows], key[:, :, piece.keys], value[:, :, piece.keys])
-            part_out, part_lse = part(*some, scale, cap, piece.bias(query.dtype), causal=piece.causal)
+            rows, some = (
+                piece.rows,
+                (
+                    query[:, :, piece.rows],
+                    key[:, :, piece.keys],
+                    value[:, :, piece.keys],
+                ),
+            )
+            part_out, part_lse = part(
+                *some, scale, cap, piece.bias(query.dtype), causal=piece.causal
+            )
             if piece.own:
                 out[:, :, rows], lse[:, :, rows] = part_out, part_lse
                 continue
             lse_own = lse[:, :, rows]
             lse_union = torch.logaddexp(lse_own, part_lse)
             out[:, :, rows] = (
-                out[:, :, rows] * (lse_own - lse_union).exp()[..., None] + part_out * (part_lse - lse_union).exp()[..., None]
+                out[:, :, rows] * (lse_own - lse_union).exp()[..., None]
+                + part_out * (part_lse - lse_union).exp()[..., None]
             ).to(out.dtype)
             lse[:, :, rows] = lse_union
         if sinks_H is not None:
@@ -421,20 +524,34 @@ class _Pieces(torch.autograd.Function):
         totals = [torch.zeros_like(tensor, dtype=sums) for tensor in (query, key, value)]
         for piece in ctx.pieces:
             rows, keys = piece.rows, piece.keys
-            tensors = (grad_out[:, :, rows], query[:, :, rows], key[:, :, keys], value[:, :, keys], out[:, :, rows])
+            tensors = (
+                grad_out[:, :, rows],
+                query[:, :, rows],
+                key[:, :, keys],
+                value[:, :, keys],
+                out[:, :, rows],
+            )
             if ctx.cap is not None:
-                added = _capped_backward(*tensors, lse[:, :, rows], ctx.scale, ctx.cap, piece.bias(sums))
+                added = _capped_backward(
+                    *tensors, lse[:, :, rows], ctx.scale, ctx.cap, piece.bias(sums)
+                )
             else:
                 if keys.stop - keys.start <= FLOAT_KEYS:
                     tensors = tuple(tensor.to(sums) for tensor in tensors)
                 bias = piece.bias(tensors[1].dtype)
-                added = _flash_backward(*tensors, lse[:, :, rows], 0.0, piece.causal, attn_mask=bias, scale=ctx.scale)
+                added = _flash_backward(
+                    *tensors, lse[:, :, rows], 0.0, piece.causal, attn_mask=bias, scale=ctx.scale
+                )
             for total, places, more in zip(totals, (rows, keys, keys), added, strict=True):
                 total[:, :, places] += more
         grad_sinks = None
         if sinks:
             along = (grad_out.to(sums) * out.to(sums)).sum(-1)
-            grad_sinks = -((sinks[0].to(lse.dtype)[:, None] - lse).exp() * along).sum((0, 2)).to(sinks[0].dtype)
+            grad_sinks = (
+                -((sinks[0].to(lse.dtype)[:, None] - lse).exp() * along)
+                .sum((0, 2))
+                .to(sinks[0].dtype)
+            )
         return *(total.to(query.dtype) for total in totals), grad_sinks, None, None, None
 
 
@@ -449,7 +566,9 @@ def _capped_backward(
     cap: float,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value from one piece whose scores are capped: d score / d raw = 1 - tanh^2 = 4 s (1 - s)."""
+    """Gradients of query, key and value from one piece whose scores are capped: d score / d raw = 1
+    - tanh^2 = 4 s (1 - s).
+    """
     sigmoid = _scores(query, key, scale, cap).sigmoid_()
     weights = torch.mul(sigmoid, 2.0 * cap).sub_((lse + cap)[..., None])
     if bias is not None:
@@ -481,49 +600,77 @@ def flex_block_mask(layout: Layout, device: torch.device, reach: Reach = EVERYTH
     segment_T = torch.full((layout.total,), -1, dtype=torch.int64)
     prefix_T = torch.full((layout.total,), -2, dtype=torch.int64)
     position_T = torch.zeros(layout.total, dtype=torch.int64)
-    for s, (start, length, prefix) in enumerate(zip(layout.start, layout.length, layout.prefix, strict=True)):
+    for s, (start, length, prefix) in enumerate(
+        zip(layout.start, layout.length, layout.prefix, strict=True)
+    ):
         segment_T[start : start + length] = s
         prefix_T[start : start + length] = prefix if prefix >= 0 else -2
         before = layout.length[prefix] if prefix >= 0 else 0
         position_T[start : start + length] = torch.arange(before, before + length)
     first_T = torch.as_tensor(reach.first(position_T))
-    segment_T, prefix_T, position_T, first_T = (x.to(device) for x in (segment_T, prefix_T, position_T, first_T))
+    segment_T, prefix_T, position_T, first_T = (
+        x.to(device) for x in (segment_T, prefix_T, position_T, first_T)
+    )
 
     def seen(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        # Filler attends to filler before it, so that its softmax has at least one key; nothing reads it.
+        # Filler attends to filler before it, so that its softmax has at least one key; nothing
+        # reads it.
         own = (segment_T[q] == segment_T[k]) & (q >= k)
         return (own | (prefix_T[q] == segment_T[k])) & (position_T[k] >= first_T[q])
 
     some_QK, all_QK = blocks_seen(layout, reach)
-    # Blocks to be looked at pair by pair, and those to be taken whole: how many for each row, and which, in order.
+    # Blocks to be looked at pair by pair, and those to be taken whole: how many for each row, and
+    # which, in order.
     columns = []
     for blocks_QK in (some_QK & ~all_QK, all_QK):
-        columns += [blocks_QK.sum(-1), blocks_QK.int().argsort(dim=-1, descending=True, stable=True)]
+        columns += [
+            blocks_QK.sum(-1),
+            blocks_QK.int().argsort(dim=-1, descending=True, stable=True),
+        ]
     columns = [column[None, None].to(device, torch.int32) for column in columns]
-    return BlockMask.from_kv_blocks(*columns, BLOCK_SIZE=FLEX_BLOCK, mask_mod=seen, seq_lengths=(layout.total, layout.total))
+    return BlockMask.from_kv_blocks(
+        *columns, BLOCK_SIZE=FLEX_BLOCK, mask_mod=seen, seq_lengths=(layout.total, layout.total)
+    )
 
 
 def blocks_seen(layout: Layout, reach: Reach = EVERYTHING) -> tuple[Tensor, Tensor]:
-    """(Q, K) on the host: where some query of a block sees some key of another, and where all see all, without a mask of pairs."""
+    """(Q, K) on the host: where some query of a block sees some key of another, and where all see
+    all, without a mask of pairs.
+    """
     end = layout.start[-1] + layout.length[-1] if layout.segments else 0
-    segments = [(*segment, reach) for segment in zip(layout.start, layout.length, layout.prefix, strict=True)]
+    segments = [
+        (*segment, reach)
+        for segment in zip(layout.start, layout.length, layout.prefix, strict=True)
+    ]
     if layout.total > end:
-        segments.append((end, layout.total - end, -1, EVERYTHING))  # filler is at position 0, and hides nothing of itself
+        segments.append(
+            (end, layout.total - end, -1, EVERYTHING)
+        )  # filler is at position 0, and hides nothing of itself
     size = -(-layout.total // FLEX_BLOCK)
-    some_QK, whole_QK = torch.zeros(size, size, dtype=torch.bool), torch.zeros(size, size, dtype=torch.int64)
+    some_QK, whole_QK = (
+        torch.zeros(size, size, dtype=torch.bool),
+        torch.zeros(size, size, dtype=torch.int64),
+    )
     for start, length, prefix, sees in segments:
         begin, before = (layout.start[prefix], layout.length[prefix]) if prefix >= 0 else (start, 0)
 
-        def stretches(low: int, high: int, start: int = start, begin: int = begin, before: int = before) -> list[tuple[int, int]]:
+        def stretches(
+            low: int, high: int, start: int = start, begin: int = begin, before: int = before
+        ) -> list[tuple[int, int]]:
             """Where the positions low..high of a sequence lie in the stream."""
             if begin + before == start:
                 return [(begin + low, begin + high)]
-            return [(begin + low, begin + min(high, before)), (start + max(low, before) - before, start + high - before)]
+            return [
+                (begin + low, begin + min(high, before)),
+                (start + max(low, before) - before, start + high - before),
+            ]
 
         for q in range(start // FLEX_BLOCK, -(-(start + length) // FLEX_BLOCK)):
             a, b = max(start, q * FLEX_BLOCK), min(start + length, (q + 1) * FLEX_BLOCK)
             first, last = before + a - start, before + b - start - 1
-            for from_, to in stretches(max(int(sees.first(first)), 0), last + 1):  # what one of them sees
+            for from_, to in stretches(
+                max(int(sees.first(first)), 0), last + 1
+            ):  # what one of them sees
                 if to > from_:
                     some_QK[q, from_ // FLEX_BLOCK : -(-to // FLEX_BLOCK)] = True
             for from_, to in stretches(max(int(sees.first(last)), 0), first + 1):  # what all do
@@ -534,9 +681,11 @@ def blocks_seen(layout: Layout, reach: Reach = EVERYTHING) -> tuple[Tensor, Tens
 
 @cache
 def _capped(cap: float, device: torch.device) -> Callable[..., Tensor]:
-    """What FlexAttention does to a score: one function for each cap, which reads it from the device.
+    """What FlexAttention does to a score: one function for each cap, which reads it from the
+    device.
 
-    A number of Python's would be compiled as one that may change, and dynamo takes no such number here.
+    A number of Python's would be compiled as one that may change, and dynamo takes no such number
+    here.
     """
     with torch.inference_mode(False):
         cap_ = torch.tensor(cap, device=device)
@@ -559,5 +708,7 @@ def _compiled_flex() -> Any:
 
     It is compiled again for each type, for passes with and without gradients, and for each cap.
     """
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)  # else torch runs the rest uncompiled
+    torch._dynamo.config.recompile_limit = max(
+        torch._dynamo.config.recompile_limit, 64
+    )  # else torch runs the rest uncompiled
     return torch.compile(_plain_flex(), dynamic=True, fullgraph=True)

@@ -1,4 +1,6 @@
-"""What autograd refuses of its own operations, and ours must refuse themselves: gradients would be silently wrong."""
+"""What autograd refuses of its own operations, and ours must refuse themselves: gradients would be
+silently wrong.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,11 @@ Gradients = tuple[Tensor | None, ...]
 
 
 def first_derivative(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
-    """An operation's `backward` that cannot be differentiated again, and says so: `create_graph=True` raises RuntimeError.
+    """An operation's `backward` that cannot be differentiated again, and says so:
+    `create_graph=True` raises RuntimeError.
 
-    torch's `once_differentiable` raises only where what comes in needs a gradient itself; a sum's gradient does not, and what is
-    found is then taken for a constant.
+    torch's `once_differentiable` raises only where what comes in needs a gradient itself; a sum's
+    gradient does not, and what is found is then taken for a constant.
     """
 
     @wraps(backward)
@@ -29,11 +32,17 @@ def first_derivative(backward: Callable[..., Gradients]) -> Callable[..., Gradie
 
 
 def version(tensor: Tensor | None) -> int | None:
-    """How often a tensor was changed in place, as far as torch counts: not through `.data`, nor in inference mode (None)."""
+    """How often a tensor was changed in place, as far as torch counts: not through `.data`, nor in
+    inference mode (None).
+    """
     return None if tensor is None or tensor.is_inference() else tensor._version
 
 
 def unchanged(tensors: tuple[Tensor | None, ...], versions: list[int | None]) -> None:
-    """Raise RuntimeError if one of the tensors has been counted as changed since the forward pass, as torch's operations do."""
+    """Raise RuntimeError if one of the tensors has been counted as changed since the forward pass,
+    as torch's operations do.
+    """
     if versions != [version(tensor) for tensor in tensors]:
-        raise RuntimeError("a weight was changed in place between a forward pass and its backward pass")
+        raise RuntimeError(
+            "a weight was changed in place between a forward pass and its backward pass"
+        )

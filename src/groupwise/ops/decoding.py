@@ -1,10 +1,12 @@
-"""What decoding computes with: small-batch products, norms behind residual sums, rotary embeddings, attention, draws.
+"""What decoding computes with: small-batch products, norms behind residual sums, rotary embeddings,
+attention, draws.
 
-Where there are compiled kernels for a model (`Operations` looks once, because weights are laid out for them) an operation is one of
-them, else a few of torch's; `Decoder` has them all in one call.  Weights are packed, and slabs and streams are changed in place.
+Where there are compiled kernels for a model (`Operations` looks once, because weights are laid out
+for them) an operation is one of them, else a few of torch's; `Decoder` has them all in one call.
+Weights are packed, and slabs and streams are changed in place.
 
-T positions of a stream   R rows   P prompts   D model width   H heads   K key-value heads   W head width   V vocabulary
-O, I sides of a matrix
+T positions of a stream   R rows   P prompts   D model width   H heads   K key-value heads   W head
+width   V vocabulary O, I sides of a matrix
 """
 
 from __future__ import annotations
@@ -34,11 +36,15 @@ LARGE = 1 << 20
 FEW_ROWS = 8
 """The rows that oneDNN's layout is chosen for (unsaid, it is 10 % slower in bfloat16)."""
 FEW = 4
-"""Large float32 matrices meet whole multiples of so many rows: oneDNN keeps 0.6 MB of machine code for every number of them."""
+"""Large float32 matrices meet whole multiples of so many rows: oneDNN keeps 0.6 MB of machine code
+for every number of them.
+"""
 
 
 class Product:
-    """x W^T + b for few rows, with the weight packed in the order in which it is read (products.cpp)."""
+    """x W^T + b for few rows, with the weight packed in the order in which it is read
+    (products.cpp).
+    """
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> None:
         """dtype: of x, of the packed weight and of the result.  The weight may be of another type.
@@ -47,22 +53,30 @@ class Product:
         """
         self.outputs, self.inputs = weight_OI.shape
         self.bias_O = None if bias_O is None else bias_O.detach().float().contiguous()
-        weight_OI = weight_OI.detach() if weight_OI.dtype in kernels.TYPES else weight_OI.detach().float()
-        self.packed = operations.pack_weight(weight_OI if 1 in weight_OI.stride() else weight_OI.contiguous(), dtype)
+        weight_OI = (
+            weight_OI.detach() if weight_OI.dtype in kernels.TYPES else weight_OI.detach().float()
+        )
+        self.packed = operations.pack_weight(
+            weight_OI if 1 in weight_OI.stride() else weight_OI.contiguous(), dtype
+        )
 
     def __call__(self, x_RI: Tensor) -> Tensor:
         """(R, I) -> (R, O)."""
         return operations.linear(x_RI.contiguous(), self.packed, self.bias_O, self.outputs)
 
 
-def product(weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """x -> x W^T + b in `dtype`, with the weight in the layout that few-row products on this machine run fastest in.
+def product(
+    weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype
+) -> Callable[[Tensor], Tensor]:
+    """x -> x W^T + b in `dtype`, with the weight in the layout that few-row products on this
+    machine run fastest in.
 
-    The compiled kernels' own, which reads weights once and in order.  Without them in float32 MKL's for small matrices (1.1 to 2.7
-    times as fast as `F.linear` at 3 to 64 rows on Intel's processors, 0.9 to 1.2 on AMD's Zen 3), oneDNN's for large ones (1.05 to
-    1.3 times as fast as MKL's at 4 to 24 rows; as `F.linear` on Zen 3, 1.2 to 2.2 at 4 to 64), in bfloat16 oneDNN's (1.3 to 1.7
-    times).  These are private operations of torch: it has no public one that multiplies by a packed weight.  On a GPU `F.linear`.
-    """
+    The compiled kernels' own, which reads weights once and in order.  Without them in float32 MKL's
+    for small matrices (1.1 to 2.7 times as fast as `F.linear` at 3 to 64 rows on Intel's
+    processors, 0.9 to 1.2 on AMD's Zen 3), oneDNN's for large ones (1.05 to 1.3 times as fast as
+    MKL's at 4 to 24 rows; as `F.linear` on Zen 3, 1.2 to 2.2 at 4 to 64), in bfloat16 oneDNN's (1.3
+    to 1.7 times).  These are private operations of torch: it has no public one that multiplies by a
+    packed weight.  On a GPU `F.linear`."""
     on_cpu = weight_OI.device.type == "cpu"
     if on_cpu and multiplies(dtype):
         return Product(weight_OI, bias_O, dtype)
@@ -70,13 +84,19 @@ def product(weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> Cal
     bias_O = None if bias_O is None else bias_O.detach().to(dtype)
     if not on_cpu:
         return lambda x: F.linear(x, weight_OI, bias_O)
-    large = dtype == torch.float32 and weight_OI.numel() >= LARGE and torch.backends.mkldnn.is_available()
+    large = (
+        dtype == torch.float32
+        and weight_OI.numel() >= LARGE
+        and torch.backends.mkldnn.is_available()
+    )
     if large or tiled(dtype):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, FEW_ROWS)
         onednn = torch.ops.mkldnn._linear_pointwise
         if not large:
             return lambda x: onednn(x, packed, bias_O, "none", [], "")
-        return lambda x: onednn(F.pad(x, (0, 0, 0, -x.shape[0] % FEW)), packed, bias_O, "none", [], "")[: x.shape[0]]
+        return lambda x: onednn(
+            F.pad(x, (0, 0, 0, -x.shape[0] % FEW)), packed, bias_O, "none", [], ""
+        )[: x.shape[0]]
     if dtype == torch.float32 and torch.backends.mkl.is_available():
         packed = torch.ops.mkl._mkl_reorder_linear_weight(weight_OI, 1024)
         # The unpacked weight is read only for its shape, so a shape is all that is kept.
@@ -87,10 +107,14 @@ def product(weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> Cal
 
 
 class Filler:
-    """The rows that fill a stream up to a whole number of oneDNN's tiles; none where products need no filling."""
+    """The rows that fill a stream up to a whole number of oneDNN's tiles; none where products need
+    no filling.
+    """
 
     def __init__(self, stream: Tensor, dtype: torch.dtype) -> None:
-        """stream: (count, ...), of which only length and device are looked at.   dtype: of the products."""
+        """stream: (count, ...), of which only length and device are looked at.   dtype: of the
+        products.
+        """
         fills = stream.device.type == "cpu" and tiled(dtype) and not multiplies(dtype)
         self.count = stream.shape[0]
         self.rows = filled(self.count) - self.count if fills else 0
@@ -107,7 +131,9 @@ class Filler:
 # ---------------------------------------------------------------- attention and draws
 
 ROWS_AT_ONCE = 16
-"""Rows of a prompt that one thread works on (blocks.cpp's ROWS_OF_PART): more would leave other threads without work."""
+"""Rows of a prompt that one thread works on (blocks.cpp's ROWS_OF_PART): more would leave other
+threads without work.
+"""
 BLOCK = 32
 """Tokens by which the capacity of a slab grows (bindings.cpp's BLOCK)."""
 Slab = tuple[Tensor, Tensor]
@@ -134,13 +160,15 @@ class Rows:
 
 
 def tokens_per_block(key_TKW: Tensor) -> int:
-    """How many tokens of such keys, and of values like them, lie together in a slab that `decode_attention` reads; 1 if it reads
-    none, and tokens lie one by one."""
+    """How many tokens of such keys, and of values like them, lie together in a slab that
+    `decode_attention` reads; 1 if it reads none, and tokens lie one by one."""
     return BLOCK if kernels.fits(key_TKW) else 1
 
 
 def keep_entries(key_NMKW: Tensor, value_NMKW: Tensor, slab: Slab, first: int) -> None:
-    """N entries from `first` on get tokens 0 .. M - 1, in the order in which `decode_attention` meets them."""
+    """N entries from `first` on get tokens 0 .. M - 1, in the order in which `decode_attention`
+    meets them.
+    """
     operations.keep_entries(key_NMKW, value_NMKW, *slab, first)
 
 
@@ -157,18 +185,22 @@ def decode_attention(
 ) -> Tensor:
     """One new token per row -> (R, H, W).  Its key and value are written into `own`.
 
-    Before its first token an entry may hold anything.   length_R: own tokens, the new one included (int64).  In bfloat16 weights
-    are rounded too, and subnormal numbers may count as zeros.
+    Before its first token an entry may hold anything.   length_R: own tokens, the new one included
+    (int64).  In bfloat16 weights are rounded too, and subnormal numbers may count as zeros.
     """
     belonging = rows.part_N3, rows.prompt_length_P, rows.order_R
-    return operations.decode_attention(query_RHW, key_RKW, value_RKW, *own, *prompt, *belonging, length_R, scale, window or 0)
+    return operations.decode_attention(
+        query_RHW, key_RKW, value_RKW, *own, *prompt, *belonging, length_R, scale, window or 0
+    )
 
 
 def draw_tokens(logits_RV: Tensor, uniform_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """One token of each row (int64) and its log-probability (nats, float32) at this temperature, of logits that `draws` takes.
+    """One token of each row (int64) and its log-probability (nats, float32) at this temperature, of
+    logits that `draws` takes.
 
-    The first token at which the cumulative probability passes `uniform_R` (float64, in [0, 1)): never one of probability 0.  At
-    temperature 0 the likeliest (the first of several), and its log-probability at temperature 1.
+    The first token at which the cumulative probability passes `uniform_R` (float64, in [0, 1)):
+    never one of probability 0.  At temperature 0 the likeliest (the first of several), and its
+    log-probability at temperature 1.
     """
     return operations.draw_tokens(logits_RV.contiguous(), uniform_R.contiguous(), temperature)
 
@@ -177,21 +209,29 @@ def draw_tokens(logits_RV: Tensor, uniform_R: Tensor, temperature: float) -> tup
 
 
 class PreparedNorm:
-    """An RMSNorm, or with a bias a layer norm, behind a residual sum; with weights (H, W) RMSNorms of heads, each by its own."""
+    """An RMSNorm, or with a bias a layer norm, behind a residual sum; with weights (H, W) RMSNorms
+    of heads, each by its own.
+    """
 
-    def __init__(self, weight: Tensor, eps: float, bias: Tensor | None, *, dtype: torch.dtype, compiled: bool) -> None:
+    def __init__(
+        self, weight: Tensor, eps: float, bias: Tensor | None, *, dtype: torch.dtype, compiled: bool
+    ) -> None:
         """dtype: of the result."""
         self.eps, self.dtype, self.compiled = eps, dtype, compiled
         self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
         if compiled:
-            self.weight, self.bias = (None if x is None else x.float().contiguous() for x in (self.weight, self.bias))
+            self.weight, self.bias = (
+                None if x is None else x.float().contiguous() for x in (self.weight, self.bias)
+            )
         elif bias is None:
             width = weight.shape[-1]
             self.gain = weight.detach().float() * width**0.5
             self.floor = torch.tensor((width * eps) ** 0.5, device=weight.device)
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        """`x += add` in place, then the norm of it, in float32 but for a layer norm of torch's.  Heads may be changed in place."""
+        """`x += add` in place, then the norm of it, in float32 but for a layer norm of torch's.
+        Heads may be changed in place.
+        """
         if self.compiled and x.ndim == 3:
             operations.head_norm(x, self.weight, self.eps)
             return x
@@ -209,8 +249,9 @@ class PreparedNorm:
 
 
 class PreparedRotary:
-    """Rotary embeddings.  The kernel pairs number i of a head with number i + W/2, as transformers does; in torch's operations the
-    two of a pair lie side by side, for one complex product.  Queries and keys may be reordered together, their products stay."""
+    """Rotary embeddings.  The kernel pairs number i of a head with number i + W/2, as transformers
+    does; in torch's operations the two of a pair lie side by side, for one complex product.
+    Queries and keys may be reordered together, their products stay."""
 
     def __init__(self, cos_PW: Tensor, sin_PW: Tensor, *, compiled: bool) -> None:
         """Tables (float32) of all positions."""
@@ -222,9 +263,14 @@ class PreparedRotary:
             self.order_W = self.order_W.view(2, -1).T.flatten()
 
     def at(self, position_T: Tensor) -> Callable[[Tensor], Tensor]:
-        """The rotary embedding of these positions: a function of heads (T, H, W), which it may change in place."""
+        """The rotary embedding of these positions: a function of heads (T, H, W), which it may
+        change in place.
+        """
         if self.compiled:
-            cos_TW, sin_TW = self.cos_PW.index_select(0, position_T), self.sin_PW.index_select(0, position_T)
+            cos_TW, sin_TW = (
+                self.cos_PW.index_select(0, position_T),
+                self.sin_PW.index_select(0, position_T),
+            )
             return lambda heads_THW: operations.rotary(heads_THW, cos_TW, sin_TW)
         rotation_T1W = self.rotation_PW.index_select(0, position_T)[:, None]
 
@@ -241,7 +287,8 @@ class PreparedLayer:
 
     norm: PreparedNorm
     qkv: Any
-    """Query, key and value heads side by side; rotary query and key heads in the order of `PreparedRotary.order_W`.  This and other
+    """Query, key and value heads side by side; rotary query and key heads in the order of
+    `PreparedRotary.order_W`.  This and other
     products: x -> x W^T + b."""
     head_norm: PreparedNorm | None
     """Norms of query and key heads (Qwen3)."""
@@ -257,26 +304,38 @@ class PreparedLayer:
 class Operations:
     """Makes the operations that one model is decoded with.
 
-    What lies between products is either all compiled or all torch's: one draw of many tokens (`decoder`) needs all of it.
-    """
+    What lies between products is either all compiled or all torch's: one draw of many tokens
+    (`decoder`) needs all of it."""
 
-    def __init__(self, tables: Sequence[Tensor], widths: Sequence[int], *, dtype: torch.dtype) -> None:
-        """tables: embeddings, of the weights' type and on their device.   widths: of other rows: an MLP's inner ones, heads, or
-        where positions are rotary half a head.   dtype: of the products."""
+    def __init__(
+        self, tables: Sequence[Tensor], widths: Sequence[int], *, dtype: torch.dtype
+    ) -> None:
+        """tables: embeddings, of the weights' type and on their device.   widths: of other rows: an
+        MLP's inner ones, heads, or where positions are rotary half a head.   dtype: of the
+        products."""
         first, self.dtype = tables[0], dtype
         self.compiled = (
-            first.dtype == torch.float32 and kernels.fits(*tables) and all(kernels.fits(first, width=width) for width in widths)
+            first.dtype == torch.float32
+            and kernels.fits(*tables)
+            and all(kernels.fits(first, width=width) for width in widths)
         )
 
-    def product(self, weights_OI: Sequence[Tensor], biases_O: Sequence[Tensor | None]) -> Callable[[Tensor], Tensor]:
+    def product(
+        self, weights_OI: Sequence[Tensor], biases_O: Sequence[Tensor | None]
+    ) -> Callable[[Tensor], Tensor]:
         """`product` with these weights, their outputs side by side; all have a bias, or none."""
         bias_O = biases_O[0]
         if len(weights_OI) == 1:
             return product(weights_OI[0], bias_O, self.dtype)
         if weights_OI[0].device.type != "cpu" or not multiplies(self.dtype):
-            # Before they are joined: half the memory traffic in bfloat16.  A compiled `Product` casts as it packs.
+            # Before they are joined: half the memory traffic in bfloat16.  A compiled `Product`
+            # casts as it packs.
             weights_OI = [weight_OI.to(self.dtype) for weight_OI in weights_OI]
-        bias_O = None if bias_O is None else torch.cat([bias_O for bias_O in biases_O if bias_O is not None])
+        bias_O = (
+            None
+            if bias_O is None
+            else torch.cat([bias_O for bias_O in biases_O if bias_O is not None])
+        )
         return product(torch.cat(list(weights_OI)), bias_O, self.dtype)
 
     def norm(self, weight: Tensor, eps: float, bias: Tensor | None = None) -> PreparedNorm:
@@ -301,7 +360,9 @@ class Operations:
 
 
 class Drawn(NamedTuple):
-    """Tokens that rows have drawn: the first `count_R[r]` of row r, and their log-probabilities (nats, float32)."""
+    """Tokens that rows have drawn: the first `count_R[r]` of row r, and their log-probabilities
+    (nats, float32).
+    """
 
     token_RN: Tensor
     logp_RN: Tensor
@@ -309,7 +370,9 @@ class Drawn(NamedTuple):
 
 
 class Decoder:
-    """A model like Llama or GPT-2, all of it compiled, that draws several tokens for each row in one call (blocks.cpp)."""
+    """A model like Llama or GPT-2, all of it compiled, that draws several tokens for each row in
+    one call (blocks.cpp).
+    """
 
     def __init__(
         self,
@@ -327,18 +390,46 @@ class Decoder:
         self.gates = up.outputs > self.inner
         parts: list[tuple[Tensor | None, ...]] = [
             (
-                *(layer.norm.weight, layer.norm.bias, None if layer.head_norm is None else layer.head_norm.weight),
+                *(
+                    layer.norm.weight,
+                    layer.norm.bias,
+                    None if layer.head_norm is None else layer.head_norm.weight,
+                ),
                 *(layer.mlp_norm.weight, layer.mlp_norm.bias),
-                *(x for part in (layer.qkv, layer.out, layer.up, layer.down) for x in (part.packed, part.bias_O)),
+                *(
+                    x
+                    for part in (layer.qkv, layer.out, layer.up, layer.down)
+                    for x in (part.packed, part.bias_O)
+                ),
             )
             for layer in layers
         ]
         self.weights = [none if x is None else x for layer in parts for x in layer]
-        eps = [(layer.norm.eps, 0.0 if layer.head_norm is None else layer.head_norm.eps, layer.mlp_norm.eps) for layer in layers]
-        numbers = [(*some, layer.scale, layer.reach.window or 0) for some, layer in zip(eps, layers, strict=True)]
+        eps = [
+            (
+                layer.norm.eps,
+                0.0 if layer.head_norm is None else layer.head_norm.eps,
+                layer.mlp_norm.eps,
+            )
+            for layer in layers
+        ]
+        numbers = [
+            (*some, layer.scale, layer.reach.window or 0)
+            for some, layer in zip(eps, layers, strict=True)
+        ]
         self.numbers = torch.tensor(numbers, dtype=torch.float64)
-        tables = embedding_VD, *((none, none) if rotary is None else (rotary.cos_PW, rotary.sin_PW)), learnt
-        ends = norm.weight, norm.bias, head.packed, head.bias_O, *(table.contiguous() for table in tables)
+        tables = (
+            embedding_VD,
+            *((none, none) if rotary is None else (rotary.cos_PW, rotary.sin_PW)),
+            learnt,
+        )
+        ends = (
+            norm.weight,
+            norm.bias,
+            head.packed,
+            head.bias_O,
+            *(table.contiguous() for table in tables),
+        )
         self.ends = [none if x is None else x for x in ends]
 
     def __call__(
@@ -359,18 +450,38 @@ class Decoder:
     ) -> Drawn:
         """Draw up to `steps` tokens for each row.
 
-        newest_R: the newest token of each.   kept_R: own tokens whose keys and values are kept: all but the newest.
-        limit_R: the most own tokens.   prompt_R: which of the prompts each is behind.   prompt_length_P: tokens of prompts.
-        uniform_RT: float64, one for each own token; all others int64.   slabs: of each layer own keys and values, and prompts'.
-        A row stops behind a token of `ending` and at its limit.  until_one_ends: then all rows stop, so that another can take its
-        place.  rows_at_once: whose logits exist at the same time.
+        newest_R: the newest token of each.   kept_R: own tokens whose keys and values are kept: all
+            but the newest.
+        limit_R: the most own tokens.   prompt_R: which of the prompts each is behind.
+            prompt_length_P: tokens of prompts.
+        uniform_RT: float64, one for each own token; all others int64.   slabs: of each layer own
+            keys and values, and prompts'. A row stops behind a token of `ending` and at its limit.
+            until_one_ends: then all rows stop, so that another can take its place.  rows_at_once:
+            whose logits exist at the same time.
         """
-        changed = (tensor.clone(memory_format=torch.contiguous_format) for tensor in (newest_R, kept_R))
-        rows = [*changed, *(tensor.contiguous() for tensor in (limit_R, prompt_R, prompt_length_P, uniform_RT))]
+        changed = (
+            tensor.clone(memory_format=torch.contiguous_format) for tensor in (newest_R, kept_R)
+        )
+        rows = [
+            *changed,
+            *(tensor.contiguous() for tensor in (limit_R, prompt_R, prompt_length_P, uniform_RT)),
+        ]
         return Drawn(
             *operations.decode_tokens(
-                *(self.weights, self.numbers, self.ends, self.norm.eps, [x for pair in slabs for slab in pair for x in slab]),
-                *([*rows, torch.tensor(ending or [-1])], *self.heads[:2], self.inner, self.gates, self.head.outputs),
+                *(
+                    self.weights,
+                    self.numbers,
+                    self.ends,
+                    self.norm.eps,
+                    [x for pair in slabs for slab in pair for x in slab],
+                ),
+                *(
+                    [*rows, torch.tensor(ending or [-1])],
+                    *self.heads[:2],
+                    self.inner,
+                    self.gates,
+                    self.head.outputs,
+                ),
                 *(steps, temperature, until_one_ends, rows_at_once),
             )
         )

@@ -1,10 +1,13 @@
-"""The operations of `models/fused`: transformers' functions to rounding, with their gradients written out.
+"""The operations of `models/fused`: transformers' functions to rounding, with their gradients
+written out.
 
-Each saves less for the backward pass than a composition of torch's operations does (of an MLP a third less: what is between its
-products is made again), and makes fewer passes over the activations: one, where there are compiled kernels (package groupwise-cpu).
+Each saves less for the backward pass than a composition of torch's operations does (of an MLP a
+third less: what is between its products is made again), and makes fewer passes over the
+activations: one, where there are compiled kernels (package groupwise-cpu).
 
-Each is an autograd Function that computes by compiled kernels where they take its tensors, else by torch's operations.  Gradients
-of weights are added to `.grad` in place, and the down projection of an MLP is deferred behind what it saves (`LastProduct`).
+Each is an autograd Function that computes by compiled kernels where they take its tensors, else by
+torch's operations.  Gradients of weights are added to `.grad` in place, and the down projection of
+an MLP is deferred behind what it saves (`LastProduct`).
 
 T positions of a stream   D width   H heads   W head width   I inner width of an MLP
 """
@@ -32,12 +35,16 @@ BLOCK_NUMBERS = 1 << 16
 
 
 class Copies(dict[tuple[Any, ...], tuple[Tensor, Tensor]]):
-    """Copies of weights in the type of the products: (weight, copy), by the weight's address, shape, strides and the type."""
+    """Copies of weights in the type of the products: (weight, copy), by the weight's address,
+    shape, strides and the type.
+    """
 
     closed = False
 
     def close(self) -> None:
-        """Free the copies and cache no more: an autograd graph that is still alive would otherwise keep them in memory."""
+        """Free the copies and cache no more: an autograd graph that is still alive would otherwise
+        keep them in memory.
+        """
         self.closed = True
         self.clear()
 
@@ -47,7 +54,9 @@ _copies: ContextVar[Copies | None] = ContextVar("copies", default=None)
 
 @contextmanager
 def copies_of_weights(keep: bool) -> Iterator[None]:
-    """While inside, whichever thread runs the backward pass, a weight is copied into a lower precision once (`keep`)."""
+    """While inside, whichever thread runs the backward pass, a weight is copied into a lower
+    precision once (`keep`).
+    """
     copies = Copies() if keep else None
     before = _copies.set(copies)
     try:
@@ -59,7 +68,9 @@ def copies_of_weights(keep: bool) -> Iterator[None]:
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """`weight * x / sqrt(mean(x^2) + eps)` over the last dimension in float32, rounded to `dtype` where transformers rounds it."""
+    """`weight * x / sqrt(mean(x^2) + eps)` over the last dimension in float32, rounded to `dtype`
+    where transformers rounds it.
+    """
     return RMSNorm.apply(x.contiguous(), weight_D, eps, dtype)  # type: ignore[return-value]
 
 
@@ -75,7 +86,9 @@ class RMSNorm(torch.autograd.Function):
             return out
         # What is returned is no view, for those who get it may change it in place.
         x_TD = x.flatten(0, -2)
-        scale_T = x_TD.new_empty(x_TD.shape[0], 1, dtype=torch.promote_types(x.dtype, torch.float32))
+        scale_T = x_TD.new_empty(
+            x_TD.shape[0], 1, dtype=torch.promote_types(x.dtype, torch.float32)
+        )
         out = torch.empty_like(x, dtype=dtype)
         out_TD = out.flatten(0, -2)
         for rows in blocks(x_TD):
@@ -95,7 +108,11 @@ class RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weight_D, scale_T = ctx.saved_tensors
         if ctx.compiled:
-            return *operations.rms_norm_backward(grads[0].contiguous(), x_TD, weight_D, scale_T), None, None
+            return (
+                *operations.rms_norm_backward(grads[0].contiguous(), x_TD, weight_D, scale_T),
+                None,
+                None,
+            )
         grad_out_TD, wide_D = grads[0].flatten(0, -2), weight_D.to(scale_T.dtype)
         grad_x_TD, grad_weight_D = torch.empty_like(x_TD), torch.zeros_like(wide_D)
         for rows in blocks(x_TD):
@@ -104,17 +121,29 @@ class RMSNorm(torch.autograd.Function):
             along_TD = unit_TD * grad_TD
             grad_weight_D += along_TD.sum(0)
             share_T = (along_TD @ wide_D).div_(-x_TD.shape[-1])[..., None]
-            grad_x_TD[rows] = torch.mul(grad_TD, wide_D, out=along_TD).addcmul_(unit_TD, share_T).mul_(scale_T[rows])
+            grad_x_TD[rows] = (
+                torch.mul(grad_TD, wide_D, out=along_TD)
+                .addcmul_(unit_TD, share_T)
+                .mul_(scale_T[rows])
+            )
         return grad_x_TD.view_as(grads[0]), grad_weight_D.to(weight_D.dtype), None, None
 
 
 def one_pass(x_TD: Tensor, weight_D: Tensor, dtype: torch.dtype) -> bool:
-    """True if the compiled norm rounds where transformers does: a weight in bfloat16 multiplies what has been rounded already."""
-    return weight_D.dtype == torch.float32 and dtype in kernels.TYPES and x_TD.is_contiguous() and kernels.fits(x_TD, weight_D)
+    """True if the compiled norm rounds where transformers does: a weight in bfloat16 multiplies
+    what has been rounded already.
+    """
+    return (
+        weight_D.dtype == torch.float32
+        and dtype in kernels.TYPES
+        and x_TD.is_contiguous()
+        and kernels.fits(x_TD, weight_D)
+    )
 
 
 def rotary(x_HTW: Tensor, cos_TW: Tensor, sin_TW: Tensor) -> Tensor:
-    """Rotate pairs (i, i + W/2) by the position's angles: `x * cos + rotate_half(x) * sin`, rounded once, to x's type.
+    """Rotate pairs (i, i + W/2) by the position's angles: `x * cos + rotate_half(x) * sin`, rounded
+    once, to x's type.
 
     Both halves of a table are alike.
     """
@@ -138,11 +167,21 @@ class Rotary(torch.autograd.Function):
 
 
 def _rotated(x_HTW: Tensor, cos_TW: Tensor, sin_TW: Tensor, sign: float) -> Tensor:
-    """sign: -1 rotates back.   The kernel takes one stream, float32 angles, and halves of heads of whole vectors."""
+    """sign: -1 rotates back.   The kernel takes one stream, float32 angles, and halves of heads of
+    whole vectors.
+    """
     half = x_HTW.shape[-1] // 2
-    if x_HTW.shape[0] == 1 and cos_TW.dtype == torch.float32 and kernels.fits(x_HTW, cos_TW, width=half):
-        cos_TW, sin_TW = (table.contiguous().view(-1, table.shape[-1]) for table in (cos_TW, sin_TW))
-        return operations.rotary(x_HTW[0].transpose(0, 1), cos_TW, sin_TW, sign).transpose(0, 1)[None]
+    if (
+        x_HTW.shape[0] == 1
+        and cos_TW.dtype == torch.float32
+        and kernels.fits(x_HTW, cos_TW, width=half)
+    ):
+        cos_TW, sin_TW = (
+            table.contiguous().view(-1, table.shape[-1]) for table in (cos_TW, sin_TW)
+        )
+        return operations.rotary(x_HTW[0].transpose(0, 1), cos_TW, sin_TW, sign).transpose(0, 1)[
+            None
+        ]
     # Widened first: products of two types at once are slow.
     wide_HTW = x_HTW.to(torch.promote_types(x_HTW.dtype, cos_TW.dtype))
     out_HTW = wide_HTW * cos_TW
@@ -156,7 +195,8 @@ Affine = tuple[Tensor, Tensor | None]
 
 
 def mlp(x_TD: Tensor, first: Sequence[Affine], last: Affine, *, turned: bool) -> Tensor:
-    """`last(silu(gate x) * up x)` of two first layers, `last(gelu(up x))` with GELU's tanh form of one.
+    """`last(silu(gate x) * up x)` of two first layers, `last(gelu(up x))` with GELU's tanh form of
+    one.
 
     turned: weights lie the other way round, (I, O).
     """
@@ -187,15 +227,22 @@ class Gated(torch.autograd.Function):
 
 
 class LastProduct(torch.autograd.Function):
-    """The deferred last product of an MLP: its gradient is that of the placeholder, which `FirstProducts` made.
+    """The deferred last product of an MLP: its gradient is that of the placeholder, which
+    `FirstProducts` made.
 
-    A block that is computed again stops where it has saved all that the backward pass reads.  The placeholder saves, and
+    A block that is computed again stops where it has saved all that the backward pass reads.  The
+    placeholder saves, and
     this saves nothing: so none of this is computed again.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, placeholder_TD: Tensor, opened: Callable[[], Tensor], weight: Tensor, bias_D: Tensor | None, turned: bool
+        ctx: Any,
+        placeholder_TD: Tensor,
+        opened: Callable[[], Tensor],
+        weight: Tensor,
+        bias_D: Tensor | None,
+        turned: bool,
     ) -> Tensor:
         return _times(opened(), weight, bias_D, turned, _copies.get())
 
@@ -206,14 +253,22 @@ class LastProduct(torch.autograd.Function):
 
 
 class FirstProducts(torch.autograd.Function):
-    """The placeholder of `mlp`, and its first products, which are saved; the activations are made again."""
+    """The placeholder of `mlp`, and its first products, which are saved; the activations are made
+    again.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, turned: bool, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x_TD: Tensor, turned: bool, *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
         """parameters: weight and bias of the first layers and of the last."""
         _hold(ctx, *parameters)
         first = list(zip(parameters[:-2:2], parameters[1:-2:2], strict=True))
-        inner = [_times(x_TD, weight, bias_I, turned, ctx.copies) for weight, bias_I in first if weight is not None]
+        inner = [
+            _times(x_TD, weight, bias_I, turned, ctx.copies)
+            for weight, bias_I in first
+            if weight is not None
+        ]
         ctx.save_for_backward(x_TD, *inner)
         ctx.turned = turned
         ctx.mark_non_differentiable(*inner)
@@ -235,11 +290,26 @@ class FirstProducts(torch.autograd.Function):
             if needs_x and grad_x_TD is None:
                 grad_x_TD = _back(ctx, grad_TI, parameters[2 * n])
             elif grad_x_TD is not None:
-                add_product(grad_x_TD, grad_TI, _turned(ctx.copies, parameters[2 * n], grad_TI, not ctx.turned), fresh=False)
+                add_product(
+                    grad_x_TD,
+                    grad_TI,
+                    _turned(ctx.copies, parameters[2 * n], grad_TI, not ctx.turned),
+                    fresh=False,
+                )
         for n, grad_TI in enumerate(inner_grads):
-            parameter_grads.append(_weight_grad(ctx, x_TD, grad_TI, parameters[2 * n]) if needs[2 * n] else None)
-            parameter_grads.append(grad_TI.sum(0).to(parameters[2 * n + 1].dtype) if needs[2 * n + 1] else None)
-        return grad_x_TD, None, *parameter_grads, last, grad_TD.sum(0).to(bias_D.dtype) if needs_last_bias else None
+            parameter_grads.append(
+                _weight_grad(ctx, x_TD, grad_TI, parameters[2 * n]) if needs[2 * n] else None
+            )
+            parameter_grads.append(
+                grad_TI.sum(0).to(parameters[2 * n + 1].dtype) if needs[2 * n + 1] else None
+            )
+        return (
+            grad_x_TD,
+            None,
+            *parameter_grads,
+            last,
+            grad_TD.sum(0).to(bias_D.dtype) if needs_last_bias else None,
+        )
 
 
 def _open(*inner: Tensor) -> Tensor:
@@ -291,11 +361,17 @@ def blocks(x_TI: Tensor) -> list[slice]:
 
 
 def _gelu(inner_TI: Tensor) -> Tensor:
-    return operations.gelu(inner_TI) if kernels.fits(inner_TI) else F.gelu(inner_TI, approximate="tanh")
+    return (
+        operations.gelu(inner_TI)
+        if kernels.fits(inner_TI)
+        else F.gelu(inner_TI, approximate="tanh")
+    )
 
 
 def worth_linear(weight: Tensor) -> bool:
-    """True if `Linear` can be faster than torch's: smaller matrices are not worth what it does around the product."""
+    """True if `Linear` can be faster than torch's: smaller matrices are not worth what it does
+    around the product.
+    """
     return min(weight.shape) >= kernels.LEAST_SIDE
 
 
@@ -303,7 +379,9 @@ class Linear(torch.autograd.Function):
     """`x W^T + b`, or `x W + b` with the weight the other way round (`turned`), as GPT-2 keeps it."""
 
     @staticmethod
-    def forward(ctx: Any, x_TI: Tensor, weight: Tensor, bias_O: Tensor | None, turned: bool) -> Tensor:
+    def forward(
+        ctx: Any, x_TI: Tensor, weight: Tensor, bias_O: Tensor | None, turned: bool
+    ) -> Tensor:
         # Under an adapter the weight is frozen, and then nobody needs its inputs again.
         ctx.save_for_backward(x_TI if ctx.needs_input_grad[1] else None)
         ctx.turned, ctx.bias_type = turned, None if bias_O is None else bias_O.dtype
@@ -324,8 +402,14 @@ class Linear(torch.autograd.Function):
         )
 
 
-def _times(x_TI: Tensor, weight: Tensor, bias_O: Tensor | None, turned: bool, copies: Copies | None) -> Tensor:
-    return product(x_TI, _turned(copies, weight, x_TI, turned), None if bias_O is None else _like(bias_O, x_TI, copies))
+def _times(
+    x_TI: Tensor, weight: Tensor, bias_O: Tensor | None, turned: bool, copies: Copies | None
+) -> Tensor:
+    return product(
+        x_TI,
+        _turned(copies, weight, x_TI, turned),
+        None if bias_O is None else _like(bias_O, x_TI, copies),
+    )
 
 
 def _back(ctx: Any, grad_TO: Tensor, weight: Tensor) -> Tensor:
@@ -339,7 +423,8 @@ def _turned(copies: Copies | None, weight: Tensor, x: Tensor, as_is: bool) -> Te
 
 
 class EmbeddingRows(torch.autograd.Function):
-    """Rows of an embedding.  Of its gradient only the rows that were read are touched, where it is summed in place.
+    """Rows of an embedding.  Of its gradient only the rows that were read are touched, where it is
+    summed in place.
 
     still: an id whose row gets no gradient from here (an embedding's `padding_idx`); -1: none.
     """
@@ -357,7 +442,13 @@ class EmbeddingRows(torch.autograd.Function):
         (ids,), (weight_VD,) = ctx.saved_tensors, ctx.weights  # of which no number is read
         total_VD, fresh = gradient_of(weight_VD, ctx.summing)
         if total_VD is None:
-            return None, torch.ops.aten.embedding_dense_backward(grads[0], ids, weight_VD.shape[0], ctx.still, False), None
+            return (
+                None,
+                torch.ops.aten.embedding_dense_backward(
+                    grads[0], ids, weight_VD.shape[0], ctx.still, False
+                ),
+                None,
+            )
         if fresh:
             total_VD.zero_()
         grad_TD = grads[0].masked_fill((ids == ctx.still)[..., None], 0.0).flatten(0, -2)
@@ -366,12 +457,13 @@ class EmbeddingRows(torch.autograd.Function):
 
 
 def _hold(ctx: Any, *weights: Tensor | None) -> None:
-    """Keep on `ctx` what the backward pass needs: the weights, their versions, the cached copies, and whether gradients are summed
-    in place.
+    """Keep on `ctx` what the backward pass needs: the weights, their versions, the cached copies,
+    and whether gradients are summed in place.
 
-    The last two are context variables, which the threads of a backward pass do not see (on a GPU they are torch's own).  The
-    weights are not saved tensors: activation checkpointing would return those as other tensor objects, without the parameter's
-    `.grad`.
+    The last two are context variables, which the threads of a backward pass do not see (on a GPU
+    they are torch's own).  The
+    weights are not saved tensors: activation checkpointing would return those as other tensor
+    objects, without the parameter's `.grad`.
     """
     ctx.weights, ctx.copies, ctx.summing = weights, _copies.get(), summing()
     ctx.versions = [version(weight) for weight in weights]
@@ -389,12 +481,17 @@ def _like(weight: Tensor, x: Tensor, copies: Copies | None) -> Tensor:
     key = (weight.data_ptr(), weight.shape, weight.stride(), x.dtype)
     copy = copies.get(key)
     if copy is None:
-        copy = copies[key] = weight, weight.to(x.dtype)  # with the weight itself, so that its memory cannot become another's
+        copy = copies[key] = (
+            weight,
+            weight.to(x.dtype),
+        )  # with the weight itself, so that its memory cannot become another's
     return copy[1]
 
 
 def _weight_grad(ctx: Any, x_TI: Tensor, grad_TO: Tensor, weight: Tensor) -> Tensor | None:
-    """Gradient of a weight, in its own type; None where it was added to the weight's `.grad` itself."""
+    """Gradient of a weight, in its own type; None where it was added to the weight's `.grad`
+    itself.
+    """
     left, right = (x_TI, grad_TO) if ctx.turned else (grad_TO, x_TI)
     total, fresh = gradient_of(weight, ctx.summing)
     if total is None:

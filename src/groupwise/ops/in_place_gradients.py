@@ -1,9 +1,11 @@
 """Gradients of matrices, summed where the optimizer reads them.
 
-The head's gradient is as large as its matrix; where the embedding is the same matrix, autograd makes its gradient just as large,
-adds the two, and adds their sum to that of the micro-batches before: three or four matrices of V x D, and as many passes over
-them.  Inside `summed_in_place` the head's products and the embedding's rows are added to the parameter's `.grad` itself, and so
-are the weight gradients of linear layers: made of bfloat16 numbers for a float32 matrix, they are then never rounded.
+The head's gradient is as large as its matrix; where the embedding is the same matrix, autograd
+makes its gradient just as large, adds the two, and adds their sum to that of the micro-batches
+before: three or four matrices of V x D, and as many passes over them.  Inside `summed_in_place` the
+head's products and the embedding's rows are added to the parameter's `.grad` itself, and so are the
+weight gradients of linear layers: made of bfloat16 numbers for a float32 matrix, they are then
+never rounded.
 
 V vocabulary, or another matrix's rows   D width
 """
@@ -39,17 +41,22 @@ def summing() -> bool:
 
 
 def gradient_of(weight: Tensor, on: bool) -> tuple[Tensor | None, bool]:
-    """The sum that a gradient of `weight` may be added to, or None; and whether that sum still holds nothing but noise.
+    """The sum that a gradient of `weight` may be added to, or None; and whether that sum still
+    holds nothing but noise.
 
-    on: what `summing` said in the forward pass.   `weight` is a parameter or the first rows of one.  Those that others listen to
-    (hooks), that are spread over processes, or whose gradients are summed in another precision are left to autograd.
-    """
+    on: what `summing` said in the forward pass.   `weight` is a parameter or the first rows of one.
+        Those that others listen to (hooks), that are spread over processes, or whose gradients are
+        summed in another precision are left to autograd."""
     parameter = weight if weight._base is None else weight._base
     plain = type(parameter) is nn.Parameter and parameter.requires_grad and parameter.is_leaf
     if not on or not plain or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         return None, False
     rows = weight.shape[0]
-    if (weight.data_ptr(), weight.shape[1:], weight.stride()) != (parameter.data_ptr(), parameter.shape[1:], parameter.stride()):
+    if (weight.data_ptr(), weight.shape[1:], weight.stride()) != (
+        parameter.data_ptr(),
+        parameter.shape[1:],
+        parameter.stride(),
+    ):
         return None, False
     fresh = parameter.grad is None
     if fresh:

@@ -1,8 +1,9 @@
 """Numbers of rows that products in oneDNN's tiles are given.
 
-oneDNN builds machine code for every shape that it meets, for each matrix anew (0.5 to 2 ms, 0.4 to 0.6 MB), and keeps a thousand of
-them.  Micro-batches and prompts have new lengths in every step, so that memory and time would grow for hundreds of steps; filled
-with rows of zeros up to one of a few sizes they do not.
+oneDNN builds machine code for every shape that it meets, for each matrix anew (0.5 to 2 ms, 0.4 to
+0.6 MB), and keeps a thousand of them.  Micro-batches and prompts have new lengths in every step, so
+that memory and time would grow for hundreds of steps; filled with rows of zeros up to one of a few
+sizes they do not.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def _has_tiles() -> bool:
 
 
 def filled(count: int) -> int:
-    """`count` rounded up to whole tiles and to at most 16 sizes between a power of two and the next: less than 7 % more.
+    """`count` rounded up to whole tiles and to at most 16 sizes between a power of two and the
+    next: less than 7 % more.
 
     >>> [filled(n) for n in (0, 1, 17, 255, 257, 1000, 1025)]
     [0, 16, 32, 256, 272, 1024, 1088]

@@ -1,18 +1,23 @@
 """Convolutions and recurrent states of packed streams whose prompts stand once per group.
 
-A state passes through each segment of a stream.  It begins with zeros, with the last state of the segment's prefix, or with one
-that the caller has.  So the state behind a shared prompt is computed once, and its gradient is the sum over all that begin with it.
+A state passes through each segment of a stream.  It begins with zeros, with the last state of the
+segment's prefix, or with one that the caller has.  So the state behind a shared prompt is computed
+once, and its gradient is the sum over all that begin with it.
 
-Two operations know this form.  A short causal convolution: its state is the last inputs.  The gated rule, with a state S (K, V) per
-head, which is what a gated DeltaNet (with `beta`) and Mamba-2 (without) compute at each position:
+Two operations know this form.  A short causal convolution: its state is the last inputs.  The gated
+rule, with a state S (K, V) per head, which is what a gated DeltaNet (with `beta`) and Mamba-2
+(without) compute at each position:
 
-    S := exp(decay) S;   S := S + key (beta (value - key S));   output := query S         without beta: S := S + key value
+    S := exp(decay) S;   S := S + key (beta (value - key S));   output := query S         without
+    beta: S := S + key value
 
-It is computed chunk by chunk: inside of chunks by products over all of them, between them step by step.
+It is computed chunk by chunk: inside of chunks by products over all of them, between them step by
+step.
 
-T positions of the stream   N segments   D channels   W width of the convolution   F segments' first W - 1 positions
-H heads   K key width   V value width   M chunks   C positions of a chunk   X sides of a chunk: queries, with beta also its keys
-"""
+T positions of the stream   N segments   D channels   W width of the convolution   F segments' first
+W - 1 positions
+H heads   K key width   V value width   M chunks   C positions of a chunk   X sides of a chunk:
+queries, with beta also its keys"""
 
 from __future__ import annotations
 
@@ -31,8 +36,8 @@ from torch.utils.checkpoint import checkpoint
 from groupwise.records import Layout
 
 CHUNK = {"cpu": 32, "cuda": 64}
-"""Positions of a chunk, on a CPU and on any other device; fewer where no segment is as long.  Longer chunks have more products
-inside, shorter ones more steps between."""
+"""Positions of a chunk, on a CPU and on any other device; fewer where no segment is as long.
+Longer chunks have more products inside, shorter ones more steps between."""
 LEAST_CHUNK = 16
 
 
@@ -52,7 +57,12 @@ class Places(NamedTuple):
     def of(cls, index: np.ndarray, device: torch.device) -> Places:
         """index: for each new row the old one, or -1 for none."""
         index = index.ravel()
-        return cls(*(torch.from_numpy(x).to(device) for x in (np.maximum(index, 0), np.flatnonzero(index < 0))))
+        return cls(
+            *(
+                torch.from_numpy(x).to(device)
+                for x in (np.maximum(index, 0), np.flatnonzero(index < 0))
+            )
+        )
 
 
 def _taken(rows: Tensor, places: Places) -> Tensor:
@@ -62,7 +72,9 @@ def _taken(rows: Tensor, places: Places) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Windows:
-    """A stream in which every segment stands behind the inputs before it, as a convolution reads them."""
+    """A stream in which every segment stands behind the inputs before it, as a convolution reads
+    them.
+    """
 
     rows_E: Places
     """Rows of the stream, and behind them of states."""
@@ -74,7 +86,9 @@ class Windows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Level:
-    """Segments without a prefix, or those with one: first chunks of all, then second ones ... ; longest segments first."""
+    """Segments without a prefix, or those with one: first chunks of all, then second ones ... ;
+    longest segments first.
+    """
 
     counts: tuple[int, ...]
     """How many segments have a first chunk, a second ..."""
@@ -101,11 +115,25 @@ class Chunks:
 class Segments:
     """Stretches of a stream, each of which a state passes through by itself; a prefix has none."""
 
-    def __init__(self, start: Sequence[int], length: Sequence[int], total: int, prefix: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        start: Sequence[int],
+        length: Sequence[int],
+        total: int,
+        prefix: Sequence[int] | None = None,
+    ) -> None:
         """total: T."""
-        self.start, self.length, self.total = np.array(start, np.int64), np.array(length, np.int64), total
+        self.start, self.length, self.total = (
+            np.array(start, np.int64),
+            np.array(length, np.int64),
+            total,
+        )
         self.prefix = np.full(self.start.size, -1) if prefix is None else np.array(prefix, np.int64)
-        self.levels = [level for level in (np.flatnonzero(self.prefix < 0), np.flatnonzero(self.prefix >= 0)) if level.size]
+        self.levels = [
+            level
+            for level in (np.flatnonzero(self.prefix < 0), np.flatnonzero(self.prefix >= 0))
+            if level.size
+        ]
         self.longest = int(self.length.max())
         self._made: dict[Any, Any] = {}
 
@@ -127,8 +155,12 @@ class Segments:
         return np.concatenate([self.start[s] + np.arange(int(self.length[s])) for s in level])
 
     def windows(self, width: int, device: torch.device, *, states: bool) -> Windows:
-        """For a convolution of W = `width` taps.   states: rows of states, W - 1 of each segment, stand behind the stream's."""
-        return self.once("windows", (width, states, device), lambda: self._windows(width - 1, device, states))
+        """For a convolution of W = `width` taps.   states: rows of states, W - 1 of each segment,
+        stand behind the stream's.
+        """
+        return self.once(
+            "windows", (width, states, device), lambda: self._windows(width - 1, device, states)
+        )
 
     def _windows(self, before: int, device: torch.device, states: bool) -> Windows:
         count, history, last = self.start.size, list[np.ndarray](), list[np.ndarray]()
@@ -159,14 +191,21 @@ class Segments:
         for segments in self.levels:
             order = segments[np.argsort(-self.length[segments], kind="stable")]
             rank[order] = np.arange(order.size)
-            counts = [int((self.length[segments] > first).sum()) for first in range(0, int(self.length[segments].max()), size)]
+            counts = [
+                int((self.length[segments] > first).sum())
+                for first in range(0, int(self.length[segments].max()), size)
+            ]
             for i, count in enumerate(counts):
                 for s in order[:count]:
-                    rows = self.start[s] + np.arange(i * size, min(int(self.length[s]), (i + 1) * size))
+                    rows = self.start[s] + np.arange(
+                        i * size, min(int(self.length[s]), (i + 1) * size)
+                    )
                     cut.append(np.pad(rows, (0, size - rows.size), constant_values=-1))
             prefix = self.prefix[order]
             ranks = (rank[segments], *([rank[prefix]] if prefix[0] >= 0 else []))
-            order_N, rank_N, *prefix_N = (torch.from_numpy(x).to(device) for x in (np.argsort(ranks[0]), *ranks))
+            order_N, rank_N, *prefix_N = (
+                torch.from_numpy(x).to(device) for x in (np.argsort(ranks[0]), *ranks)
+            )
             levels.append(Level(tuple(counts), order_N, rank_N, prefix_N[0] if prefix_N else None))
         index, place = np.concatenate(cut), np.full(self.total, -1)
         place[index[index >= 0]] = np.flatnonzero(index >= 0)
@@ -185,10 +224,11 @@ def convolve(
     *,
     silu: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """A causal convolution over each segment, channel by channel -> outputs (T, D), and the last W - 1 inputs of each segment.
+    """A causal convolution over each segment, channel by channel -> outputs (T, D), and the last W
+    - 1 inputs of each segment.
 
-    state_NUD: the W - 1 inputs before each segment, where none has a prefix; None: its prefix's, or zeros.   silu: of the outputs.
-    """
+    state_NUD: the W - 1 inputs before each segment, where none has a prefix; None: its prefix's, or
+        zeros.   silu: of the outputs."""
     before, one_each = weight_DW.shape[1] - 1, segments.longest == 1 and state_NUD is not None
     if one_each:
         x_NWD = torch.cat([state_NUD.to(x_TD.dtype), x_TD[:, None]], 1)  # type: ignore[union-attr]
@@ -203,28 +243,42 @@ def convolve(
         y_ED = torch.addcmul(y_ED, x_ED[before - back : len(x_ED) - back], weight_DW[:, -1 - back])
     y_TD = y_ED.index_select(0, windows.place_T)
     y_TD = y_TD if bias_D is None else y_TD + bias_D
-    return F.silu(y_TD) if silu else y_TD, _taken(x_TD.detach(), windows.last_NU).unflatten(0, (-1, before))
+    return F.silu(y_TD) if silu else y_TD, _taken(x_TD.detach(), windows.last_NU).unflatten(
+        0, (-1, before)
+    )
 
 
 # ---------------------------------------------------------------- the gated rule
 
 
-def gated_rule(columns: Sequence[Tensor], segments: Segments, state_NHKV: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The gated rule over each segment -> outputs (T, H, V), and the last state of each segment, those without a prefix first.
+def gated_rule(
+    columns: Sequence[Tensor], segments: Segments, state_NHKV: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The gated rule over each segment -> outputs (T, H, V), and the last state of each segment,
+    those without a prefix first.
 
-    columns: query and key (T, H, K), value (T, H, V), decay (T, H) as logarithms, at most 0; the delta rule's beta (T, H), for
-    Mamba-2 none.   state_NHKV: before each segment, where none has a prefix; None: its prefix's, or zeros.
-    States are never narrower than float32.   A stream of one position for each segment changes them in place, where no gradient is
-    wanted.
+    columns: query and key (T, H, K), value (T, H, V), decay (T, H) as logarithms, at most 0; the
+        delta rule's beta (T, H), for Mamba-2 none.   state_NHKV: before each segment, where none
+        has a prefix; None: its prefix's, or zeros.
+    States are never narrower than float32.   A stream of one position for each segment changes them
+    in place, where no gradient is wanted.
     """
     value = columns[2]
     if segments.longest == 1 and state_NHKV is not None:
         with _exact(value):
             return _one_position([_wide(x) for x in columns], state_NHKV.to(_wide(value).dtype))
-    if value.is_cuda and value.dtype in (torch.bfloat16, torch.float16) and len(columns) == 5 and fla_kernel() is not None:
+    if (
+        value.is_cuda
+        and value.dtype in (torch.bfloat16, torch.float16)
+        and len(columns) == 5
+        and fla_kernel() is not None
+    ):
         return _by_fla(columns, segments, state_NHKV)
-    # What the chunks are made of takes ten times the memory of the columns: it is made again in the backward pass.
-    return checkpoint(_by_chunks, segments, state_NHKV, *columns, use_reentrant=False, preserve_rng_state=False)
+    # What the chunks are made of takes ten times the memory of the columns: it is made again in the
+    # backward pass.
+    return checkpoint(
+        _by_chunks, segments, state_NHKV, *columns, use_reentrant=False, preserve_rng_state=False
+    )
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -242,7 +296,9 @@ def _one_position(columns: Sequence[Tensor], state_NHKV: Tensor) -> tuple[Tensor
     into = None if torch.is_grad_enabled() else state_NHKV
     fading_NH11 = decay_NH.exp()[..., None, None]
     # One pass reads what the state says of key and query; others change it.
-    of_key, of_query = (torch.stack([key_NHK, query_NHK], 2) @ state_NHKV).mul(fading_NH11).unbind(2)
+    of_key, of_query = (
+        (torch.stack([key_NHK, query_NHK], 2) @ state_NHKV).mul(fading_NH11).unbind(2)
+    )
     if beta_NH:
         value_NHV = beta_NH[0][..., None] * (value_NHV - of_key)
     state_NHKV = torch.mul(state_NHKV, fading_NH11, out=into)
@@ -251,7 +307,9 @@ def _one_position(columns: Sequence[Tensor], state_NHKV: Tensor) -> tuple[Tensor
 
 
 class _Parts:
-    """What chunks are made of before a state passes through them.  Empty positions decay nothing and add nothing."""
+    """What chunks are made of before a state passes through them.  Empty positions decay nothing
+    and add nothing.
+    """
 
     def __init__(self, columns: Sequence[Tensor], chunks: Chunks) -> None:
         self.chunks = chunks
@@ -267,17 +325,24 @@ class _Parts:
         self.side = torch.stack(sides, 2)
         """(M, H, X, C, K)"""
         self.faded_side = (self.side * self.faded[:, :, None]).flatten(2, 3)
-        marks = (self.side.flatten(2, 3) @ self.key.transpose(-1, -2)).unflatten(2, (-1, chunks.size))
+        marks = (self.side.flatten(2, 3) @ self.key.transpose(-1, -2)).unflatten(
+            2, (-1, chunks.size)
+        )
         self.marks = marks * self.between
-        """(M, H, X, C, C): of queries what positions read of what each before them adds; of keys what the state says already."""
+        """(M, H, X, C, C): of queries what positions read of what each before them adds; of keys
+        what the state says already.
+        """
         self.rest_key = self.key * self.rest
         self.added = self.value
         """What positions add to the state, but for what it says of them already."""
         self.solver = None
         if self.beta is not None:
-            # What each position adds depends on what those before it in the chunk add: a triangular system.
+            # What each position adds depends on what those before it in the chunk add: a triangular
+            # system.
             one = torch.eye(chunks.size, dtype=decay.dtype, device=decay.device).expand_as(between)
-            self.solver = torch.linalg.solve_triangular(self.marks[:, :, 1], one, upper=False, unitriangular=True)
+            self.solver = torch.linalg.solve_triangular(
+                self.marks[:, :, 1], one, upper=False, unitriangular=True
+            )
             self.added = self.value * self.beta
 
     def cut(self, x: Tensor) -> Tensor:
@@ -287,13 +352,16 @@ class _Parts:
 
     def joined(self, x: Tensor) -> Tensor:
         """The way back."""
-        return _taken(x.transpose(1, 2).flatten(0, 1).flatten(1), self.chunks.place_T).unflatten(1, (x.shape[1], *x.shape[3:]))
+        return _taken(x.transpose(1, 2).flatten(0, 1).flatten(1), self.chunks.place_T).unflatten(
+            1, (x.shape[1], *x.shape[3:])
+        )
 
     def passed(self, state: Tensor | None) -> tuple[Tensor, list[Tensor]]:
         """Let states pass -> outputs, and last states by level."""
         outputs, ends, size = list[Tensor](), list[Tensor](), self.chunks.size
         counts = [count for level in self.chunks.levels for count in level.counts]
-        # Split at once: a slice's gradient is as large as what it was taken from, and there is one for each step.
+        # Split at once: a slice's gradient is as large as what it was taken from, and there is one
+        # for each step.
         columns = [self.added, self.marks[:, :, 0], self.faded_side, self.rest_key, self.kept]
         columns += [] if self.solver is None else [self.solver]
         steps = zip(*(column.split(counts) for column in columns), strict=True)
@@ -311,7 +379,9 @@ class _Parts:
                 read = None if state is None else faded_side @ state
                 if solver:
                     added = solver[0] @ (added if read is None else added - read[:, :, size:])
-                outputs.append(inside @ added if read is None else inside @ added + read[:, :, :size])
+                outputs.append(
+                    inside @ added if read is None else inside @ added + read[:, :, :size]
+                )
                 new = rest_key.transpose(-1, -2) @ added
                 state = new if state is None else torch.addcmul(new, state, kept)
             assert state is not None
@@ -325,13 +395,18 @@ def _by_chunks(segments: Segments, state: Tensor | None, *columns: Tensor) -> tu
         chunks = segments.chunks(columns[0].device)
         parts = _Parts(columns, chunks)
         out, ends = parts.passed(state)
-        last = [end.index_select(0, level.rank_N) for end, level in zip(ends, chunks.levels, strict=True)]
+        last = [
+            end.index_select(0, level.rank_N)
+            for end, level in zip(ends, chunks.levels, strict=True)
+        ]
         return parts.joined(out), torch.cat(last)
 
 
 @cache
 def fla_kernel() -> Callable[..., Any] | None:
-    """The gated delta rule of the package fla (flash-linear-attention), on GPUs; None where it is not installed."""
+    """The gated delta rule of the package fla (flash-linear-attention), on GPUs; None where it is
+    not installed.
+    """
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found]
     except ImportError:
@@ -339,17 +414,29 @@ def fla_kernel() -> Callable[..., Any] | None:
     return chunk_gated_delta_rule
 
 
-def _by_fla(columns: Sequence[Tensor], segments: Segments, state_NHKV: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`gated_rule` by fla's kernel, which keeps segments apart by their boundaries.  It takes numbers of 16 bits, and a beta."""
+def _by_fla(
+    columns: Sequence[Tensor], segments: Segments, state_NHKV: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`gated_rule` by fla's kernel, which keeps segments apart by their boundaries.  It takes
+    numbers of 16 bits, and a beta.
+    """
     kernel = fla_kernel()
     assert kernel is not None
     value = columns[2]
-    types, out, last = (value.dtype, value.dtype, value.dtype, torch.float32, value.dtype), torch.zeros_like(value), list[Tensor]()
+    types, out, last = (
+        (value.dtype, value.dtype, value.dtype, torch.float32, value.dtype),
+        torch.zeros_like(value),
+        list[Tensor](),
+    )
     for level in segments.levels:
         rows_R, bounds, prefix = segments.once(
-            "fla", (len(last), value.device), lambda level=level: _runs(segments, level, value.device)
+            "fla",
+            (len(last), value.device),
+            lambda level=level: _runs(segments, level, value.device),
         )
-        query, key, values, decay, beta = (x.index_select(0, rows_R).to(kind)[None] for x, kind in zip(columns, types, strict=True))
+        query, key, values, decay, beta = (
+            x.index_select(0, rows_R).to(kind)[None] for x, kind in zip(columns, types, strict=True)
+        )
         if last:
             state_NHKV = last[0].index_select(0, prefix)
         out_RHV, end_NHKV = kernel(
@@ -369,18 +456,22 @@ def _by_fla(columns: Sequence[Tensor], segments: Segments, state_NHKV: Tensor | 
 
 
 def _runs(segments: Segments, level: np.ndarray, device: torch.device) -> tuple[Tensor, ...]:
-    """Positions of a level's segments, where each begins and the last ends, and its prefix's place in the first level."""
+    """Positions of a level's segments, where each begins and the last ends, and its prefix's place
+    in the first level.
+    """
     bounds = np.append(0, np.cumsum(segments.length[level]))
     prefix = np.searchsorted(segments.levels[0], segments.prefix[level])
-    return tuple(torch.from_numpy(x).to(device) for x in (segments.positions(level), bounds, prefix))
+    return tuple(
+        torch.from_numpy(x).to(device) for x in (segments.positions(level), bounds, prefix)
+    )
 
 
 # ---------------------------------------------------------------- streams
 
 
 class Recurrence:
-    """What recurrent layers ask in one forward pass: states pass through each segment, and from each prefix into all that begin
-    with it.
+    """What recurrent layers ask in one forward pass: states pass through each segment, and from
+    each prefix into all that begin with it.
 
     place: which state it is: the layer's number, and which of the layer's operations.
     """
@@ -394,7 +485,15 @@ class Recurrence:
         """read: the segments' states before this pass; None: zeros.   keep: takes those behind it."""
         self.segments, self.read, self.keep = segments, read, keep
 
-    def convolve(self, place: tuple[int, int], x_TD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, *, silu: bool) -> Tensor:
+    def convolve(
+        self,
+        place: tuple[int, int],
+        x_TD: Tensor,
+        weight_DW: Tensor,
+        bias_D: Tensor | None,
+        *,
+        silu: bool,
+    ) -> Tensor:
         """See `convolve` -> (T, D)."""
         out, state = convolve(x_TD, weight_DW, bias_D, self.segments, self.read(place), silu=silu)
         self.keep(place, state)

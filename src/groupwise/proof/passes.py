@@ -1,7 +1,8 @@
-"""Two ways through a model: its own forward and backward pass, one text at a time; and that of a run, packed and fused.
+"""Two ways through a model: its own forward and backward pass, one text at a time; and that of a
+run, packed and fused.
 
-Both give the same of each text: log-probs of the tokens that have a weight, or a scoring model's score; and the gradients of the
-weighted sum of their squares.
+Both give the same of each text: log-probs of the tokens that have a weight, or a scoring model's
+score; and the gradients of the weighted sum of their squares.
 
 n tokens of a completion   V vocabulary   M read positions of a packed batch   P all of them
 """
@@ -31,14 +32,17 @@ from groupwise.ops.linear_cross_entropy import chosen_logprobs
 from groupwise.records import Sample
 
 MANY = 30_000_000
-"""Parameters of a model of which the gradients of all are compared; of a larger one see `some_gradients`."""
+"""Parameters of a model of which the gradients of all are compared; of a larger one see
+`some_gradients`.
+"""
 
 
 class PassResults(NamedTuple):
     """What one way gives of texts."""
 
     values: list[np.ndarray]
-    """Of each: log-probs of its tokens that have a weight, nats; of a scoring model its score (1,)."""
+    """Of each: log-probs of its tokens that have a weight, nats; of a scoring model its score (1,).
+    """
     gradient: dict[str, Tensor]
     """By parameter; of a sharded one this process's shard."""
 
@@ -49,7 +53,9 @@ def model_pass(policy: Policy, samples: Sequence[Sample], *, gradients: bool) ->
     few = "logits_to_keep" in inspect.signature(model.forward).parameters
     with plain_attention(model), torch.set_grad_enabled(gradients):
         for sample in samples:
-            ids = torch.from_numpy(np.concatenate([sample.prompt, sample.completion[:-1]])).to(policy.device)
+            ids = torch.from_numpy(np.concatenate([sample.prompt, sample.completion[:-1]])).to(
+                policy.device
+            )
             begin = int(np.argmax(sample.weight > 0))
             options = {"logits_to_keep": sample.completion.size - begin} if few else {}
             with policy.precision():
@@ -57,39 +63,57 @@ def model_pass(policy: Policy, samples: Sequence[Sample], *, gradients: bool) ->
             value_N = value_N.to(torch.promote_types(value_N.dtype, torch.float32))
             if not scores:
                 weighted_N = torch.from_numpy(sample.weight[begin:] > 0).to(policy.device)
-                value_N = _log_probs(sample, begin, value_N[begin - sample.completion.size :, : policy.vocabulary])[weighted_N]
+                value_N = _log_probs(
+                    sample, begin, value_N[begin - sample.completion.size :, : policy.vocabulary]
+                )[weighted_N]
             values.append(value_N.detach().double().cpu().numpy())
             if value_N.requires_grad:
-                (torch.from_numpy(sample.weight[sample.weight > 0]).to(value_N) * value_N.square()).sum().backward()
+                (
+                    torch.from_numpy(sample.weight[sample.weight > 0]).to(value_N)
+                    * value_N.square()
+                ).sum().backward()
     return PassResults(values, take_gradients(policy) if gradients else {})
 
 
 def _log_probs(sample: Sample, begin: int, logits_NV: Tensor) -> Tensor:
     """Of a completion's tokens from `begin` on (n,)."""
     logits_NV = logits_NV / sample.temperature
-    chosen_N = logits_NV.gather(1, torch.from_numpy(sample.completion[begin:]).to(logits_NV.device)[:, None])[:, 0]
+    chosen_N = logits_NV.gather(
+        1, torch.from_numpy(sample.completion[begin:]).to(logits_NV.device)[:, None]
+    )[:, 0]
     if sample.support is None:
         return chosen_N - logits_NV.logsumexp(-1)
-    supports = [torch.from_numpy(ids.astype(np.int64)).to(logits_NV.device) for ids in sample.support[begin:]]
-    return chosen_N - torch.stack([logits_V[ids].logsumexp(0) for logits_V, ids in zip(logits_NV, supports, strict=True)])
+    supports = [
+        torch.from_numpy(ids.astype(np.int64)).to(logits_NV.device)
+        for ids in sample.support[begin:]
+    ]
+    return chosen_N - torch.stack(
+        [logits_V[ids].logsumexp(0) for logits_V, ids in zip(logits_NV, supports, strict=True)]
+    )
 
 
 def run_pass(policy: Policy, samples: Sequence[Sample], *, gradients: bool) -> PassResults:
-    """As a run computes it: all in one stream, prompts shared, fused, gradients of head and embedding summed in place."""
+    """As a run computes it: all in one stream, prompts shared, fused, gradients of head and
+    embedding summed in place.
+    """
     model, scores, values = policy.model, reads_tokens(policy), [np.zeros(0) for _ in samples]
     with (
         torch.set_grad_enabled(gradients),
         fused_modules(model, keep=not policy.sharded),
         summed_in_place(gradients and not policy.sharded),
     ):
-        for batch in packed_for(policy, samples, sum(sample.prompt.size + sample.completion.size for sample in samples)):
+        for batch in packed_for(
+            policy, samples, sum(sample.prompt.size + sample.completion.size for sample in samples)
+        ):
             rows_M = batch.trained_M
             hidden_MD = forward(policy, batch).hidden_PD[rows_M]
             if scores:
                 value_M = head_scores(policy, hidden_MD)
             else:
                 with policy.precision():
-                    value_M, _ = chosen_logprobs(hidden_MD, policy.head, batch.target_P[rows_M], batch.temperature_P[rows_M])
+                    value_M, _ = chosen_logprobs(
+                        hidden_MD, policy.head, batch.target_P[rows_M], batch.temperature_P[rows_M]
+                    )
             if gradients and value_M.requires_grad:
                 (batch.weight_P[rows_M].to(value_M) * value_M.square()).sum().backward()
             value_P = value_M.new_zeros(batch.layout.total)
@@ -110,14 +134,20 @@ def take_gradients(policy: Policy) -> dict[str, Tensor]:
 
 @contextmanager
 def some_gradients(policy: Policy) -> Iterator[None]:
-    """Inside, of a model of more than `MANY` parameters no matrix takes a gradient but those of the first block of each kind.
+    """Inside, of a model of more than `MANY` parameters no matrix takes a gradient but those of the
+    first block of each kind.
 
-    What flows through the other blocks is seen by these gradients, and by those of their norms and biases.
+    What flows through the other blocks is seen by these gradients, and by those of their norms and
+    biases.
     """
     many = not policy.sharded and sum(p.numel() for p in policy.model.parameters()) > MANY
     first = {repr(_kind(block)): block for block in reversed(layers(policy))} if many else {}
     compared = {p for block in first.values() for p in block.parameters()}
-    left_out = [p for p in policy.model.parameters() if many and p.ndim > 1 and p.requires_grad and p not in compared]
+    left_out = [
+        p
+        for p in policy.model.parameters()
+        if many and p.ndim > 1 and p.requires_grad and p not in compared
+    ]
     for parameter in left_out:
         parameter.requires_grad_(False)
     try:
@@ -129,20 +159,40 @@ def some_gradients(policy: Policy) -> Iterator[None]:
 
 @contextmanager
 def shortened(policy: Policy) -> Iterator[None]:
-    """Inside, a model of which `stack_of` knows all has its first blocks only: two, or as many as hold one of every kind."""
+    """Inside, a model of which `stack_of` knows all has its first blocks only: two, or as many as
+    hold one of every kind.
+    """
     model = policy.model
     # Of a model whose texts run one by one nobody has read the masks, which `stack_of` asks for.
-    if policy.attention == "single" or class_name(type(model)) not in MODELS or stack_of(model) is None:
+    if (
+        policy.attention == "single"
+        or class_name(type(model)) not in MODELS
+        or stack_of(model) is None
+    ):
         yield
         return
-    last = layers(policy)[-1]  # an image encoder, whose blocks are no part of texts, stands before it
-    (stack,) = (part for part in model.modules() if isinstance(part, nn.ModuleList) and [*part][-1:] == [last])
+    last = layers(policy)[
+        -1
+    ]  # an image encoder, whose blocks are no part of texts, stands before it
+    (stack,) = (
+        part
+        for part in model.modules()
+        if isinstance(part, nn.ModuleList) and [*part][-1:] == [last]
+    )
     blocks = [*stack]
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    kinds = [*zip(map(_kind, blocks), getattr(config, "layer_types", None) or [None] * len(blocks), strict=True)]
+    kinds = [
+        *zip(
+            map(_kind, blocks),
+            getattr(config, "layer_types", None) or [None] * len(blocks),
+            strict=True,
+        )
+    ]
     count = max(2, *(kinds.index(kind) + 1 for kind in kinds))
     del stack[count:]
-    config.num_hidden_layers = len(stack)  # the engine holds the model against what its config makes
+    config.num_hidden_layers = len(
+        stack
+    )  # the engine holds the model against what its config makes
     try:
         yield
     finally:
@@ -154,8 +204,8 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 def _kind(block: nn.Module) -> list[tuple[Any, ...]]:
-    """Of each of its modules the class, the shapes of its parameters and whether they are trained, how many hooks it has,
-    and whether its forward pass is its own."""
+    """Of each of its modules the class, the shapes of its parameters and whether they are trained,
+    how many hooks it has, and whether its forward pass is its own."""
     return [
         (
             type(part),

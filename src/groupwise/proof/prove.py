@@ -1,11 +1,13 @@
-"""The proof: what a run computes with the model that is there equals the model's own forward and backward pass.
+"""The proof: what a run computes with the model that is there equals the model's own forward and
+backward pass.
 
-It is made where the policy lies and in its type, on texts of the run's lengths, each by itself against packed streams.
-Compared are log-probs of given tokens (`scoring`), gradients of an update (`training`, `recompute`, `router`), and the log-probs
-that an engine draws with (`sampling`, `conversations`).  What differs is refused.
+It is made where the policy lies and in its type, on texts of the run's lengths, each by itself
+against packed streams. Compared are log-probs of given tokens (`scoring`), gradients of an update
+(`training`, `recompute`, `router`), and the log-probs that an engine draws with (`sampling`,
+`conversations`).  What differs is refused.
 
-In float32 what is the same differs by rounding only.  So the weights of a lower type are compared in float32, where memory has room
-for that, and then in the lower type by a wide measure.
+In float32 what is the same differs by rounding only.  So the weights of a lower type are compared
+in float32, where memory has room for that, and then in the lower type by a wide measure.
 """
 
 from __future__ import annotations
@@ -31,15 +33,36 @@ from groupwise.models.passes import forward, packed_for, reshard
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import REMEDY as SCORES_REMEDY
 from groupwise.models.reward_head import reads_tokens
-from groupwise.proof.passes import PassResults, model_pass, run_pass, shortened, some_gradients, take_gradients
-from groupwise.proof.texts import FULL, NEAR, SMALL, Sampler, Size, drawn, fewer_tokens, is_large, length_of, switches, written
+from groupwise.proof.passes import (
+    PassResults,
+    model_pass,
+    run_pass,
+    shortened,
+    some_gradients,
+    take_gradients,
+)
+from groupwise.proof.texts import (
+    FULL,
+    NEAR,
+    SMALL,
+    Sampler,
+    Size,
+    drawn,
+    fewer_tokens,
+    is_large,
+    length_of,
+    switches,
+    written,
+)
 from groupwise.records import Sample
 from groupwise.utils.spelling import counted
 
 VALUES = 2e-4
 """Largest difference of a log-prob in float32, nats."""
 GRADIENTS = (2e-3, 1e-3)
-"""Largest difference of a parameter's gradient in float32, relative to its norm and a part of the largest parameter's."""
+"""Largest difference of a parameter's gradient in float32, relative to its norm and a part of the
+largest parameter's.
+"""
 COARSE_VALUES = 0.1
 """Largest median difference of log-probs in a lower type, relative to their spread."""
 COARSE_GRADIENTS = (0.35, 0.05)
@@ -73,21 +96,30 @@ class ModelProof:
         beyond = f", across {', '.join(map(str, self.switches))}" if self.switches else ""
         return (
             "proven",
-            f"{self.family}: {', '.join(self.paths)} {'equal' if len(self.paths) > 1 else 'equals'} its own pass {self.place}, at "
-            f"{counted(len(self.lengths), 'length')} from {self.lengths[0]} to {self.lengths[-1]}{beyond}, "
-            f"to {self.difference:.0e}{unit}",
+            (
+                f"{self.family}: {', '.join(self.paths)}"
+                f" {'equal' if len(self.paths) > 1 else 'equals'} its own pass {self.place}, at"
+                f" {counted(len(self.lengths), 'length')} from {self.lengths[0]} to"
+                f" {self.lengths[-1]}{beyond}, to {self.difference:.0e}{unit}"
+            ),
         )
 
 
 def prove(
-    policy: Policy, *, longest: int = UNSAID, sampler: Sampler | None = None, train: bool = True, recompute: bool = False
+    policy: Policy,
+    *,
+    longest: int = UNSAID,
+    sampler: Sampler | None = None,
+    train: bool = True,
+    recompute: bool = False,
 ) -> ModelProof:
-    """Compare what a run does with a policy with the model's own pass.  Raises ConfigError for what differs.
+    """Compare what a run does with a policy with the model's own pass.  Raises ConfigError for what
+    differs.
 
     longest: tokens of the run's longest text.   sampler: its engine, if it samples in this process.
     train: the policy is trained, with its blocks computed again if `recompute`.
-    All processes call it for a sharded policy.  The model comes back in eval mode, with its weights and without gradients.
-    """
+    All processes call it for a sharded policy.  The model comes back in eval mode, with its weights
+    and without gradients."""
     longest, large = max(min(policy.context, longest), 4), is_large(policy)
     case = _Case(policy, SMALL if large else FULL, longest, sampler, train, recompute)
     try:
@@ -114,7 +146,9 @@ class _Case:
 
     @property
     def family(self) -> str:
-        return type(self.policy.model).__name__.removeprefix("FSDP")  # sharding makes a class of its own
+        return type(self.policy.model).__name__.removeprefix(
+            "FSDP"
+        )  # sharding makes a class of its own
 
     @property
     def path(self) -> str:
@@ -125,7 +159,13 @@ class _Case:
         """What to do if streams differ."""
         if self.coarse:
             return FLOAT32
-        return SINGLE if self.policy.attention == "single" else SCORES_REMEDY if reads_tokens(self.policy) else REMEDY
+        return (
+            SINGLE
+            if self.policy.attention == "single"
+            else SCORES_REMEDY
+            if reads_tokens(self.policy)
+            else REMEDY
+        )
 
     def refusal(self, path: str, difference: str, remedy: str) -> ConfigError:
         what = f"{path} does not equal the model's own forward pass ({difference})"
@@ -133,7 +173,11 @@ class _Case:
 
     def proven(self) -> ModelProof:
         """Raises ConfigError for what differs."""
-        policy, types, results = self.policy, list[str](), list[tuple[list[int], list[str], float]]()
+        policy, types, results = (
+            self.policy,
+            list[str](),
+            list[tuple[list[int], list[str], float]](),
+        )
         lower = policy.autocast or policy.dtype == torch.bfloat16
         if not lower or _has_room(policy):
             with _widened(policy) as exact:
@@ -143,7 +187,11 @@ class _Case:
             results.append(replace(self, coarse=True).compared())
             types.append("autocast" if policy.autocast else "bfloat16")
         lengths, paths, difference = results[0]
-        name = f" ({torch.cuda.get_device_name(policy.device)})" if policy.device.type == "cuda" else ""
+        name = (
+            f" ({torch.cuda.get_device_name(policy.device)})"
+            if policy.device.type == "cuda"
+            else ""
+        )
         return ModelProof(
             family=self.family,
             paths=tuple(paths),
@@ -156,14 +204,18 @@ class _Case:
     def compared(self) -> tuple[list[int], list[str], float]:
         """The lengths of texts, what is equal, and the largest difference.
 
-        A model's own code may fail in any way on paths that nobody has tried it on: that is a refusal too.
+        A model's own code may fail in any way on paths that nobody has tried it on: that is a
+        refusal too.
         """
         try:
             return self.compare_all()
         except (ConfigError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # as above
-            raise ConfigError(f"{self.family} cannot be trained like this: it fails ({_words(error)}); {self.remedy}") from error
+            raise ConfigError(
+                f"{self.family} cannot be trained like this: it fails ({_words(error)});"
+                f" {self.remedy}"
+            ) from error
 
     def compare_all(self) -> tuple[list[int], list[str], float]:
         """As `compared`.  Gradients are compared of short texts."""
@@ -171,10 +223,16 @@ class _Case:
         texts, failed = self.texts()
         if self.size is SMALL and not self.coarse:  # a median of few would be chance
             texts = fewer_tokens(texts)
-        near, far = ([text for text in texts if (length_of(text) <= NEAR) == short] for short in (True, False))
+        near, far = (
+            [text for text in texts if (length_of(text) <= NEAR) == short]
+            for short in (True, False)
+        )
         texts = [*near, *far]
         with some_gradients(policy):
-            expected, beside = model_pass(policy, near, gradients=self.train), model_pass(policy, far, gradients=False)
+            expected, beside = (
+                model_pass(policy, near, gradients=self.train),
+                model_pass(policy, far, gradients=False),
+            )
             values = [*expected.values, *beside.values]
             if not self.coarse:
                 self.check_finite(expected)
@@ -185,8 +243,13 @@ class _Case:
             together = run_pass(policy, texts, gradients=False).values if far else []
             spread = float(np.concatenate(values).std()) + 1e-3
             try:
-                worst = self.compare(self.path, trained.values + again, expected.values * 2, self.remedy, spread)
-                worst = max(worst, self.compare(self.path, together, values[: len(together)], self.remedy, spread))
+                worst = self.compare(
+                    self.path, trained.values + again, expected.values * 2, self.remedy, spread
+                )
+                worst = max(
+                    worst,
+                    self.compare(self.path, together, values[: len(together)], self.remedy, spread),
+                )
             except ConfigError:
                 self.check_silence(near[0], values[0])
                 raise
@@ -197,12 +260,16 @@ class _Case:
         if sampler is not None:
             sampling = [sampler.path, *(["conversations"] if sampler.conversations else [])]
             by_engine = [text.behavior_logp[text.weight > 0] for text in texts]
-            worst = max(worst, self.compare(sampling[-1], by_engine, values, sampler.remedy, spread))
+            worst = max(
+                worst, self.compare(sampling[-1], by_engine, values, sampler.remedy, spread)
+            )
             paths += sampling
         return sorted({length_of(text) for text in texts}), paths, worst
 
     def texts(self) -> tuple[list[Sample], ConfigError | None]:
-        """What is compared, and why the engine has drawn none of it: that is raised behind what else differs."""
+        """What is compared, and why the engine has drawn none of it: that is raised behind what
+        else differs.
+        """
         if self.sampler is None:
             return written(self.policy, self.size, self.longest), None
         try:
@@ -216,12 +283,15 @@ class _Case:
     def check_finite(self, expected: PassResults) -> None:
         """Raises ConfigError for a model whose own pass gives no numbers."""
         finite = all(np.isfinite(values).all() for values in expected.values)
-        wrong = [name for name, gradient in expected.gradient.items() if not gradient.norm().isfinite()]
+        wrong = [
+            name for name, gradient in expected.gradient.items() if not gradient.norm().isfinite()
+        ]
         if wrong or not finite:
             what = f"a gradient of {wrong[0]} that is" if finite else "log-probs that are"
             raise ConfigError(
-                f"{self.family}'s own forward pass gives {what} not finite: a number in its config.json is wrong (compare it with "
-                "the published one), its weights are damaged, or the class cannot be trained"
+                f"{self.family}'s own forward pass gives {what} not finite: a number in its"
+                " config.json is wrong (compare it with the published one), its weights are"
+                " damaged, or the class cannot be trained"
             )
 
     def check_silence(self, text: Sample, before: np.ndarray) -> None:
@@ -229,24 +299,35 @@ class _Case:
         (again,) = model_pass(self.policy, [text], gradients=False).values
         if not np.abs(again - before).max() <= VALUES:
             what = "scores" if reads_tokens(self.policy) else "log-probs"
-            raise ConfigError(f"{self.family} gives other {what} each time it is asked: set the dropout in its config.json to 0")
+            raise ConfigError(
+                f"{self.family} gives other {what} each time it is asked: set the dropout in its"
+                " config.json to 0"
+            )
 
     def check_causality(self, texts: Sequence[Sample], values: Sequence[np.ndarray]) -> None:
-        """Raises ConfigError for a model whose tokens see what comes after them, which texts run one by one would not show."""
+        """Raises ConfigError for a model whose tokens see what comes after them, which texts run
+        one by one would not show.
+        """
         if self.policy.attention != "single" or reads_tokens(self.policy):
             return
         alike = self.policy.alike or (lambda length: 0)
         text, before = next(
-            (text, value) for text, value in zip(texts, values, strict=True) if alike(length_of(text)) == alike(length_of(text) + 1)
+            (text, value)
+            for text, value in zip(texts, values, strict=True)
+            if alike(length_of(text)) == alike(length_of(text) + 1)
         )
         longer = Sample(
-            group="", prompt=text.prompt, completion=np.append(text.completion, text.prompt[-1]), weight=np.append(text.weight, 0.0)
+            group="",
+            prompt=text.prompt,
+            completion=np.append(text.completion, text.prompt[-1]),
+            weight=np.append(text.weight, 0.0),
         )
         (behind,) = model_pass(self.policy, [longer], gradients=False).values
         if not np.abs(behind - before).max() <= VALUES:
             self.check_silence(text, before)
             raise ConfigError(
-                f"{self.family} lets tokens see what comes after them: it is no causal language model, and cannot be trained"
+                f"{self.family} lets tokens see what comes after them: it is no causal language"
+                " model, and cannot be trained"
             )
 
     def update(self, texts: Sequence[Sample], recompute: bool) -> PassResults:
@@ -257,14 +338,23 @@ class _Case:
         model.eval()
         return results
 
-    def compare_updates(self, texts: Sequence[Sample], trained: PassResults, expected: PassResults) -> list[str]:
+    def compare_updates(
+        self, texts: Sequence[Sample], trained: PassResults, expected: PassResults
+    ) -> list[str]:
         """What is equal.  Raises ConfigError for a gradient that differs."""
         try:
-            self.compare_gradients("recompute" if self.recompute else "training", trained.gradient, expected.gradient, self.remedy)
+            self.compare_gradients(
+                "recompute" if self.recompute else "training",
+                trained.gradient,
+                expected.gradient,
+                self.remedy,
+            )
         except ConfigError:
             if not self.recompute:
                 raise
-            self.compare_gradients("training", self.update(texts, False).gradient, expected.gradient, self.remedy)
+            self.compare_gradients(
+                "training", self.update(texts, False).gradient, expected.gradient, self.remedy
+            )
             self.compare_gradients("recompute", trained.gradient, expected.gradient, AGAIN)
         paths = ["training", *(["recompute"] if self.recompute else [])]
         if router_coefficient(self.policy) > 0.0 and not self.coarse:
@@ -280,7 +370,11 @@ class _Case:
         ours.backward()
         gradient = take_gradients(policy)
         with plain_attention(model):
-            loss = getattr(model(input_ids=batch.tokens_P[None], use_cache=False, output_router_logits=True), "aux_loss", None)
+            loss = getattr(
+                model(input_ids=batch.tokens_P[None], use_cache=False, output_router_logits=True),
+                "aux_loss",
+                None,
+            )
         if loss is None:
             raise ConfigError(f"{self.family} has no loss that balances experts; {BALANCE}")
         theirs = router_coefficient(policy) * loss
@@ -290,9 +384,15 @@ class _Case:
         self.compare_gradients("router", gradient, take_gradients(policy), BALANCE)
 
     def compare(
-        self, path: str, ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray], remedy: str, spread: float = 0.0
+        self,
+        path: str,
+        ours: Sequence[np.ndarray],
+        theirs: Sequence[np.ndarray],
+        remedy: str,
+        spread: float = 0.0,
     ) -> float:
-        """The largest difference of values; in a lower type the median one.  Raises ConfigError if it is too large.
+        """The largest difference of values; in a lower type the median one.  Raises ConfigError if
+        it is too large.
 
         spread: of all values, what the median is judged by.
         """
@@ -311,17 +411,27 @@ class _Case:
             raise self.refusal(path, f"{what} {_apart(difference, unit)}", remedy)
         return difference
 
-    def compare_gradients(self, path: str, ours: dict[str, Tensor], theirs: dict[str, Tensor], remedy: str) -> None:
-        """Raises ConfigError for a gradient that differs, is missing, or is none of the model's own."""
+    def compare_gradients(
+        self, path: str, ours: dict[str, Tensor], theirs: dict[str, Tensor], remedy: str
+    ) -> None:
+        """Raises ConfigError for a gradient that differs, is missing, or is none of the model's
+        own.
+        """
         if lost := theirs.keys() - ours.keys():
             raise self.refusal(path, f"{min(lost)} gets no gradient", remedy)
         bound, part = COARSE_GRADIENTS if self.coarse else GRADIENTS
         none, size = torch.zeros((), device=self.policy.device), _norms(theirs, self.policy)
         largest = max(size.values(), default=0.0)
-        for name, distance in _norms({name: g - theirs.get(name, none) for name, g in ours.items()}, self.policy).items():
+        for name, distance in _norms(
+            {name: g - theirs.get(name, none) for name, g in ours.items()}, self.policy
+        ).items():
             relative = distance / (size.get(name, 0.0) + part * largest)
             if not relative <= bound:
-                difference = _apart(relative, " of its norm") if name in theirs else "is none of the model's own pass"
+                difference = (
+                    _apart(relative, " of its norm")
+                    if name in theirs
+                    else "is none of the model's own pass"
+                )
                 raise self.refusal(path, f"the gradient of {name} {difference}", remedy)
 
 
@@ -329,7 +439,10 @@ def _norms(tensors: dict[str, Tensor], policy: Policy) -> dict[str, float]:
     """The norm of each; of shards those of the whole tensors."""
     squares = {name: float(tensor.float().norm()) ** 2 for name, tensor in tensors.items()}
     parts = comm.gather([squares]) if policy.sharded else [squares]
-    return {name: math.sqrt(sum(part.get(name, 0.0) for part in parts)) for name in {name for part in parts for name in part}}
+    return {
+        name: math.sqrt(sum(part.get(name, 0.0) for part in parts))
+        for name in {name for part in parts for name in part}
+    }
 
 
 def _words(error: Exception) -> str:
@@ -356,7 +469,9 @@ def _widened(policy: Policy) -> Iterator[Policy]:
 
 
 def _has_room(policy: Policy) -> bool:
-    """True if the weights of a policy, and some gradients, fit into free memory in float32; of a sharded one they are not tried."""
+    """True if the weights of a policy, and some gradients, fit into free memory in float32; of a
+    sharded one they are not tried.
+    """
     if policy.sharded or policy.autocast:
         return not policy.sharded
     needed = 6 * sum(parameter.numel() for parameter in policy.model.parameters())
@@ -367,8 +482,14 @@ def _has_room(policy: Policy) -> bool:
 
 @contextmanager
 def _filled_adapter(policy: Policy) -> Iterator[None]:
-    """Inside, a new adapter changes something: its second factors, which are 0, hold random numbers."""
-    factors = [p for name, p in policy.model.named_parameters() if "lora_B" in name and not policy.sharded and not p.any()]
+    """Inside, a new adapter changes something: its second factors, which are 0, hold random
+    numbers.
+    """
+    factors = [
+        p
+        for name, p in policy.model.named_parameters()
+        if "lora_B" in name and not policy.sharded and not p.any()
+    ]
     drawn = torch.Generator().manual_seed(0)
     try:
         with torch.no_grad():

@@ -1,7 +1,8 @@
-"""The texts that a proof compares: short ones beside each other, on both sides of every length at which the model changes.
+"""The texts that a proof compares: short ones beside each other, on both sides of every length at
+which the model changes.
 
-Where an engine samples, they are what it draws, so that one pass of the model judges both the sampler and the scorer.
-"""
+Where an engine samples, they are what it draws, so that one pass of the model judges both the
+sampler and the scorer."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ TRANSFORMERS = Sampler(
 NEAR = 96
 """Tokens of the longest text whose gradients are compared."""
 ACROSS = 8192
-"""Tokens of the longest text that lies behind a length at which the model changes: in single operations attention is quadratic."""
+"""Tokens of the longest text that lies behind a length at which the model changes: in single
+operations attention is quadratic.
+"""
 FEW = 6
 """Tokens left for a completion behind the longest prompt."""
 FIRST, LAST = 2, 12
@@ -71,10 +74,13 @@ class Size(NamedTuple):
     """Tokens of the longest text, if the run reaches them."""
 
 
-FULL = Size(prompts=(1, 9, 9), group=8, rows=24, tokens=70, far=1040)  # prompts of one length, and of a single token
+FULL = Size(
+    prompts=(1, 9, 9), group=8, rows=24, tokens=70, far=1040
+)  # prompts of one length, and of a single token
 SMALL = Size(prompts=(5, 5), group=2, rows=3, tokens=4, far=0)
-"""On a CPU, of a model of more than `LARGE` parameters.  The lengths of a group differ, so that its stream is another when it is
-turned round.  Far texts are left out, but those that lie behind a length at which the model changes."""
+"""On a CPU, of a model of more than `LARGE` parameters.  The lengths of a group differ, so that its
+stream is another when it is turned round.  Far texts are left out, but those that lie behind a
+length at which the model changes."""
 WHOLE = 2
 """The last completion of the second prompt."""
 LARGE = 5_000_000
@@ -82,7 +88,10 @@ LARGE = 5_000_000
 
 def is_large(policy: Policy) -> bool:
     """True if a token costs much."""
-    return policy.device.type == "cpu" and sum(parameter.numel() for parameter in policy.model.parameters()) > LARGE
+    return (
+        policy.device.type == "cpu"
+        and sum(parameter.numel() for parameter in policy.model.parameters()) > LARGE
+    )
 
 
 def length_of(sample: Sample) -> int:
@@ -91,8 +100,8 @@ def length_of(sample: Sample) -> int:
 
 
 def switches(model: nn.Module, longest: int) -> tuple[int, ...]:
-    """Lengths below `longest` above which the model computes otherwise: windows and chunks, convolutions, frequencies, steps of a
-    temperature."""
+    """Lengths below `longest` above which the model computes otherwise: windows and chunks,
+    convolutions, frequencies, steps of a temperature."""
     sizes = {at for at, _ in rope.switches(model)} | recurrence.changes(model)
     for module in model.modules():
         reach: Reach = vars(module).get(ATTRIBUTE, Reach())
@@ -100,7 +109,9 @@ def switches(model: nn.Module, longest: int) -> tuple[int, ...]:
     text: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     names = (*WINDOWS, "attention_chunk_size", "floor_scale", "original_max_position_embeddings")
     sizes |= {getattr(text, name, None) for name in names}
-    return tuple(sorted(size for size in sizes if isinstance(size, int) and 0 < size < min(longest, ACROSS)))
+    return tuple(
+        sorted(size for size in sizes if isinstance(size, int) and 0 < size < min(longest, ACROSS))
+    )
 
 
 def prompts_of(policy: Policy, size: Size, longest: int, seed: int) -> list[np.ndarray]:
@@ -114,7 +125,9 @@ def prompts_of(policy: Policy, size: Size, longest: int, seed: int) -> list[np.n
 
 
 def _ids(policy: Policy, rng: np.random.Generator, n: int) -> np.ndarray:
-    """n random ids; transformers finds the end of what a scoring model reads by its padding, so there is none in it."""
+    """n random ids; transformers finds the end of what a scoring model reads by its padding, so
+    there is none in it.
+    """
     ids = rng.integers(0, policy.vocabulary, size=n)
     if not reads_tokens(policy):
         return ids
@@ -128,38 +141,60 @@ def written(policy: Policy, size: Size, longest: int, seed: int = 0) -> list[Sam
     for place, prompt in enumerate(prompts):
         near, last = prompt.size <= NEAR, size.tokens if place == 1 else LAST
         for n in (FIRST, last) if near and place else (last,):
-            text = np.concatenate([prompt, _ids(policy, rng, min(n, size.tokens, longest - prompt.size))])
+            text = np.concatenate(
+                [prompt, _ids(policy, rng, min(n, size.tokens, longest - prompt.size))]
+            )
             begin = prompt.size if near else FEW
             texts.append(_sample(policy, str(place), text[:begin], text[begin:]))
     return texts
 
 
-def drawn(policy: Policy, sampler: Sampler, size: Size, longest: int, seed: int = 0) -> list[Sample]:
+def drawn(
+    policy: Policy, sampler: Sampler, size: Size, longest: int, seed: int = 0
+) -> list[Sample]:
     """What an engine draws, in turns where a world answers."""
     no_text: Any = SimpleNamespace(decode=lambda ids, **_: "")
     endless = replace(policy, eos_ids=(), context=longest, tokenizer=no_text)
-    world = SimpleNamespace(begin=lambda stream, *, seed: _RandomReplies(policy.vocabulary, stream, seed))
-    engine = sampler.make(endless, max_rows=size.rows, world=world if sampler.conversations else None)
+    world = SimpleNamespace(
+        begin=lambda stream, *, seed: _RandomReplies(policy.vocabulary, stream, seed)
+    )
+    engine = sampler.make(
+        endless, max_rows=size.rows, world=world if sampler.conversations else None
+    )
     sampling = Sampling(max_new_tokens=LAST if sampler.conversations else min(LAST, size.tokens))
     columns = prompts_of(policy, size, longest, seed)
-    prompts = [Prompt(id=f"{place:04}", tokens=ids, text="", row={}) for place, ids in enumerate(columns)]
-    groups: list[Sequence[Rollout]] = list(engine.generate(prompts, group_size=size.group, sampling=sampling, seed=seed))
+    prompts = [
+        Prompt(id=f"{place:04}", tokens=ids, text="", row={}) for place, ids in enumerate(columns)
+    ]
+    groups: list[Sequence[Rollout]] = list(
+        engine.generate(prompts, group_size=size.group, sampling=sampling, seed=seed)
+    )
     texts = []
     for place, (first, *_, last) in enumerate(sorted(groups, key=lambda group: group[0].prompt.id)):
         near = first.prompt.tokens.size <= NEAR
         texts += [_drawn(policy, first, FIRST)] if near and place else []
         texts += [_drawn(policy, last, LAST)]
-    if size is FULL:  # one that is decoded alone; of a small size the last has waited for all others
-        prompt, sampling = replace(prompts[1], id="alone"), replace(sampling, max_new_tokens=size.tokens)
+    if (
+        size is FULL
+    ):  # one that is decoded alone; of a small size the last has waited for all others
+        prompt, sampling = (
+            replace(prompts[1], id="alone"),
+            replace(sampling, max_new_tokens=size.tokens),
+        )
         (alone,) = engine.generate([prompt], group_size=1, sampling=sampling, seed=seed)
         texts += [_drawn(policy, alone[0], size.tokens)]
     return texts
 
 
 def fewer_tokens(texts: Sequence[Sample]) -> list[Sample]:
-    """The texts, of which all but `WHOLE` have a weight for one token only: products with the head are most of what they cost."""
+    """The texts, of which all but `WHOLE` have a weight for one token only: products with the head
+    are most of what they cost.
+    """
     last = [np.arange(text.weight.size) == np.flatnonzero(text.weight)[-1] for text in texts]
-    return [text if at == WHOLE else replace(text, weight=text.weight * last[at]) for at, text in enumerate(texts)]
+    return [
+        text if at == WHOLE else replace(text, weight=text.weight * last[at])
+        for at, text in enumerate(texts)
+    ]
 
 
 def _drawn(policy: Policy, rollout: Rollout, n: int) -> Sample:
@@ -177,7 +212,9 @@ def _sample(policy: Policy, group: str, prompt: np.ndarray, completion: np.ndarr
 
 
 class _RandomReplies:
-    """A conversation whose turns are mostly short, each answered by a few random tokens until none remain."""
+    """A conversation whose turns are mostly short, each answered by a few random tokens until none
+    remain.
+    """
 
     def __init__(self, vocabulary: int, stream: Stream, seed: int) -> None:
         self.vocabulary, self.stream = vocabulary, stream
@@ -197,5 +234,10 @@ class _RandomReplies:
 
     def _reply(self, n: int) -> Future[Reply]:
         reply: Future[Reply] = Future()
-        reply.set_result(Reply(tokens=self.rng.integers(0, self.vocabulary, size=n), limit=int(self.rng.choice((1, 2, 3, 20)))))
+        reply.set_result(
+            Reply(
+                tokens=self.rng.integers(0, self.vocabulary, size=n),
+                limit=int(self.rng.choice((1, 2, 3, 20))),
+            )
+        )
         return reply

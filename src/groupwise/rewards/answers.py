@@ -9,7 +9,9 @@ from decimal import Decimal
 from fractions import Fraction
 
 LONGEST_ANSWER = 2_000
-"""Characters.  A longer one is compared as text only: nothing that is still an answer is that long, much that is hostile is."""
+"""Characters.  A longer one is compared as text only: nothing that is still an answer is that long,
+much that is hostile is.
+"""
 LONGEST_BARE = 100
 """Characters of a text without a marked answer that may itself be the answer."""
 PROSE = 3
@@ -24,7 +26,9 @@ _THOUGHT = re.compile(r"</(?:think|thinking|thought|reasoning)>", re.IGNORECASE)
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 _BOXES = re.compile(r"\\(?:f?boxed|fbox)\s*\{")
 _GAP = r"(?:[\s$]|\\q?quad|\\[,; ()\[\]])*"
-_BETWEEN_BOXES = re.compile(rf"{_GAP}(?:[,;]|[,;]?\s*(?:and|or|\\text\s*\{{\s*,?\s*(?:and|or)\s*\}})){_GAP}", re.IGNORECASE)
+_BETWEEN_BOXES = re.compile(
+    rf"{_GAP}(?:[,;]|[,;]?\s*(?:and|or|\\text\s*\{{\s*,?\s*(?:and|or)\s*\}})){_GAP}", re.IGNORECASE
+)
 APART = 50
 """Characters between boxes of one set of answers."""
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
@@ -34,13 +38,17 @@ MENTIONS = 100
 _PHRASE = re.compile(
     rf"(?:{_MENTION.pattern})"
     r"[*_`\"']{0,3}(?:\s(?:to|for|of)\s[^\n.:=?]{1,80}?)?[*_`\"']{0,3}\s*"
-    r"(?:(?:is|are|was|(?:would|must|should|will) be|equals)\b(?!\s+(?:in)?correct\b)|[:=]|(?=\$|\\[(\[]))"
+    r"(?:(?:is|are|was|(?:would|must|should|will)"
+    r" be|equals)\b(?!\s+(?:in)?correct\b)|[:=]|(?=\$|\\[(\[]))"
     r"[*_]{0,3}(?:\s+(?:then|thus|therefore|simply|just|clearly|indeed|now)\b,?)?\s*[:=]?\s*",
     re.IGNORECASE,
 )
-_HEADING = re.compile(r"^[ \t>#*_]*(?:the )?(?:final )?answer[ \t*_:#]*\n\s*", re.IGNORECASE | re.MULTILINE)
+_HEADING = re.compile(
+    r"^[ \t>#*_]*(?:the )?(?:final )?answer[ \t*_:#]*\n\s*", re.IGNORECASE | re.MULTILINE
+)
 _ASIDE = re.compile(
-    r"\s*[,;(\u2013\u2014]\s*(?:not|because|since|as|which|so|where|when|rounded|i\.e\.|that is|hence)\b|\s+(?:because|since)\b",
+    r"\s*[,;(\u2013\u2014]\s*(?:not|because|since|as|which|so|where|when|rounded|i\.e\.|that"
+    r" is|hence)\b|\s+(?:because|since)\b",
     re.IGNORECASE,
 )
 """Where an answer ends and the words about it begin."""
@@ -54,7 +62,9 @@ _BOLD_SIDE = re.compile(r"(=\s*)\*\*([^*]+)\*\*(?=[.!?]*$)")
 _DISPLAYS = {"\\[": "\\]", "$$": "$$", "```": "```"}
 _SPAN = re.compile(r"\$\$?[^$]+\$\$?|\\\((?:[^\\]|\\(?!\)))+\\\)")
 _VERB = re.compile(r"(?<=[\w$)}])\s+(?:is|are|was|equals)\s*:?\s+")
-_SO = re.compile(r"^(?:(?:so|thus|then|hence|therefore|sure)\b[\s,:.!]*)+(?=[^\n=]*=)", re.IGNORECASE)
+_SO = re.compile(
+    r"^(?:(?:so|thus|then|hence|therefore|sure)\b[\s,:.!]*)+(?=[^\n=]*=)", re.IGNORECASE
+)
 """Words before an equation: So 17 + 25 = 42."""
 _BETWEEN_SPANS = re.compile(r"[\s,;]*(?:and|or)?[\s,;]*", re.IGNORECASE)
 _WORD = re.compile(r"(?<!\\)\b[^\W\d_]{2,}")
@@ -62,18 +72,37 @@ _FENCE = re.compile(r"```\w*\n([^`]*)```")
 _FIGURE = re.compile(r"\d")
 _WORDS_OF_LATEX = re.compile(r"\\(?:text\w*|begin|end|mathrm|operatorname)\{[^{}]*\}")
 _NO_PROSE = {"and", "or", "about", "approximately"}
-_NO_PROSE |= {"sqrt", "pi", "sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp", "arcsin", "arccos", "arctan"}
+_NO_PROSE |= {
+    "sqrt",
+    "pi",
+    "sin",
+    "cos",
+    "tan",
+    "cot",
+    "sec",
+    "csc",
+    "log",
+    "ln",
+    "exp",
+    "arcsin",
+    "arccos",
+    "arctan",
+}
 _COMPOUND = {"per", "square", "cubic", "sq", "cu"}
 """Words of a unit that has several."""
 _NEGATION = re.compile(r"\b(?:not|no|never|neither)\b|n['’]t\b", re.IGNORECASE)
 
 _NUMBER = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
-_ANY_NUMBER = re.compile(rf"(?<![\d.])([-+]?)\s?\$?\s?((?:{_NUMBER})(?:[eE][-+]?\d{{1,3}}(?![\w.]))?)(?:/(\d{{1,12}})(?![\d/.]))?")
+_ANY_NUMBER = re.compile(
+    rf"(?<![\d.])([-+]?)\s?\$?\s?((?:{_NUMBER})(?:[eE][-+]?\d{{1,3}}(?![\w.]))?)(?:/(\d{{1,12}})(?![\d/.]))?"
+)
 
 
 def alike(text: str) -> str:
     """The same text for all ways to write line ends, quotes, accents and minus signs."""
-    return unicodedata.normalize("NFC", _LINE_ENDS.sub("\n", text).translate(_QUOTES_ALIKE).translate(MINUS))
+    return unicodedata.normalize(
+        "NFC", _LINE_ENDS.sub("\n", text).translate(_QUOTES_ALIKE).translate(MINUS)
+    )
 
 
 def after_thinking(text: str) -> str:
@@ -85,7 +114,8 @@ def after_thinking(text: str) -> str:
 
 
 def boxes(text: str) -> Iterator[tuple[int, int, str, bool]]:
-    r"""Start, end and content of every `\boxed{...}` in order, braces balanced, and whether it is closed.
+    r"""Start, end and content of every `\boxed{...}` in order, braces balanced, and whether it is
+    closed.
 
     >>> [content for _, _, content, _ in boxes(r"\boxed{1}, then \boxed{\frac{1}{2}}")]
     ['1', '\\frac{1}{2}']
@@ -106,15 +136,17 @@ def boxes(text: str) -> Iterator[tuple[int, int, str, bool]]:
 def find_answer(text: str, *, cut: bool = False) -> str | None:
     r"""The final answer that a completion gives, as text; None if it gives none.
 
-    Looked for after the last `</think>`.  A marked answer comes first: the last of `\boxed{}` (several in a row, joined by commas
-    or "and", are one set of answers), `####` and `<answer>`; else what follows the last "answer is", "answer:" or heading
-    "Answer"; else a last line that is all bold or code.  Without a mark the whole text is the answer if it is one line of at most
-    100 characters and a handful of words.
+    Looked for after the last `</think>`.  A marked answer comes first: the last of `\boxed{}`
+    (several in a row, joined by commas or "and", are one set of answers), `####` and `<answer>`;
+    else what follows the last "answer is", "answer:" or heading "Answer"; else a last line that is
+    all bold or code.  Without a mark the whole text is the answer if it is one line of at most 100
+    characters and a handful of words.
 
     An answer that is said as a question, or that the next sentence takes back, is none.
 
-    cut: the completion ended at the token limit.  Then only a marked answer is one.  A box or tag that is not closed is none.  Nor
-    is what is said in the last sentence: "The answer is 4" may have gone on to 42.
+    cut: the completion ended at the token limit.  Then only a marked answer is one.  A box or tag
+        that is not closed is none.  Nor is what is said in the last sentence: "The answer is 4" may
+        have gone on to 42.
 
     >>> find_answer(r"<think>maybe \boxed{3}</think> It is \boxed{4}.")
     '4'
@@ -151,7 +183,9 @@ def _finished(text: str) -> str:
 
 
 def _is_prose(text: str) -> bool:
-    """Whether an unmarked text only mentions numbers: words before the first figure, or more of them behind it than a unit has."""
+    """Whether an unmarked text only mentions numbers: words before the first figure, or more of
+    them behind it than a unit has.
+    """
     text = _WORDS_OF_LATEX.sub("", text)
     words = [word for word in _WORD.finditer(text) if word.group().lower() not in _NO_PROSE]
     figure = _FIGURE.search(text)
@@ -162,7 +196,8 @@ def _is_prose(text: str) -> bool:
 
 
 def find_gold(text: str) -> str | None:
-    r"""The answer that a data row gives: what its last `####`, `\boxed{}` or `<answer>` holds, else all of it.
+    r"""The answer that a data row gives: what its last `####`, `\boxed{}` or `<answer>` holds, else
+    all of it.
 
     >>> find_gold("He pays 3 * 4 = <<3*4=12>>12 dollars.\n#### 1,012"), find_gold(r" \frac{1}{2}"), find_gold(" ")
     ('1,012', '\\frac{1}{2}', None)
@@ -173,20 +208,31 @@ def find_gold(text: str) -> str | None:
 
 
 def marked(text: str, *, cut: bool = False) -> str | None:
-    """The answer that stands in a box, in an `<answer>` tag or behind `####`, whichever comes last; None if none is there."""
-    return max(_boxed(text, cut), _hashed(_finished(text) if cut else text), _tagged(text, cut), key=lambda answer: answer[0])[1]
+    """The answer that stands in a box, in an `<answer>` tag or behind `####`, whichever comes last;
+    None if none is there.
+    """
+    return max(
+        _boxed(text, cut),
+        _hashed(_finished(text) if cut else text),
+        _tagged(text, cut),
+        key=lambda answer: answer[0],
+    )[1]
 
 
 def _boxed(text: str, cut: bool) -> tuple[int, str | None]:
     """Where the last box begins, and what it and the boxes joined to it hold; -1: nowhere."""
-    boxed = [(start, end, content) for start, end, content, closed in boxes(text) if closed or not cut]
+    boxed = [
+        (start, end, content) for start, end, content, closed in boxes(text) if closed or not cut
+    ]
     if not boxed:
         return -1, None
     answers = [boxed[-1][2]]
     inner = next(boxes(answers[0]), None)
     if inner is not None and answers[0].strip() == answers[0][inner[0] : inner[1]]:
         answers[0] = inner[2]  # a box that holds nothing but a box
-    for (_, end, content), (start, _, _) in zip(reversed(boxed[:-1]), reversed(boxed), strict=False):
+    for (_, end, content), (start, _, _) in zip(
+        reversed(boxed[:-1]), reversed(boxed), strict=False
+    ):
         if start - end > APART or not _BETWEEN_BOXES.fullmatch(text, end, start):
             break
         answers.append(content)
@@ -194,7 +240,9 @@ def _boxed(text: str, cut: bool) -> tuple[int, str | None]:
 
 
 def _hashed(text: str) -> tuple[int, str | None]:
-    """Where the last `####` stands and the answer behind it; -1: nowhere.  As a heading of prose it has none."""
+    """Where the last `####` stands and the answer behind it; -1: nowhere.  As a heading of prose it
+    has none.
+    """
     place = text.rfind("####")
     line, _, below = text[max(place, 0) :].lstrip("#").strip().partition("\n")
     if place < 0 or (line[:1].isalpha() and below.strip() and statement(line + "\n") is None):
@@ -219,21 +267,30 @@ def _tagged(text: str, cut: bool) -> tuple[int, str | None]:
 
 
 def statement(text: str) -> str | None:
-    """What follows the last "answer is", "answer:" or heading "Answer" that something follows, up to the end of the line.
+    """What follows the last "answer is", "answer:" or heading "Answer" that something follows, up
+    to the end of the line.
 
     None if it is a question, or if the next sentence takes it back.
 
     >>> statement("The answer is 41. The answer is 42."), statement("The answer is 42? No, 41.")
     ('42.', None)
     """
-    phrases = [_PHRASE.match(text, mention.start()) for mention in [*_MENTION.finditer(text)][-MENTIONS:]]
-    ends = sorted({match.end() for match in (*phrases, *_HEADING.finditer(text)) if match is not None})
+    phrases = [
+        _PHRASE.match(text, mention.start()) for mention in [*_MENTION.finditer(text)][-MENTIONS:]
+    ]
+    ends = sorted(
+        {match.end() for match in (*phrases, *_HEADING.finditer(text)) if match is not None}
+    )
     for end in reversed(ends):
         answer = _first_line(text[end:])
         if answer.strip(" .*_`"):
             sentence = _SENTENCE.search(answer)
-            first, behind = (answer[: sentence.end()], answer[sentence.end() :]) if sentence else (answer, "")
-            return None if first.rstrip(" *_`").endswith("?") or _TAKEN_BACK.match(behind) else answer
+            first, behind = (
+                (answer[: sentence.end()], answer[sentence.end() :]) if sentence else (answer, "")
+            )
+            return (
+                None if first.rstrip(" *_`").endswith("?") or _TAKEN_BACK.match(behind) else answer
+            )
     return None
 
 
@@ -249,7 +306,8 @@ def _first_line(text: str) -> str:
 
 
 def clause(text: str) -> str:
-    r"""Of what was said as the answer the answer: without reasons and later sentences; of words around formulas the formulas.
+    r"""Of what was said as the answer the answer: without reasons and later sentences; of words
+    around formulas the formulas.
 
     >>> clause("42, not 41."), clause("the expression $2x + 1$."), clause("$3$ or $4$. I hope so"), clause("not $42$")
     ('42', '$2x + 1$', '$3$ or $4$', 'not $42$')
@@ -285,7 +343,9 @@ def tidy(text: str) -> str:
     >>> tidy("**42**."), tidy("`42`"), tidy("“Paris”.")
     ('42', '42', 'Paris')
     """
-    text = _CLOSED.sub(r"\1", _BOLD_SIDE.sub(r"\1\2", text.strip())).lstrip("*_`").rstrip("*_` .\t\n")
+    text = (
+        _CLOSED.sub(r"\1", _BOLD_SIDE.sub(r"\1\2", text.strip())).lstrip("*_`").rstrip("*_` .\t\n")
+    )
     if text.endswith("}") and text.count("{") < text.count("}"):  # of {"answer": 42}
         text = text[:-1].rstrip()
     if len(text) > 1 and text[0] in QUOTES and text[-1] in QUOTES:
@@ -313,8 +373,8 @@ def last_number(text: str) -> Decimal | Fraction | None:
 
 
 def final_number(text: str, *, cut: bool = False) -> Decimal | Fraction | None:
-    """`last_number` of the answer that a text gives, if that holds one, else of what follows its thinking.  cut: as in
-    `find_answer`.
+    """`last_number` of the answer that a text gives, if that holds one, else of what follows its
+    thinking.  cut: as in `find_answer`.
 
     >>> final_number("The answer is 42, not 41."), final_number("It is 6 * 7 = 42, I think."), final_number("42", cut=True)
     (Decimal('42'), Decimal('42'), None)

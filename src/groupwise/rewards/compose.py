@@ -1,4 +1,5 @@
-"""All reward functions of a recipe together: built before any model is loaded; groups in, scored groups out.
+"""All reward functions of a recipe together: built before any model is loaded; groups in, scored
+groups out.
 
 G completions of a prompt   K reward functions   N completions of a step
 """
@@ -37,24 +38,29 @@ from groupwise.utils.terminal import logger
 log = logger(__name__)
 
 LATE_SHARE = 0.1
-"""A function that runs out of time in more of its calls than this, and more than once, is broken."""
+"""A function that runs out of time in more of its calls than this, and more than once, is broken.
+"""
 RESERVED = ("prompt", "completion")
-"""Columns that are not passed on: they would be the recipe's demonstration, not the policy's words."""
+"""Columns that are not passed on: they would be the recipe's demonstration, not the policy's words.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LiveReward:
-    """A reward function of this process: a lambda, a closure, a bound method, a function of a notebook.
+    """A reward function of this process: a lambda, a closure, a bound method, a function of a
+    notebook.
 
-    `runs: fork` (the default) calls it on the main thread of a fork of this process, made when the rewards are built.  The function
-    sees the state of that moment.  Its changes stay in the fork, from call to call.  It can use signals and be killed, and does not
-    delay Ctrl-C.  The fork has no other threads: locks that they held stay locked, torch computes on one thread, and CUDA cannot be
-    used.  A function that waits for such a lock never returns.  Build rewards before models are loaded to keep the fork small.
-    After a timeout the current process is forked again.
+    `runs: fork` (the default) calls it on the main thread of a fork of this process, made when the
+    rewards are built.  The function sees the state of that moment.  Its changes stay in the fork,
+    from call to call.  It can use signals and be killed, and does not delay Ctrl-C.  The fork has
+    no other threads: locks that they held stay locked, torch computes on one thread, and CUDA
+    cannot be used.  A function that waits for such a lock never returns.  Build rewards before
+    models are loaded to keep the fork small. After a timeout the current process is forked again.
 
-    `runs: here` calls it in this process, in one thread that is not the main one.  It sees and changes the program's objects (its
-    arguments are copies) and can use CUDA.  It cannot be stopped: a `timeout` needs an async function, `signal.alarm` raises,
-    and a function that holds the interpreter stops the whole program.
+    `runs: here` calls it in this process, in one thread that is not the main one.  It sees and
+    changes the program's objects (its arguments are copies) and can use CUDA.  It cannot be
+    stopped: a `timeout` needs an async function, `signal.alarm` raises, and a function that holds
+    the interpreter stops the whole program.
     """
 
     function: Callable[..., Any]
@@ -69,17 +75,29 @@ class LiveReward:
 
     def settings(self) -> RewardSettings:
         """The same as an entry of a recipe, without the function."""
-        inner = self.function.function if isinstance(self.function, ProcessReward) else self.function
+        inner = (
+            self.function.function if isinstance(self.function, ProcessReward) else self.function
+        )
         name = self.name or getattr(inner, "__name__", type(inner).__name__)
         if self.timeout is not None and not (math.isfinite(self.timeout) and self.timeout > 0.0):
-            raise ConfigError(f"the reward {name!r} has the timeout {self.timeout}; it is a number of seconds above 0")
+            raise ConfigError(
+                f"the reward {name!r} has the timeout {self.timeout}; it is a number of seconds"
+                " above 0"
+            )
         if self.runs not in ("fork", "here"):
             raise ConfigError(f"the reward {name!r} runs 'fork' or 'here', got {self.runs!r}")
         if self.timeout is not None and self.runs == "here" and not asynchronous(inner):
             raise ConfigError(
-                f"the reward {name!r} runs in this process and cannot be stopped: leave timeout out, or let it run 'fork'"
+                f"the reward {name!r} runs in this process and cannot be stopped: leave timeout"
+                " out, or let it run 'fork'"
             )
-        return RewardSettings(function=f"live:{name}", weight=self.weight, name=name, args=self.args, timeout=self.timeout)
+        return RewardSettings(
+            function=f"live:{name}",
+            weight=self.weight,
+            name=name,
+            args=self.args,
+            timeout=self.timeout,
+        )
 
 
 def build_rewards(
@@ -89,19 +107,23 @@ def build_rewards(
     tokenizer: Any = None,
     verdict: str | None = None,
 ) -> Rewards:
-    """Find and check every function that a recipe names; `columns` are those of the data rows, `tokenizer` is the policy's.
+    """Find and check every function that a recipe names; `columns` are those of the data rows,
+    `tokenizer` is the policy's.
 
     verdict: the name of the reward that is 1 for right completions; None: by `settings.verdict_of`.
 
-    A function is a built-in (`registry`), `module:function` or `path/to/file.py:function`, with TRL's signature
-    `f(prompts, completions, **columns) -> list[float | None]` or `f(completion, answer) -> float | None`, plain or `async`.
-    A function that is given itself, and not by name, is a `LiveReward`.
+    A function is a built-in (`registry`), `module:function` or `path/to/file.py:function`, with
+    TRL's signature `f(prompts, completions, **columns) -> list[float | None]` or `f(completion,
+    answer) -> float | None`, plain or `async`. A function that is given itself, and not by name, is
+    a `LiveReward`.
 
-    Built-ins and reward models run in this process.  All else runs in worker processes (`calls.py`), on their main thread
-    and with copies of its arguments, in training as in evaluation, `check` and `score`; what it prints goes to standard error.
+    Built-ins and reward models run in this process.  All else runs in worker processes
+    (`calls.py`), on their main thread and with copies of its arguments, in training as in
+    evaluation, `check` and `score`; what it prints goes to standard error.
 
-    Raises ConfigError: no function, an unknown one, two of the same name, a weight that is not finite, a bad argument, or a
-    parameter that the data have no column for; Problems if several are wrong.  `key` of an error is that of the recipe.
+    Raises ConfigError: no function, an unknown one, two of the same name, a weight that is not
+        finite, a bad argument, or a parameter that the data have no column for; Problems if several
+        are wrong.  `key` of an error is that of the recipe.
 
     >>> rewards = build_rewards([RewardSettings(function="exact"), RewardSettings(function="think_format", weight=0.1)],
     ...                         columns=["prompt", "answer"])
@@ -109,11 +131,18 @@ def build_rewards(
     (('exact', 'think_format'), (1.0, 0.1))
     """
     if not settings:
-        raise ConfigError("there is no reward function; name at least one under rewards:, e.g. `- function: accuracy`")
+        raise ConfigError(
+            "there is no reward function; name at least one under rewards:, e.g. `- function:"
+            " accuracy`"
+        )
     offered = [column for column in columns if column not in RESERVED]
     entries = [_entry(entry, place) for place, entry in enumerate(settings)]
     wrong = Findings()
-    files = {file_of(entry.function): Host() for entry, live in entries if live is None and ":" in entry.function}
+    files = {
+        file_of(entry.function): Host()
+        for entry, live in entries
+        if live is None and ":" in entry.function
+    }
     names, rewards = list[str](), list[Reward]()
     try:
         for host in files.values():
@@ -124,10 +153,16 @@ def build_rewards(
                 demand_values(entry.args, f"{key}.args")
             with wrong.of(f"{key}.weight"):
                 if not math.isfinite(entry.weight):
-                    raise ConfigError(f"the reward {name!r} has weight {entry.weight}; a weight is a finite number")
+                    raise ConfigError(
+                        f"the reward {name!r} has weight {entry.weight}; a weight is a finite"
+                        " number"
+                    )
             with wrong.of(f"{key}.name"):
                 if name in names:
-                    raise ConfigError(f"two reward functions have the name {name!r}; give one of them another by name:")
+                    raise ConfigError(
+                        f"two reward functions have the name {name!r}; give one of them another by"
+                        " name:"
+                    )
             names.append(name)
             with wrong.of(f"{key}.function"):
                 if live is None and ":" not in entry.function:
@@ -152,9 +187,17 @@ def build_rewards(
         with wrong.of("verdict"):
             verdict = verdict_of([entry for entry, _ in entries], verdict)
             if verdict is not None and verdict not in names:
-                raise ConfigError(f"verdict: there is no reward {verdict!r}; the rewards are {', '.join(names)}")
+                raise ConfigError(
+                    f"verdict: there is no reward {verdict!r}; the rewards are {', '.join(names)}"
+                )
         wrong.settle()
-        return Rewards(rewards, offered, files, verdict, {entry.function: live for entry, live in entries if live is not None})
+        return Rewards(
+            rewards,
+            offered,
+            files,
+            verdict,
+            {entry.function: live for entry, live in entries if live is not None},
+        )
     except BaseException:
         for host in files.values():
             host.kill()
@@ -166,20 +209,32 @@ def file_of(spec: str) -> str:
     return spec.rpartition(":")[0]
 
 
-def _entry(reward: RewardSettings | LiveReward | Callable[..., Any], place: int) -> tuple[RewardSettings, LiveReward | None]:
-    """One of the functions that `build_rewards` takes, as a recipe has it, and itself where it is an object of the program."""
+def _entry(
+    reward: RewardSettings | LiveReward | Callable[..., Any], place: int
+) -> tuple[RewardSettings, LiveReward | None]:
+    """One of the functions that `build_rewards` takes, as a recipe has it, and itself where it is
+    an object of the program.
+    """
     if isinstance(reward, RewardSettings):
         live: LiveReward = object_of(reward.function, f"rewards.{place}.function")
         if live is None:
             return reward, None
-        reward = replace(live, weight=reward.weight, name=reward.name or live.name, args=reward.args, timeout=reward.timeout)
+        reward = replace(
+            live,
+            weight=reward.weight,
+            name=reward.name or live.name,
+            args=reward.args,
+            timeout=reward.timeout,
+        )
     elif not isinstance(reward, LiveReward):
         reward = LiveReward(function=reward)
     return reward.settings(), reward
 
 
 class Judge(Protocol):
-    """The rewards that loops and evaluation need.  `Rewards` implements it; a loop of your own may bring another."""
+    """The rewards that loops and evaluation need.  `Rewards` implements it; a loop of your own may
+    bring another.
+    """
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -187,12 +242,16 @@ class Judge(Protocol):
         ...
 
     def score(self, groups: Sequence[Sequence[Rollout]], /) -> list[Scored]:
-        """Each group with its rewards, in the same order.  It may be called from any thread, also from several at once."""
+        """Each group with its rewards, in the same order.  It may be called from any thread, also
+        from several at once.
+        """
         ...
 
 
 class Rewards:
-    """Reward functions and their weights.  Use it as a context manager, or call `close`, to end its workers early."""
+    """Reward functions and their weights.  Use it as a context manager, or call `close`, to end its
+    workers early.
+    """
 
     def __init__(
         self,
@@ -202,7 +261,9 @@ class Rewards:
         verdict: str | None = None,
         live: Mapping[str, LiveReward] | None = None,
     ) -> None:
-        """Use `build_rewards`.   files: processes that have been started, by file.   live: functions of the program, by spec."""
+        """Use `build_rewards`.   files: processes that have been started, by file.   live:
+        functions of the program, by spec.
+        """
         self.verdict = verdict
         """The function whose 1 says that a completion is right."""
         self._rewards = tuple(rewards)
@@ -210,11 +271,17 @@ class Rewards:
         self._hosts = _hosts(self._rewards, dict(files or {}), live or {})
         """Where functions run that do not run in this process, by name."""
         self._thread: threads.Thread | None = None
-        """In which functions of the program run, where they run here: always the same, and never the main one, whoever calls."""
-        self._functions = Functions({spec: one.function for spec, one in (live or {}).items() if one.runs == "here"})
+        """In which functions of the program run, where they run here: always the same, and never
+        the main one, whoever calls.
+        """
+        self._functions = Functions(
+            {spec: one.function for spec, one in (live or {}).items() if one.runs == "here"}
+        )
         self._lock = threading.Lock()
         self.seconds: dict[str, float] = {}
-        """How long each function took in the last call, without what a worker process takes to start."""
+        """How long each function took in the last call, without what a worker process takes to
+        start.
+        """
         self.state = TrainerState()
         """Where the run stands, for functions that ask: the loop's caller says it."""
         self._calls = dict.fromkeys(self.names, 0)
@@ -236,8 +303,13 @@ class Rewards:
 
     @property
     def golds(self) -> dict[str, str]:
-        """The functions that compare with a gold answer, by name, each with the data's column that holds it."""
-        columns = {r.name: r.gold or next((c for c in GOLD_COLUMNS if c in r.signature.named), None) for r in self._rewards}
+        """The functions that compare with a gold answer, by name, each with the data's column that
+        holds it.
+        """
+        columns = {
+            r.name: r.gold or next((c for c in GOLD_COLUMNS if c in r.signature.named), None)
+            for r in self._rewards
+        }
         return {name: column for name, column in columns.items() if column is not None}
 
     @property
@@ -255,7 +327,9 @@ class Rewards:
         """Kill the workers; a call that another thread is waiting for fails."""
         for host in self._hosts.values():
             host.kill()
-        if self._thread is not None:  # a later call has another one, and does not wait for a function that hangs
+        if (
+            self._thread is not None
+        ):  # a later call has another one, and does not wait for a function that hangs
             self._thread.close()
             self._thread = None
 
@@ -267,16 +341,23 @@ class Rewards:
             if reward.name not in self._hosts:
                 yield f"{reward.name}: in this process"
             elif reward.timeout is not None:
-                yield f"{reward.name}: in a worker process; {reward.timeout:g} s for {each}, then None"
+                yield (
+                    f"{reward.name}: in a worker process; {reward.timeout:g} s for {each}, then"
+                    " None"
+                )
             else:
-                yield f"{reward.name}: in a worker process; {each} that takes {calls.DEFAULT_SECONDS:g} s{more} ends the run"
+                yield (
+                    f"{reward.name}: in a worker process; {each} that takes"
+                    f" {calls.DEFAULT_SECONDS:g} s{more} ends the run"
+                )
 
     def score(self, groups: Sequence[Sequence[Rollout]]) -> list[Scored]:
-        """Score every completion of every group, in one call per function; groups and completions keep their order.
+        """Score every completion of every group, in one call per function; groups and completions
+        keep their order.
 
         Every `reward` is the weighted sum over the functions that apply; it is NaN where none does.
-        Raises RewardError if a function raises, is stopped at its timeout too often, or returns what is not one number or None
-        each.
+        Raises RewardError if a function raises, is stopped at its timeout too often, or returns
+        what is not one number or None each.
         """
         rollouts = [rollout for group in groups for rollout in group]
         if not rollouts:
@@ -308,20 +389,25 @@ class Rewards:
         return scored
 
     def call(self, batch: Completions) -> list[list[Any]]:
-        """K lists of N results: floats and None, or steps for process rewards.  Worker processes compute side by side, and beside
-        what this process computes itself."""
+        """K lists of N results: floats and None, or steps for process rewards.  Worker processes
+        compute side by side, and beside what this process computes itself."""
         return [outcome.values for outcome in self._outcomes(batch)]
 
     def _outcomes(self, batch: Completions) -> list[Outcome]:
-        with self._lock:  # rollouts ahead of training come from several threads, and a function need not bear that
+        # rollouts ahead of training come from several threads, and a function need not bear that
+        with self._lock:
             outcomes = self._called(batch)
-            self.seconds |= {name: outcome.seconds for name, outcome in zip(self.names, outcomes, strict=True)}
+            self.seconds |= {
+                name: outcome.seconds for name, outcome in zip(self.names, outcomes, strict=True)
+            }
             for reward, outcome in zip(self._rewards, outcomes, strict=True):
                 self._count_late(reward, outcome, batch)
             return outcomes
 
     def _logged(self, outcomes: Sequence[Outcome]) -> tuple[dict[str, float], dict[str, list[Any]]]:
-        """The metrics and columns of all functions.  Raises RewardError for a column that two of them log."""
+        """The metrics and columns of all functions.  Raises RewardError for a column that two of
+        them log.
+        """
         metrics: dict[str, list[float]] = {}
         columns: dict[str, list[Any]] = {}
         for name, outcome in zip(self.names, outcomes, strict=True):
@@ -329,16 +415,26 @@ class Rewards:
                 metrics.setdefault(metric, []).extend(filter(math.isfinite, values))
             for column, values in outcome.notes.get("columns", {}).items():
                 if column in columns:
-                    raise RewardError(f"the reward function {name!r} logs the column {column!r}, which another one logs, too")
+                    raise RewardError(
+                        f"the reward function {name!r} logs the column {column!r}, which another"
+                        " one logs, too"
+                    )
                 columns[column] = values
-        return {metric: float(np.mean(values)) if values else math.nan for metric, values in metrics.items()}, columns
+        return {
+            metric: float(np.mean(values)) if values else math.nan
+            for metric, values in metrics.items()
+        }, columns
 
     def _called(self, batch: Completions) -> list[Outcome]:
-        """What each function gave.  The first failure ends all calls: their answers would be taken for those of the next."""
+        """What each function gave.  The first failure ends all calls: their answers would be taken
+        for those of the next.
+        """
         work: dict[Host | None, list[RewardCall]] = {}
         for reward in self._rewards:
             if reward.function is None:
-                work.setdefault(self._hosts.get(reward.name), []).extend(_calls(reward, batch, self.state))
+                work.setdefault(self._hosts.get(reward.name), []).extend(
+                    _calls(reward, batch, self.state)
+                )
         work = {host: sorted(some, key=calls.order_of) for host, some in work.items()}
         ended: dict[str, Outcome] = {}
         made: list[tuple[RewardCall, Outcome]] = []
@@ -346,7 +442,9 @@ class Rewards:
         try:
             for host, some in work.items():
                 if host is not None:
-                    running[threads.begin(partial(host.run, some, stop), "groupwise-rewards")] = host
+                    running[threads.begin(partial(host.run, some, stop), "groupwise-rewards")] = (
+                        host
+                    )
             here = self._in_thread(work[None]) if None in work else None
             for reward in self._rewards:
                 if reward.function is not None:
@@ -364,7 +462,9 @@ class Rewards:
             raise
         for reward in self._rewards:
             if reward.function is None:
-                ended[reward.name] = calls.all_together([one for one in made if one[0].reward is reward])
+                ended[reward.name] = calls.all_together(
+                    [one for one in made if one[0].reward is reward]
+                )
         return [ended[name] for name in self.names]
 
     def _in_thread(self, some: Sequence[RewardCall]) -> Future[list[Outcome]]:
@@ -373,7 +473,9 @@ class Rewards:
         return self._thread.begin(lambda: calls.outcomes_of(some, list(self._functions.run(some))))
 
     def counting(self, steps: Iterator[Step], done: int, last: int) -> Iterator[Step]:
-        """The steps of a loop, for functions that ask for `trainer_state`.   done: steps before it.   last: number of its last."""
+        """The steps of a loop, for functions that ask for `trainer_state`.   done: steps before it.
+        last: number of its last.
+        """
         self.state = TrainerState(global_step=done, max_steps=last)
         for step in steps:
             self.state = TrainerState(global_step=step.number, max_steps=last)
@@ -381,18 +483,25 @@ class Rewards:
 
     def matrix(self, values: Sequence[Sequence[Any]]) -> np.ndarray:
         """float64 (N, K): what `call` returned as numbers, None as NaN, step rewards as their sum."""
-        return np.stack([_column(reward, column) for reward, column in zip(self._rewards, values, strict=True)], axis=1)
+        return np.stack(
+            [_column(reward, column) for reward, column in zip(self._rewards, values, strict=True)],
+            axis=1,
+        )
 
     def _count_late(self, reward: Reward, outcome: Outcome, batch: Completions) -> None:
-        """A failure is not a wrong answer: scoring it 0 would teach the policy to fail, so it ends the run.  Only a call that ran
-        out of its own time says nothing (None), as long as such calls are few.  Raises RewardError.
+        """A failure is not a wrong answer: scoring it 0 would teach the policy to fail, so it ends
+        the run.  Only a call that ran out of its own time says nothing (None), as long as such
+        calls are few.  Raises RewardError.
         """
         single, late = reward.signature.single, outcome.late
         self._calls[reward.name] += len(batch) if single else 1
         if late:
             self._late[reward.name] += len(late) if single else 1
             without, every = self._late[reward.name], self._calls[reward.name]
-            what = f"{without} of {every} calls of the reward function {reward.name!r} had no result within {reward.timeout:g} s"
+            what = (
+                f"{without} of {every} calls of the reward function {reward.name!r} had no result"
+                f" within {reward.timeout:g} s"
+            )
             what += f"; the last on {described([batch.labels[index] for index in late])}"
             if without > max(1.0, LATE_SHARE * every):
                 raise RewardError(f"{what}; give it more time (timeout:) or make it faster")
@@ -410,46 +519,84 @@ class Rewards:
             prompt_messages=[rollout.prompt.messages for rollout in rollouts],
             prompt_texts=[rollout.prompt.text for rollout in rollouts],
             completions=[
-                list(e.messages) if e is not None and e.messages else as_messages(text) if c else text
+                (
+                    list(e.messages)
+                    if e is not None and e.messages
+                    else as_messages(text)
+                    if c
+                    else text
+                )
                 for text, e, c in zip(texts, episodes, chat, strict=True)
             ],
             texts=texts,
             prompt_ids=[rollout.prompt.tokens.tolist() for rollout in rollouts],
             completion_ids=[rollout.tokens.tolist() for rollout in rollouts],
             finish_reasons=[rollout.finish.value for rollout in rollouts],
-            columns={column: [rollout.prompt.row.get(column) for rollout in rollouts] for column in self._columns},
+            columns={
+                column: [rollout.prompt.row.get(column) for rollout in rollouts]
+                for column in self._columns
+            },
             environments=[_state(episode) for episode in episodes] if answered else None,
-            environment_rewards=[None if e is None else e.reward for e in episodes] if answered else None,
-            written_ids=[rollout.tokens[rollout.trained].tolist() for rollout in rollouts] if answered else None,
+            environment_rewards=(
+                [None if e is None else e.reward for e in episodes] if answered else None
+            ),
+            written_ids=(
+                [rollout.tokens[rollout.trained].tolist() for rollout in rollouts]
+                if answered
+                else None
+            ),
         )
 
-    def _process(self, rollouts: Sequence[Rollout], values: Sequence[Sequence[Any]]) -> list[np.ndarray] | None:
-        """Per completion (n,): weighted step rewards at the tokens that end a step, summed over the process functions, else NaN."""
-        columns = [(reward, column) for reward, column in zip(self._rewards, values, strict=True) if reward.signature.process]
+    def _process(
+        self, rollouts: Sequence[Rollout], values: Sequence[Sequence[Any]]
+    ) -> list[np.ndarray] | None:
+        """Per completion (n,): weighted step rewards at the tokens that end a step, summed over the
+        process functions, else NaN.
+        """
+        columns = [
+            (reward, column)
+            for reward, column in zip(self._rewards, values, strict=True)
+            if reward.signature.process
+        ]
         if not columns:
             return None
         signals = []
         for index, rollout in enumerate(rollouts):
-            parts = [step_signal(reward.name, column[index], len(rollout), rollout.place) for reward, column in columns]
-            signals.append(combine(np.stack(parts, axis=1), tuple(reward.weight for reward, _ in columns)))
+            parts = [
+                step_signal(reward.name, column[index], len(rollout), rollout.place)
+                for reward, column in columns
+            ]
+            signals.append(
+                combine(np.stack(parts, axis=1), tuple(reward.weight for reward, _ in columns))
+            )
         return signals
 
 
 def prompt_of(prompt: Prompt) -> str | list[Mapping[str, Any]]:
-    """A prompt as reward functions see it: the messages of a row that brings messages, else its text without a chat template."""
+    """A prompt as reward functions see it: the messages of a row that brings messages, else its
+    text without a chat template.
+    """
     if prompt.messages is None:
         return prompt.text
     return str(prompt.messages[-1]["content"]) if prompt.wrapped else list(prompt.messages)
 
 
 def spoken(rollout: Rollout) -> str:
-    """The text of a completion for rewards that read one text: of several turns the policy's last one, with its reasoning.
+    """The text of a completion for rewards that read one text: of several turns the policy's last
+    one, with its reasoning.
 
-    Text of tools and environments is left out: an answer that stands only in a tool's result was not given by the policy.
-    """
+    Text of tools and environments is left out: an answer that stands only in a tool's result was
+    not given by the policy."""
     if rollout.episode is None:
         return rollout.text
-    last = next((message for message in reversed(rollout.episode.messages) if message["role"] == "assistant"), None)
+    last = next(
+        (
+            message
+            for message in reversed(rollout.episode.messages)
+            if message["role"] == "assistant"
+        ),
+        None,
+    )
     if last is None:
         return ""
     reasoning = last.get("reasoning_content")
@@ -463,13 +610,20 @@ def _state(episode: Episode | None) -> EnvironmentState | None:
 
 
 def no_rewards() -> Rewards:
-    """The rewards of a run that learns from a teacher: no function, and no reward for any completion."""
+    """The rewards of a run that learns from a teacher: no function, and no reward for any
+    completion.
+    """
     return Rewards(())
 
 
 def unjudged(group: Sequence[Rollout]) -> Scored:
     """A group of rollouts as a `Scored` record without rewards."""
-    return Scored(rollouts=tuple(group), names=(), rewards=np.zeros((len(group), 0)), reward=np.full(len(group), np.nan))
+    return Scored(
+        rollouts=tuple(group),
+        names=(),
+        rewards=np.zeros((len(group), 0)),
+        reward=np.full(len(group), np.nan),
+    )
 
 
 def combine(rewards: np.ndarray, weights: Sequence[float]) -> np.ndarray:
@@ -478,7 +632,9 @@ def combine(rewards: np.ndarray, weights: Sequence[float]) -> np.ndarray:
     >>> combine(np.array([[1.0, np.nan], [np.nan, np.nan]]), [2.0, 1.0])
     array([ 2., nan])
     """
-    return np.where(np.isnan(rewards).all(axis=1), np.nan, np.nansum(rewards * np.asarray(weights), axis=1))
+    return np.where(
+        np.isnan(rewards).all(axis=1), np.nan, np.nansum(rewards * np.asarray(weights), axis=1)
+    )
 
 
 def as_messages(text: str) -> list[dict[str, str]]:
@@ -493,8 +649,12 @@ def _column(reward: Reward, values: Sequence[Any]) -> np.ndarray:
     return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
 
 
-def _hosts(rewards: Sequence[Reward], files: dict[str, Host], live: Mapping[str, LiveReward]) -> dict[str, Host]:
-    """The process of each function that has one, by name; they start here.   files: processes that can be used, by file."""
+def _hosts(
+    rewards: Sequence[Reward], files: dict[str, Host], live: Mapping[str, LiveReward]
+) -> dict[str, Host]:
+    """The process of each function that has one, by name; they start here.   files: processes that
+    can be used, by file.
+    """
     hosts: dict[str, Host] = {}
     shared: dict[str, Host] = {}
     for reward in rewards:
@@ -502,7 +662,9 @@ def _hosts(rewards: Sequence[Reward], files: dict[str, Host], live: Mapping[str,
         if reward.function is not None or (handed_over is not None and handed_over.runs == "here"):
             continue
         if handed_over is not None:
-            hosts[reward.name] = Host(lambda spec=reward.spec, f=handed_over.function: Functions({spec: f}).answer)
+            hosts[reward.name] = Host(
+                lambda spec=reward.spec, f=handed_over.function: Functions({spec: f}).answer
+            )
             continue
         alone = reward.timeout is not None and not reward.signature.asynchronous
         host = (None if alone else shared.get(file)) or files.pop(file, None) or Host()
@@ -516,18 +678,30 @@ def _hosts(rewards: Sequence[Reward], files: dict[str, Host], live: Mapping[str,
 
 
 def _calls(reward: Reward, batch: Completions, state: TrainerState) -> list[RewardCall]:
-    """A call for each completion, or one for all.  Raises RewardError for arguments that cannot be copied."""
+    """A call for each completion, or one for all.  Raises RewardError for arguments that cannot be
+    copied.
+    """
     keywords = reward.keywords(batch)
     try:
-        rows = [pickle.dumps({key: values[n] for key, values in keywords.items()}) for n in range(len(batch))]
+        rows = [
+            pickle.dumps({key: values[n] for key, values in keywords.items()})
+            for n in range(len(batch))
+        ]
     except Exception as error:  # whatever an object of a data row raises
         names, why = ", ".join(keywords), f"{type(error).__name__}: {error}"
-        raise RewardError(f"the reward function {reward.name!r} cannot be given copies of {names}: {why}") from error
+        raise RewardError(
+            f"the reward function {reward.name!r} cannot be given copies of {names}: {why}"
+        ) from error
     call = partial(RewardCall, reward=reward, state=state)
-    texts = [(prompt[-200:], text[:200]) for prompt, text in zip(batch.prompt_texts, batch.texts, strict=True)]
+    texts = [
+        (prompt[-200:], text[:200])
+        for prompt, text in zip(batch.prompt_texts, batch.texts, strict=True)
+    ]
     if reward.signature.single:
         completions = zip(batch.labels, texts, rows, strict=True)
-        return [call(labels=[label], texts=[each], pickled=[row]) for label, each, row in completions]
+        return [
+            call(labels=[label], texts=[each], pickled=[row]) for label, each, row in completions
+        ]
     return [call(labels=[*batch.labels], texts=texts, pickled=rows)] if rows else []
 
 
@@ -535,7 +709,11 @@ def _in_this_process(reward: Reward, batch: Completions) -> Outcome:
     assert reward.function is not None
     began, starting = time.monotonic(), Pool.starting
     try:
-        values = reward.checked(reward.function(**reward.keywords(batch), **reward.arguments), batch.labels)
+        values = reward.checked(
+            reward.function(**reward.keywords(batch), **reward.arguments), batch.labels
+        )
     except Exception as error:  # whatever it is, it names the function
         raise calls.raised(reward, batch.labels, process_main.described(error)) from error
-    return Outcome(values=values, seconds=max(0.0, time.monotonic() - began - (Pool.starting - starting)))
+    return Outcome(
+        values=values, seconds=max(0.0, time.monotonic() - began - (Pool.starting - starting))
+    )

@@ -1,7 +1,9 @@
-r"""Reading LaTeX and plain mathematics as far as numbers, roots, powers, products and sums go: `\frac{1+\sqrt{5}}{2}`.
+r"""Reading LaTeX and plain mathematics as far as numbers, roots, powers, products and sums go:
+`\frac{1+\sqrt{5}}{2}`.
 
-What it reads is compared by our own rules; what it does not read (functions, indices, matrices, words) is None, and left to others.
-One pass over at most 2,000 characters; nothing is evaluated that a plain number does not need.
+What it reads is compared by our own rules; what it does not read (functions, indices, matrices,
+words) is None, and left to others. One pass over at most 2,000 characters; nothing is evaluated
+that a plain number does not need.
 """
 
 from __future__ import annotations
@@ -75,13 +77,17 @@ _TOKEN = re.compile(
 
 
 def plain(text: str) -> str:
-    r"""The same mathematics with fewer ways to write it: no unicode signs, no spacing or sizes, `\text` for every font of words.
+    r"""The same mathematics with fewer ways to write it: no unicode signs, no spacing or sizes,
+    `\text` for every font of words.
 
     >>> plain("−3\u202f×\u202fx²"), plain(r"\dfrac12\,\mathrm{cm}"), plain(r"\left(1{,}000,\ 2\right)")
     ('-3 \\times x^{2}', '\\frac{1}{2} \\text{cm}', '(1000, 2)')
     """
     if not text.isascii():
-        text = _RAISED.sub(lambda match: f"^{{{match.group().translate(_RAISED_TO)}}}", text.translate(MINUS).translate(_UNICODE))
+        text = _RAISED.sub(
+            lambda match: f"^{{{match.group().translate(_RAISED_TO)}}}",
+            text.translate(MINUS).translate(_UNICODE),
+        )
         text = "".join(map(_ascii, text))
     if not _TABULAR.search(text):
         text = _DOUBLED.sub("", text)
@@ -100,7 +106,9 @@ def _braced(match: re.Match[str]) -> str:
 
 
 def _ascii(char: str) -> str:
-    """A character of another width, a digit of another script, half a fraction; others as they are, invisible ones not at all."""
+    """A character of another width, a digit of another script, half a fraction; others as they are,
+    invisible ones not at all.
+    """
     kind = unicodedata.category(char)
     if char.isascii() or unicodedata.decomposition(char).startswith(("<sub>", "<super>")):
         return char
@@ -112,7 +120,10 @@ def _ascii(char: str) -> str:
 
 
 def _unstyled(match: re.Match[str]) -> str:
-    inner, before = match[1].strip(), match.string[max(0, match.start() - 3) : match.start()].rstrip()
+    inner, before = (
+        match[1].strip(),
+        match.string[max(0, match.start() - 3) : match.start()].rstrip(),
+    )
     if len(inner) == 1 and inner not in "eid" and before[-1:] and before[-1] in "0123456789})":
         return rf"\text{{{inner}}}"  # 5 m
     if len(inner) <= 1 or not any(char.isalpha() for char in inner):
@@ -130,7 +141,9 @@ class Node:
     value: Fraction | None = None
     """Exact, where it is rational and cheap to work out."""
     decimals: int = -1
-    """Digits behind the point of a number that is written as a decimal, trailing zeros aside; -1: of any other."""
+    """Digits behind the point of a number that is written as a decimal, trailing zeros aside; -1:
+    of any other.
+    """
     literal: bool = False
     """A number as it is written down: 12, 1.5, -3/4, 1 1/2, 2 x 10^5."""
     undone: bool = False
@@ -153,16 +166,20 @@ class Node:
 
     @cached_property
     def tiny(self) -> bool:
-        """It holds a number other than 0 that is nearer to 0 than a millionth: math-verify takes all of these for one."""
+        """It holds a number other than 0 that is nearer to 0 than a millionth: math-verify takes
+        all of these for one.
+        """
         near = self.value is not None and 0 < abs(self.value) < Fraction(1, 10**6)
         return near or any(part.tiny for part in self.args if isinstance(part, Node))
 
 
 def numbers_equal(gold: Node, answer: Node) -> bool:
-    """Whether two expressions with a value are equal: exactly, or the one with fewer decimals is the other one rounded.
+    """Whether two expressions with a value are equal: exactly, or the one with fewer decimals is
+    the other one rounded.
 
-    A rounded number has six decimals at least, and four correct digits beside a fraction, root or the like, six beside a decimal.
-    What differs only beyond the twelfth of fifteen digits or more is equal too: floats as tables write them.
+    A rounded number has six decimals at least, and four correct digits beside a fraction, root or
+    the like, six beside a decimal. What differs only beyond the twelfth of fifteen digits or more
+    is equal too: floats as tables write them.
 
     >>> half, third, rounded, tiny = (parse(text) for text in ("1/2", "1/3", "0.333333", "0.0000002"))
     >>> numbers_equal(half, parse("0.50")), numbers_equal(third, rounded), numbers_equal(third, half)
@@ -174,9 +191,13 @@ def numbers_equal(gold: Node, answer: Node) -> bool:
     if gold.value == answer.value:
         return True
     written = ((gold.decimals, abs(gold.value)), (answer.decimals, abs(answer.value)))
-    (decimals, _), (others, size) = sorted(written, key=lambda one: one[0] if one[0] >= 0 else 1 << 30)
+    (decimals, _), (others, size) = sorted(
+        written, key=lambda one: one[0] if one[0] >= 0 else 1 << 30
+    )
     apart = abs(gold.value - answer.value)
-    if apart * 10**12 <= size and any(digits >= 0 and value * 10**digits >= 10**14 for digits, value in written):
+    if apart * 10**12 <= size and any(
+        digits >= 0 and value * 10**digits >= 10**14 for digits, value in written
+    ):
         return True
     if decimals < 6 or decimals == others:
         return False
@@ -191,7 +212,8 @@ class _Unreadable(Exception):
 
 @lru_cache(maxsize=8192)
 def parse(text: str) -> Node | None:
-    r"""The expression that a text (see `plain`) is; None if it is none, or none of those that are read here.
+    r"""The expression that a text (see `plain`) is; None if it is none, or none of those that are
+    read here.
 
     >>> parse(r"\frac{6}{4}").value, parse("81 + 14").undone, parse(r"2\sqrt{3}").undone, parse("4 5")
     (Fraction(3, 2), True, False, None)
@@ -205,7 +227,9 @@ def parse(text: str) -> Node | None:
 
 
 class _Parser:
-    """Recursive descent.  `at` is the next token: a number or symbol, or the text of a sign or command; None at the end."""
+    """Recursive descent.  `at` is the next token: a number or symbol, or the text of a sign or
+    command; None at the end.
+    """
 
     def __init__(self, text: str) -> None:
         self._tokens = iter(list(_tokens(text)))
@@ -264,7 +288,13 @@ class _Parser:
             if not (whole and self._took("/")):
                 raise _Unreadable  # "4 5" is no product
             right = _quotient(right, self._power())
-        if whole and right.kind == "quotient" and right.literal and right.value is not None and 0 < right.value < 1:
+        if (
+            whole
+            and right.kind == "quotient"
+            and right.literal
+            and right.value is not None
+            and 0 < right.value < 1
+        ):
             assert left.value is not None
             return [Node("number", value=left.value + right.value, literal=True)]
         return [*factors, right]
@@ -307,7 +337,11 @@ class _Parser:
         if token == r"\frac":
             return _quotient(self._argument(), self._argument())
         if token == r"\sqrt":
-            index = self._group("]") if self._took("[") else Node("number", value=Fraction(2), literal=True)
+            index = (
+                self._group("]")
+                if self._took("[")
+                else Node("number", value=Fraction(2), literal=True)
+            )
             inner = self._argument()
             return Node("root", (inner, index), undone=inner.undone)
         raise _Unreadable
@@ -360,13 +394,21 @@ def _decimals(behind: int, exponent: int) -> int:
 
 
 def _small(value: Fraction) -> Fraction | None:
-    return value if max(value.numerator.bit_length(), value.denominator.bit_length()) <= LARGEST else None
+    return (
+        value
+        if max(value.numerator.bit_length(), value.denominator.bit_length()) <= LARGEST
+        else None
+    )
 
 
 def _negative(node: Node) -> Node:
     value = None if node.value is None else -node.value
     args = () if node.kind == "number" else (node,)
-    kind = node.kind if node.kind == "number" or (node.literal and node.kind == "quotient") else "negative"
+    kind = (
+        node.kind
+        if node.kind == "number" or (node.literal and node.kind == "quotient")
+        else "negative"
+    )
     return Node(kind, args, value, node.decimals, node.literal, node.undone)
 
 
@@ -385,9 +427,22 @@ def _product(factors: list[Node]) -> Node:
     values = [factor.value for factor in factors]
     value = None if None in values else _small(math.prod(values, start=Fraction(1)))  # type: ignore[arg-type]
     first, last = factors[0], factors[-1]
-    if len(factors) == 2 and first.kind == "number" and last.kind == "power" and last.args[0].value == 10 and value is not None:
-        return Node("number", value=value, decimals=_decimals(max(first.decimals, 0), int(last.args[1].value)), literal=True)
-    undone = any(factor.undone for factor in factors) or sum(value is not None for value in values) > 1
+    if (
+        len(factors) == 2
+        and first.kind == "number"
+        and last.kind == "power"
+        and last.args[0].value == 10
+        and value is not None
+    ):
+        return Node(
+            "number",
+            value=value,
+            decimals=_decimals(max(first.decimals, 0), int(last.args[1].value)),
+            literal=True,
+        )
+    undone = (
+        any(factor.undone for factor in factors) or sum(value is not None for value in values) > 1
+    )
     return Node("product", tuple(factors), value, undone=undone)
 
 
@@ -397,7 +452,11 @@ def _quotient(above: Node, below: Node) -> Node:
         value = _small(above.value / below.value)
     whole = all(part.kind == "number" and part.decimals < 0 for part in (above, below))
     literal = whole and value is not None and value.denominator > 1
-    undone = above.undone or below.undone or (above.value is not None and below.value is not None and not literal)
+    undone = (
+        above.undone
+        or below.undone
+        or (above.value is not None and below.value is not None and not literal)
+    )
     return Node("quotient", (above, below), value, literal=literal, undone=undone)
 
 

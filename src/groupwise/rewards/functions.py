@@ -1,9 +1,11 @@
-"""The worker process's part of reward functions: it imports, describes and calls them, and checks what they returned.
+"""The worker process's part of reward functions: it imports, describes and calls them, and checks
+what they returned.
 
-A function is called on the main thread, with its own copy of every argument for each completion: changing one alters neither the
-data, nor the record, nor the arguments of another completion.
+A function is called on the main thread, with its own copy of every argument for each completion:
+changing one alters neither the data, nor the record, nor the arguments of another completion.
 
-It imports little: worker processes start with it.  What few functions need is imported with the first of them.
+It imports little: worker processes start with it.  What few functions need is imported with the
+    first of them.
 """
 
 from __future__ import annotations
@@ -56,11 +58,19 @@ class RewardCall:
         return Notes(len(self.labels), single=self.single)
 
     def keywords(self, notes: Notes) -> dict[str, Any]:
-        """Keyword arguments, nothing in them shared between completions; fixed arguments are copies."""
+        """Keyword arguments, nothing in them shared between completions; fixed arguments are
+        copies.
+        """
         rows = [pickle.loads(row) for row in self.pickled]
-        columns = rows[0] if self.single else {name: [row[name] for row in rows] for name in rows[0]}
+        columns = (
+            rows[0] if self.single else {name: [row[name] for row in rows] for name in rows[0]}
+        )
         asks = [name for name in self.reward.signature.asks if name in RUN_PARAMETERS]
-        return columns | copy.deepcopy(dict(self.reward.arguments)) | notes.parameters(asks, self.state)
+        return (
+            columns
+            | copy.deepcopy(dict(self.reward.arguments))
+            | notes.parameters(asks, self.state)
+        )
 
     def ended(self, returned: Any, notes: Notes, began: float) -> dict[str, Any]:
         """The answer of a call that has come to its end.  Raises RewardError for what is no reward."""
@@ -71,31 +81,47 @@ class RewardCall:
         """The answer of a call that raised.   keywords: what it was called with."""
         columns = [
             self.labels,
-            *(keywords[name] for name in self.reward.signature.asks if name in keywords and name not in RUN_PARAMETERS),
+            *(
+                keywords[name]
+                for name in self.reward.signature.asks
+                if name in keywords and name not in RUN_PARAMETERS
+            ),
         ]
         return described(error) | {"index": 0 if self.single else handled(error, columns)}
 
 
 def handled(error: BaseException, columns: Sequence[Sequence[Any]]) -> int | None:
-    """Which completion a function of many was at work on when it raised, by the variables of its frames; None: they do not show it.
+    """Which completion a function of many was at work on when it raised, by the variables of its
+    frames; None: they do not show it.
 
     columns: objects that belong to the completions, an entry each.
     """
 
-    def unique(one: object) -> bool:  # Python has one object for all equal small numbers, and for equal texts of one character
+    def unique(
+        one: object,
+    ) -> (
+        bool
+    ):  # Python has one object for all equal small numbers, and for equal texts of one character
         return isinstance(one, list | dict) or (isinstance(one, str) and len(one) > 1)
 
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for frame in reversed(frames):
         variables = {id(value) for value in frame.f_locals.values()}
-        places = {n for column in columns for n, one in enumerate(column) if unique(one) and id(one) in variables}
+        places = {
+            n
+            for column in columns
+            for n, one in enumerate(column)
+            if unique(one) and id(one) in variables
+        }
         if places:
             return places.pop() if len(places) == 1 else None
     return None
 
 
 def worker(specs: Sequence[str]) -> Callable[..., Any]:
-    """In a worker: what answers its requests.  `specs`: functions to import now, so that no call waits for it."""
+    """In a worker: what answers its requests.  `specs`: functions to import now, so that no call
+    waits for it.
+    """
     functions = Functions()
     for spec in specs:
         functions.find(spec)
@@ -105,8 +131,9 @@ def worker(specs: Sequence[str]) -> Callable[..., Any]:
 class Functions:
     """Reward functions by name, and calls of them.
 
-    The answer to a call has `values`, `notes` and `seconds`; or `late`, of an asynchronous one that ran out of time; or it is an
-    exception in words (`process_main.described`).  After a failure those that have not ended have none.
+    The answer to a call has `values`, `notes` and `seconds`; or `late`, of an asynchronous one that
+    ran out of time; or it is an exception in words (`process_main.described`).  After a failure
+    those that have not ended have none.
     """
 
     def __init__(self, live: Mapping[str, Any] | None = None) -> None:
@@ -119,18 +146,26 @@ class Functions:
         """The function behind a name.  Raises ConfigError."""
         if spec not in self._functions:
             what = f"reward function {spec!r}"
-            self._functions[spec] = imported(what, spec, callable_only=True) if ":" in spec else _builtin(spec)
+            self._functions[spec] = (
+                imported(what, spec, callable_only=True) if ":" in spec else _builtin(spec)
+            )
         return self._functions[spec]
 
     def answer(self, what: str, *request: Any) -> Any:
-        """`describe`: a function, arguments and columns in, its signature out.  `call`: calls in, their answers out."""
+        """`describe`: a function, arguments and columns in, its signature out.  `call`: calls in,
+        their answers out.
+        """
         return self._describe(*request) if what == "describe" else self.run(request)
 
-    def _describe(self, spec: str, name: str, arguments: Mapping[str, Any], columns: Sequence[str]) -> dict[str, Any]:
+    def _describe(
+        self, spec: str, name: str, arguments: Mapping[str, Any], columns: Sequence[str]
+    ) -> dict[str, Any]:
         return asdict(read_signature(self.find(spec), name, arguments, columns))
 
     def run(self, calls: Sequence[RewardCall]) -> Iterator[dict[str, Any] | None]:
-        """The answers to calls: plain ones, made in order, then asynchronous ones, made side by side."""
+        """The answers to calls: plain ones, made in order, then asynchronous ones, made side by
+        side.
+        """
         failed = False
         for call in calls:
             if not call.asynchronous:
@@ -150,15 +185,21 @@ class Functions:
         try:
             keywords = call.keywords(notes)
             return call.ended(self._inner(call)(**keywords), notes, began)
-        except BaseException as error:  # SystemExit and KeyboardInterrupt too: nobody but the function can have raised them here
+        # SystemExit and KeyboardInterrupt too: nobody but the function can have raised them here
+        except BaseException as error:
             return call.raised(error, keywords)
 
     def _side_by_side(self, calls: Sequence[RewardCall]) -> Iterator[dict[str, Any] | None]:
-        """The answers to asynchronous calls.  After a failure the others are cancelled: none runs into the next request."""
-        import asyncio  # as much to import as the rest of a worker, and most workers call no asynchronous function
+        """The answers to asynchronous calls.  After a failure the others are cancelled: none runs
+        into the next request.
+        """
+        # as much to import as the rest of a worker, and most workers call no asynchronous function
+        import asyncio
 
         async def in_time(call: RewardCall, keywords: dict[str, Any]) -> asyncio.Task[Any] | None:
-            """A task that has ended; None: it was out of time, and has been cancelled, as it is if this is cancelled."""
+            """A task that has ended; None: it was out of time, and has been cancelled, as it is if
+            this is cancelled.
+            """
             task = asyncio.ensure_future(_contained(self._inner(call), keywords))
             try:
                 done, _ = await asyncio.wait([task], timeout=call.reward.timeout)
@@ -172,8 +213,15 @@ class Functions:
             try:
                 keywords = call.keywords(notes)
                 task = await in_time(call, keywords)
-                return {"late": time.monotonic() - began} if task is None else call.ended(task.result(), notes, began)
-            except (Exception, asyncio.CancelledError) as error:  # whatever a function raises is an answer, judged in one place
+                return (
+                    {"late": time.monotonic() - began}
+                    if task is None
+                    else call.ended(task.result(), notes, began)
+                )
+            except (
+                Exception,
+                asyncio.CancelledError,
+            ) as error:  # whatever a function raises is an answer, judged in one place
                 return call.raised(error, keywords)
 
         loop = self._loop = self._loop or asyncio.new_event_loop()
@@ -181,7 +229,9 @@ class Functions:
         running, cancelled = set(tasks), set[asyncio.Task[Any]]()
         for task in tasks:
             while task in running:
-                ended, running = loop.run_until_complete(asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED))
+                ended, running = loop.run_until_complete(
+                    asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                )
                 if running and any("error" in job.result() for job in ended):
                     cancelled, running = running, set()
                     for job in cancelled:
@@ -195,10 +245,14 @@ async def _contained(function: Callable[..., Any], keywords: Mapping[str, Any]) 
     try:
         return await function(**keywords)
     except (SystemExit, KeyboardInterrupt) as error:
-        raise RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__) from error
+        raise RuntimeError(f"{type(error).__name__}: {error}").with_traceback(
+            error.__traceback__
+        ) from error
 
 
 def _builtin(name: str) -> Callable[..., Any]:
-    from groupwise.rewards.registry import builtin_function  # a worker is given one only if it has a timeout
+    from groupwise.rewards.registry import (
+        builtin_function,
+    )  # a worker is given one only if it has a timeout
 
     return builtin_function(name)

@@ -1,8 +1,10 @@
-"""Whether two mathematical answers are equal: by our own rules at once, else by math-verify in worker processes that can be killed.
+"""Whether two mathematical answers are equal: by our own rules at once, else by math-verify in
+worker processes that can be killed.
 
-sympy evaluates what it reads: `9^{9^{9^{9}}}` or a nest of 3,000 braces takes it hours or gigabytes, its own timeouts need the
-main thread's SIGALRM, and 11 of 31 hostile strings never return in any other thread.  Here every comparison has a deadline in
-processor time (the same verdict on a loaded machine), a wall-clock one behind it, and 2 GiB of memory.
+sympy evaluates what it reads: `9^{9^{9^{9}}}` or a nest of 3,000 braces takes it hours or
+gigabytes, its own timeouts need the main thread's SIGALRM, and 11 of 31 hostile strings never
+return in any other thread.  Here every comparison has a deadline in processor time (the same
+verdict on a loaded machine), a wall-clock one behind it, and 2 GiB of memory.
 """
 
 from __future__ import annotations
@@ -38,7 +40,11 @@ class Checker:
 
     def __init__(self, *, workers: int | None = None) -> None:
         """`workers`: processes; default: half of the cores, at most four."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
         self.pool = Pool(
             "groupwise.rewards.math_checker:judge",
             size=workers or min(4, max(1, cores // 2)),
@@ -51,20 +57,32 @@ class Checker:
         self._cache: dict[Pair, float | None] = {}
 
     def compare(self, pairs: Sequence[Pair]) -> list[float | None]:
-        """One verdict per (gold, answer) pair, from any thread; an answer of None is no answer (0.0 if the gold can be read).
+        """One verdict per (gold, answer) pair, from any thread; an answer of None is no answer (0.0
+        if the gold can be read).
 
-        An answer that cannot be compared within the deadline is not equal; a gold that cannot be read within it is None.
+        An answer that cannot be compared within the deadline is not equal; a gold that cannot be
+        read within it is None.
         Raises RewardError if no worker can start.
         """
         pairs = [
-            (gold, answer if answer is None or gold == answer or len(answer) <= LONGEST_ANSWER else None) for gold, answer in pairs
+            (
+                gold,
+                (
+                    answer
+                    if answer is None or gold == answer or len(answer) <= LONGEST_ANSWER
+                    else None
+                ),
+            )
+            for gold, answer in pairs
         ]
         verdicts = {pair: self._at_once(*pair) for pair in pairs}
         unknown = [pair for pair, verdict in verdicts.items() if verdict is _UNKNOWN]
         readable: dict[str, bool] = {}
         for (gold, answer), outcome in zip(unknown, self._outcomes(unknown), strict=True):
             failed = isinstance(outcome, Exception)
-            if failed and gold not in readable:  # whose fault?  If the gold compares with a 1 in time, the answer's.
+            if (
+                failed and gold not in readable
+            ):  # whose fault?  If the gold compares with a 1 in time, the answer's.
                 readable[gold] = isinstance(self._outcomes([(gold, "1")])[0], float)
             verdicts[gold, answer] = (0.0 if readable[gold] else None) if failed else outcome
         if len(self._cache) >= CACHED:
@@ -73,17 +91,27 @@ class Checker:
         return [verdicts[pair] for pair in pairs]
 
     def recompute(self, golds: Sequence[str]) -> list[float | None]:
-        """Whether each gold equals itself, by computation and not by its text; None if it cannot be read or compared in time."""
-        # Equal expressions are recognised without evaluating them, so a gold has to survive a comparison with a 1 too.
-        known = {pair: _by_rules(*pair) for gold in golds for pair in ((gold, form_of(gold).text), (gold, "1"))}
+        """Whether each gold equals itself, by computation and not by its text; None if it cannot be
+        read or compared in time.
+        """
+        # Equal expressions are recognised without evaluating them, so a gold has to survive a
+        # comparison with a 1 too.
+        known = {
+            pair: _by_rules(*pair)
+            for gold in golds
+            for pair in ((gold, form_of(gold).text), (gold, "1"))
+        }
         unknown = [pair for pair, verdict in known.items() if verdict is _UNKNOWN]
         known |= zip(unknown, self._outcomes(unknown), strict=True)
         of_gold = [(known[gold, form_of(gold).text], known[gold, "1"]) for gold in golds]
-        return [itself if isinstance(itself, float) and isinstance(one, float) else None for itself, one in of_gold]
+        return [
+            itself if isinstance(itself, float) and isinstance(one, float) else None
+            for itself, one in of_gold
+        ]
 
     def _outcomes(self, pairs: Sequence[Pair]) -> list[Any]:
-        """What the comparisons gave, or raised.  One that died or met the wall clock is made again: memory or a machine that stood
-        still may have ended it, and not its answer."""
+        """What the comparisons gave, or raised.  One that died or met the wall clock is made again:
+        memory or a machine that stood still may have ended it, and not its answer."""
         try:
             outcomes = self.pool.map(pairs)
             broken = [
@@ -91,10 +119,14 @@ class Checker:
                 for place, one in enumerate(outcomes)
                 if isinstance(one, TimeoutError) or (isinstance(one, Died) and not one.cpu)
             ]
-            for place, again in zip(broken, self.pool.map([pairs[place] for place in broken]), strict=True):
+            for place, again in zip(
+                broken, self.pool.map([pairs[place] for place in broken]), strict=True
+            ):
                 outcomes[place] = again
         except NotStarted as error:
-            raise RewardError(f"the worker process that compares answers could not start: {error}") from error.__cause__
+            raise RewardError(
+                f"the worker process that compares answers could not start: {error}"
+            ) from error.__cause__
         return outcomes
 
     def _at_once(self, gold: str, answer: str | None) -> Any:
@@ -102,7 +134,11 @@ class Checker:
         verdict = _by_rules(gold, answer)
         if verdict is not _UNKNOWN:
             return verdict
-        return 1.0 if answer is not None and gold.strip() == answer.strip() else self._cache.get((gold, answer), _UNKNOWN)
+        return (
+            1.0
+            if answer is not None and gold.strip() == answer.strip()
+            else self._cache.get((gold, answer), _UNKNOWN)
+        )
 
 
 def _by_rules(gold: str, answer: str | None) -> Any:
@@ -129,13 +165,20 @@ def judge() -> Callable[[str, str | None], float | None]:
     try:
         from math_verify import parse, verify
     except ImportError as missing:
-        raise RewardError("the reward 'accuracy' needs the package math-verify: pip install math-verify==0.9.0") from missing
+        raise RewardError(
+            "the reward 'accuracy' needs the package math-verify: pip install math-verify==0.9.0"
+        ) from missing
     logging.disable(logging.CRITICAL)
 
     def read(text: str) -> list:
-        # No timeouts of its own: they would take SIGALRM, and the worker is killed from outside anyway.
-        # A bare expression is boxed, which is where math-verify reads LaTeX best; prose is left for it to search.
-        bare = "$" not in text.replace("\\$", "") and "\n" not in text and (len(text) <= 100 or "\\" in text)
+        # No timeouts of its own: they would take SIGALRM, and the worker is killed from outside
+        # anyway. A bare expression is boxed, which is where math-verify reads LaTeX best; prose is
+        # left for it to search.
+        bare = (
+            "$" not in text.replace("\\$", "")
+            and "\n" not in text
+            and (len(text) <= 100 or "\\" in text)
+        )
         return parse(f"\\boxed{{{text}}}" if bare else text, parsing_timeout=None)  # type: ignore[arg-type]
 
     def library(gold: str, answer: str | None) -> float | None:
@@ -149,14 +192,16 @@ def judge() -> Callable[[str, str | None], float | None]:
     def compare(gold: str, answer: str | None) -> float | None:
         return decide(gold, answer, library)
 
-    # What the first comparisons load and build takes 0.3 s, which is not to be counted against whoever comes first.
+    # What the first comparisons load and build takes 0.3 s, which is not to be counted against
+    # whoever comes first.
     compare(r"\frac{1}{2}", "x")
     compare(r"\frac{\sqrt{3}}{7}", "1")
     return compare
 
 
 def _apart(gold: Any, answer: Any) -> bool:
-    """Whether two sympy objects are constants that differ by more than rounding: math-verify rounds both to six decimals.
+    """Whether two sympy objects are constants that differ by more than rounding: math-verify rounds
+    both to six decimals.
 
     A float is as exact as it is written, with six decimals at least and four digits that count.
     """

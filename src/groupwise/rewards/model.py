@@ -1,8 +1,9 @@
 """A trained model as a reward: token ids in, scores out, on the very ids that it was trained on.
 
-Where the policy's tokenizer and the reward model's agree, the policy's ids are scored as they are, EOS included: nothing is decoded
-and encoded again.  Where they differ, the reward model reads the messages that the policy read (or the text, where that was none)
-through its own chat template; without one it reads their texts, one a line.
+Where the policy's tokenizer and the reward model's agree, the policy's ids are scored as they are,
+EOS included: nothing is decoded and encoded again.  Where they differ, the reward model reads the
+messages that the policy read (or the text, where that was none) through its own chat template;
+without one it reads their texts, one a line.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
 By = Literal["newline", "regex", "tokens"]
 
 POSITIONS = 16384
-"""Packed positions that are scored at a time, unless a recipe says how many: nothing is kept of them for a backward pass."""
+"""Packed positions that are scored at a time, unless a recipe says how many: nothing is kept of
+them for a backward pass.
+"""
 
 
 @built_in("model")
@@ -48,9 +51,10 @@ def model_reward(
     """The score of a sequence-classification model with one label, from a folder or the hub.
 
     tokenizer: the policy's; None where there is no policy, and only texts are scored.
-    steps: cut completions into steps (`segment_steps`, with `pattern` or `ends`) and reward each: with a model that pools `mean` or
-    `sum` a step is worth its tokens' part, so that the steps of a completion add up to its score; with a process reward model, the
-    probability that it is right.  It then feeds `group.credit: process`; other credits see the sum.
+    steps: cut completions into steps (`segment_steps`, with `pattern` or `ends`) and reward each:
+        with a model that pools `mean` or `sum` a step is worth its tokens' part, so that the steps
+        of a completion add up to its score; with a process reward model, the probability that it is
+        right.  It then feeds `group.credit: process`; other credits see the sum.
     tokens_per_microbatch: packed positions scored at a time.   The others as in `model`.
 
     Everything but the weights is checked here; they are loaded at the first call.
@@ -60,25 +64,50 @@ def model_reward(
     from groupwise.models.loading import read_blueprint
 
     if tokens_per_microbatch < 1:
-        raise ConfigError(f"the reward 'model' needs tokens_per_microbatch >= 1, got {tokens_per_microbatch}")
-    settings = ModelSettings(path=path, dtype=dtype, device=device, attention=attention, trust_remote_code=trust_remote_code)  # type: ignore[arg-type]
+        raise ConfigError(
+            f"the reward 'model' needs tokens_per_microbatch >= 1, got {tokens_per_microbatch}"
+        )
+    settings = ModelSettings(
+        path=path,
+        dtype=dtype,
+        device=device,
+        attention=attention,
+        trust_remote_code=trust_remote_code,
+    )  # type: ignore[arg-type]
     scorer = _Scorer(tokenizer, read_blueprint(settings), settings, tokens_per_microbatch)
     pooling = scorer.pooling
     if steps is None:
         if pooling == "steps":
-            raise ConfigError(f"{path} is a process reward model: say how completions are cut, e.g. args: {{steps: newline}}")
+            raise ConfigError(
+                f"{path} is a process reward model: say how completions are cut, e.g. args:"
+                " {steps: newline}"
+            )
         return scorer.by_ids if scorer.same_ids else scorer.by_text
     if pooling == "last":
         raise ConfigError(
-            f"{path} reads one score at the last token, which has no parts: steps need reward_model.pooling: mean or sum, or a prm"
+            f"{path} reads one score at the last token, which has no parts: steps need"
+            " reward_model.pooling: mean or sum, or a prm"
         )
     if not scorer.same_ids:
-        raise ConfigError(f"{path} has another tokenizer than the policy: steps are rewarded at the policy's own tokens")
-    segment_steps([], lambda ids: (), by=steps, pattern=pattern, ends=ends)  # refuses bad arguments now
+        raise ConfigError(
+            f"{path} has another tokenizer than the policy: steps are rewarded at the policy's own"
+            " tokens"
+        )
+    segment_steps(
+        [], lambda ids: (), by=steps, pattern=pattern, ends=ends
+    )  # refuses bad arguments now
 
-    def by_steps(prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> list[Steps]:
-        cut = [segment_steps(ids, scorer.vocabulary.texts, by=steps, pattern=pattern, ends=ends) for ids in completion_ids]
-        return [step_rewards(pooling, *both) for both in zip(scorer.tokens(prompt_ids, completion_ids), cut, strict=True)]
+    def by_steps(
+        prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
+    ) -> list[Steps]:
+        cut = [
+            segment_steps(ids, scorer.vocabulary.texts, by=steps, pattern=pattern, ends=ends)
+            for ids in completion_ids
+        ]
+        return [
+            step_rewards(pooling, *both)
+            for both in zip(scorer.tokens(prompt_ids, completion_ids), cut, strict=True)
+        ]
 
     return ProcessReward(by_steps)
 
@@ -86,14 +115,16 @@ def model_reward(
 def step_rewards(pooling: str, scores: np.ndarray, ends: Sequence[int]) -> Steps:
     """(end, reward) of each step from the numbers (n,) of a completion's tokens.
 
-    `mean`, `sum`: its tokens' part of the score, so that the steps add up to it.  `steps`: the logistic function of the number at
-    its end.
+    `mean`, `sum`: its tokens' part of the score, so that the steps add up to it.  `steps`: the
+    logistic function of the number at its end.
 
     >>> step_rewards("mean", np.array([1.0, 3.0, 0.0, 4.0]), [1, 3])
     [(1, 1.0), (3, 1.0)]
     """
     if pooling == "steps":
-        return [(end, float(1.0 / (1.0 + np.exp(-np.clip(scores[end], -50.0, 50.0))))) for end in ends]
+        return [
+            (end, float(1.0 / (1.0 + np.exp(-np.clip(scores[end], -50.0, 50.0))))) for end in ends
+        ]
     from groupwise.models.reward_head import pool_weights
 
     parts = pool_weights(pooling, scores.size) * scores  # type: ignore[arg-type]
@@ -104,7 +135,13 @@ def step_rewards(pooling: str, scores: np.ndarray, ends: Sequence[int]) -> Steps
 class _Scorer:
     """A scoring model that is loaded when it is first asked."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, blueprint: Blueprint, settings: Any, budget: int) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        blueprint: Blueprint,
+        settings: Any,
+        budget: int,
+    ) -> None:
         from groupwise.models.reward_head import check_scorer
 
         check_scorer(blueprint.config, settings.path)
@@ -112,7 +149,9 @@ class _Scorer:
         self.pooling = str(blueprint.config.get("pooling") or "last")
         vocabulary = blueprint.tokenizer.get_vocab()
         self.checked = False
-        self.same_ids = tokenizer is not None and all(vocabulary.get(token) == i for token, i in tokenizer.get_vocab().items())
+        self.same_ids = tokenizer is not None and all(
+            vocabulary.get(token) == i for token, i in tokenizer.get_vocab().items()
+        )
 
     @cached_property
     def policy(self) -> Policy:
@@ -130,14 +169,21 @@ class _Scorer:
 
         return vocabulary.of(self.blueprint.tokenizer)
 
-    def by_ids(self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> list[float | None]:
+    def by_ids(
+        self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
+    ) -> list[float | None]:
         """Scores of the policy's own ids; None for a completion without tokens."""
         return self._scores(self._answers(prompt_ids, completion_ids))
 
     def by_text(
-        self, prompts: Sequence[Any], completions: Sequence[Any], finish_reasons: Sequence[str] | None = None
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        finish_reasons: Sequence[str] | None = None,
     ) -> list[float | None]:
-        """Scores of texts through this model's tokenizer, with a prompt as the user's message; a truncated one gets no end."""
+        """Scores of texts through this model's tokenizer, with a prompt as the user's message; a
+        truncated one gets no end.
+        """
         from groupwise.data.templates import Template
 
         tokenizer, ids = self.blueprint.tokenizer, list[tuple[list[int], list[int]]]()
@@ -147,16 +193,24 @@ class _Scorer:
             if not template.chat and not isinstance(prompt, str):
                 prompt = "\n".join(str(message["content"]) for message in prompt)
             question = template.ask([template.read({"prompt": prompt}, "a prompt")])[0]
-            answer = template.complete([question], [completion], self.blueprint.eos_ids)[0].tokens.tolist()
+            answer = template.complete([question], [completion], self.blueprint.eos_ids)[
+                0
+            ].tokens.tolist()
             ids.append((question.tokens.tolist(), answer[:-1] if reason == "length" else answer))
-        return self._scores(self._answers([prompt for prompt, _ in ids], [completion for _, completion in ids]))
+        return self._scores(
+            self._answers([prompt for prompt, _ in ids], [completion for _, completion in ids])
+        )
 
-    def tokens(self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    def tokens(
+        self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
+    ) -> list[np.ndarray]:
         """The head's number after every completion token."""
         from groupwise.models.reward_head import reads_tokens, score_tokens
 
         if not reads_tokens(self.policy):
-            raise RewardError(f"{self.settings.path} has no head for single tokens: leave steps out")
+            raise RewardError(
+                f"{self.settings.path} has no head for single tokens: leave steps out"
+            )
         answers = self._answers(prompt_ids, completion_ids)
         self._check(answers)
         return score_tokens(self.policy, answers, budget=self.budget)
@@ -169,22 +223,32 @@ class _Scorer:
             check_scores(self.policy, answers)
             self.checked = True
 
-    def _answers(self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> list[Answer]:
+    def _answers(
+        self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
+    ) -> list[Answer]:
         from groupwise.models.reward_head import Answer
 
         answers = []
         for prompt, completion in zip(prompt_ids, completion_ids, strict=True):
             if len(prompt) + len(completion) > self.blueprint.context:
                 raise RewardError(
-                    f"the reward model {self.settings.path} reads {self.blueprint.context} tokens, but a prompt and its completion "
-                    f"have {len(prompt)} + {len(completion)}: lower rollout.max_new_tokens or data.max_prompt_tokens"
+                    f"the reward model {self.settings.path} reads {self.blueprint.context} tokens,"
+                    f" but a prompt and its completion have {len(prompt)} + {len(completion)}:"
+                    " lower rollout.max_new_tokens or data.max_prompt_tokens"
                 )
-            prompt_m, completion_n = (np.asarray(ids, dtype=np.int64) for ids in (prompt, completion))
+            prompt_m, completion_n = (
+                np.asarray(ids, dtype=np.int64) for ids in (prompt, completion)
+            )
             answers.append(Answer(prompt_m.tobytes().hex(), prompt_m, completion_n))
         return answers
 
     def _scores(self, answers: Sequence[Answer]) -> list[float | None]:
-        from groupwise.models.reward_head import pool_weights, reads_tokens, score_tokens, whole_scores
+        from groupwise.models.reward_head import (
+            pool_weights,
+            reads_tokens,
+            score_tokens,
+            whole_scores,
+        )
 
         scored = [answer for answer in answers if answer.completion.size]
         if not scored:
@@ -192,7 +256,10 @@ class _Scorer:
         self._check(scored)
         if reads_tokens(self.policy):
             token_scores = score_tokens(self.policy, scored, budget=self.budget)
-            scores = [float(pool_weights(self.pooling, score_n.size) @ score_n) for score_n in token_scores]  # type: ignore[arg-type]
+            scores = [
+                float(pool_weights(self.pooling, score_n.size) @ score_n)
+                for score_n in token_scores
+            ]  # type: ignore[arg-type]
         else:
             scores = whole_scores(self.policy, scored)
         known = iter(scores)

@@ -1,9 +1,11 @@
-"""The built-in reward functions by name.  A new one is a pure function with the mark `@built_in("NAME")`.
+"""The built-in reward functions by name.  A new one is a pure function with the mark
+`@built_in("NAME")`.
 
-Their parameters are looked up by name: `prompts` and `completions` (strings, the chat template applied), `prompt_ids`,
-`completion_ids`, `finish_reasons`, `environment_rewards`, `gold`, or any column of the data.  Keyword-only parameters are what a
-recipe's `args` set; a function refuses bad ones even when it is called with no completions, which is how they are checked before
-a model is loaded.
+Their parameters are looked up by name: `prompts` and `completions` (strings, the chat template
+applied), `prompt_ids`, `completion_ids`, `finish_reasons`, `environment_rewards`, `gold`, or any
+column of the data.  Keyword-only parameters are what a recipe's `args` set; a function refuses bad
+ones even when it is called with no completions, which is how they are checked before a model is
+loaded.
 """
 
 from __future__ import annotations
@@ -20,13 +22,19 @@ from groupwise.utils.built_in import find_built_in
 from groupwise.utils.spelling import nearest
 
 GOLD_COLUMNS = ("answer", "solution")
-"""Where `gold` is taken from: the first of these that the data have, or the column that `args: {column: ...}` names."""
+"""Where `gold` is taken from: the first of these that the data have, or the column that `args:
+{column: ...}` names.
+"""
 
 MODEL = "model"
-"""The built-in that is made once from a recipe's `args` and the policy's tokenizer, and then called like anybody's function."""
+"""The built-in that is made once from a recipe's `args` and the policy's tokenizer, and then called
+like anybody's function.
+"""
 
 
-def find_builtin(settings: RewardSettings, columns: Collection[str], tokenizer: Any = None) -> Reward:
+def find_builtin(
+    settings: RewardSettings, columns: Collection[str], tokenizer: Any = None
+) -> Reward:
     """The built-in that the settings name, its arguments checked.  tokenizer: the policy's.
 
     Raises ConfigError for bad arguments or a column that the data lack.
@@ -57,14 +65,23 @@ def find_builtin(settings: RewardSettings, columns: Collection[str], tokenizer: 
 
 def _model(settings: RewardSettings, name: str, tokenizer: Any) -> Callable[..., Any]:
     model_reward = builtin_function(MODEL)
-    known = [p.name for p in inspect.signature(model_reward).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    known = [
+        p.name
+        for p in inspect.signature(model_reward).parameters.values()
+        if p.kind is p.KEYWORD_ONLY
+    ]
     for key in settings.args:
         if key not in known:
-            raise ConfigError(f"the reward {name!r} has no argument {key!r}; it takes: {listed(known)}")
+            raise ConfigError(
+                f"the reward {name!r} has no argument {key!r}; it takes: {listed(known)}"
+            )
     if "path" not in settings.args:
         raise ConfigError(f"the reward {name!r} needs args: {{path: ...}}")
     if settings.timeout is not None:
-        raise ConfigError(f"the reward {name!r} runs in this process, beside the policy, and cannot be stopped: leave timeout out")
+        raise ConfigError(
+            f"the reward {name!r} runs in this process, beside the policy, and cannot be stopped:"
+            " leave timeout out"
+        )
     return model_reward(tokenizer, **settings.args)
 
 
@@ -73,11 +90,17 @@ def builtin_function(name: str) -> Callable[..., Any]:
     if name in REWARDS:
         return find_built_in("rewards", name)
     near = nearest(name, REWARDS)
-    hint = f"did you mean {near!r}?" if near is not None else f"built-in: {', '.join(REWARDS)}; your own: module:function"
+    hint = (
+        f"did you mean {near!r}?"
+        if near is not None
+        else f"built-in: {', '.join(REWARDS)}; your own: module:function"
+    )
     raise ConfigError(f"there is no reward function {name!r}; {hint}")
 
 
-def _gold_column(name: str, function: Callable[..., Any], arguments: dict[str, Any], columns: Collection[str]) -> str | None:
+def _gold_column(
+    name: str, function: Callable[..., Any], arguments: dict[str, Any], columns: Collection[str]
+) -> str | None:
     """The column that a built-in's `gold` is taken from; takes `column` out of the arguments."""
     if "gold" not in inspect.signature(function).parameters:
         return None
@@ -87,6 +110,6 @@ def _gold_column(name: str, function: Callable[..., Any], arguments: dict[str, A
         if column in columns:
             return column
     raise ConfigError(
-        f"the reward {name!r} compares with the column {' or '.join(map(repr, wanted))}, {NO_COLUMN}; "
-        f"columns: {listed(columns)}; name yours by args: {{column: ...}}"
+        f"the reward {name!r} compares with the column {' or '.join(map(repr, wanted))},"
+        f" {NO_COLUMN}; columns: {listed(columns)}; name yours by args: {{column: ...}}"
     )

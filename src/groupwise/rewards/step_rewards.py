@@ -1,5 +1,5 @@
-"""Rewards of single steps: how a completion is cut into steps, what process reward functions return, and the signal that they are
-over the tokens of a completion.
+"""Rewards of single steps: how a completion is cut into steps, what process reward functions
+return, and the signal that they are over the tokens of a completion.
 
 n tokens of one completion
 
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 class ProcessReward:
     """Marks a reward function as one of steps; use it as a decorator.
 
-    The function has the signature of any reward function and returns, per completion, a list of (index of the step's last token,
-    reward) in rising order.  It feeds the credit `process` (DeepSeekMath 2402.03300, 4.1.3) through `Scored.signals["process"]`;
-    its column in `Scored.rewards` is the sum of its step rewards, None for a completion without steps.
+    The function has the signature of any reward function and returns, per completion, a list of
+    (index of the step's last token, reward) in rising order.  It feeds the credit `process`
+    (DeepSeekMath 2402.03300, 4.1.3) through `Scored.signals["process"]`; its column in
+    `Scored.rewards` is the sum of its step rewards, None for a completion without steps.
 
     >>> @ProcessReward
     ... def shorter(completion_ids):
@@ -52,16 +53,23 @@ Steps = list[tuple[int, float]]
 
 
 def checked_steps(name: str, values: Any, labels: Sequence[str]) -> list[Steps]:
-    """What a process reward function returned, as lists of (end token, reward).  Raises RewardError.
+    """What a process reward function returned, as lists of (end token, reward).  Raises
+    RewardError.
 
     >>> checked_steps("f", [[(1, 1), (3, 0.5)], []], ["0#0", "0#1"])
     [[(1, 1.0), (3, 0.5)], []]
     """
-    function, expected = f"the process reward function {name!r} returned", f"expected {len(labels)} lists of (end token, reward)"
+    function, expected = (
+        f"the process reward function {name!r} returned",
+        f"expected {len(labels)} lists of (end token, reward)",
+    )
     if not isinstance(values, list | tuple):
         raise RewardError(f"{function} {type(values).__name__}, {expected}, one per completion")
     if odd := {type(steps).__name__ for steps in values if not isinstance(steps, list | tuple)}:
-        raise RewardError(f"{function} {type(values).__name__} of {', '.join(sorted(odd))}, {expected}, one per completion")
+        raise RewardError(
+            f"{function} {type(values).__name__} of {', '.join(sorted(odd))}, {expected}, one per"
+            " completion"
+        )
     if len(values) != len(labels):
         raise RewardError(f"{function} {len(values)} lists, {expected}, one per completion")
     checked: list[Steps] = []
@@ -72,11 +80,19 @@ def checked_steps(name: str, values: Any, labels: Sequence[str]) -> list[Steps]:
                 end, reward = step
                 end, reward = int(end), float(reward)
             except (TypeError, ValueError) as error:
-                raise RewardError(f"{function} the step {step!r} for completion {label}, expected (end token, reward)") from error
+                raise RewardError(
+                    f"{function} the step {step!r} for completion {label}, expected (end token,"
+                    " reward)"
+                ) from error
             if not math.isfinite(reward):
-                raise RewardError(f"{function} the reward {reward:g} for a step of completion {label}")
+                raise RewardError(
+                    f"{function} the reward {reward:g} for a step of completion {label}"
+                )
             if end < 0 or (checked[-1] and end <= checked[-1][-1][0]):
-                raise RewardError(f"{function} the end tokens {[s[0] for s in steps]} for completion {label}: they rise from 0")
+                raise RewardError(
+                    f"{function} the end tokens {[s[0] for s in steps]} for completion {label}:"
+                    " they rise from 0"
+                )
             checked[-1].append((end, reward))
     return checked
 
@@ -89,10 +105,12 @@ def segment_steps(
     pattern: str | None = None,
     ends: Sequence[int] = (),
 ) -> list[int]:
-    r"""Cut a completion into steps; returns the index of each step's last token.  Every token belongs to exactly one step.
+    r"""Cut a completion into steps; returns the index of each step's last token.  Every token
+    belongs to exactly one step.
 
-    `newline`: a step ends with the token that completes a line with text in it.  `regex`: with the token that completes a match of
-    `pattern`.  `tokens`: with each token in `ends`.  What remains behind the last such end is a step too.
+    `newline`: a step ends with the token that completes a line with text in it.  `regex`: with the
+    token that completes a match of `pattern`.  `tokens`: with each token in `ends`.  What remains
+    behind the last such end is a step too.
 
     texts: gives the text of each token in its place (`data.vocabulary.Vocabulary.texts`).
 
@@ -112,7 +130,11 @@ def segment_steps(
     else:
         matches, written = _pattern(by, pattern), texts(tokens)
         reach = list(accumulate(map(len, written)))
-        stops = [match.end() for match in matches.finditer("".join(written)) if match.end() > match.start()]
+        stops = [
+            match.end()
+            for match in matches.finditer("".join(written))
+            if match.end() > match.start()
+        ]
         places = sorted({bisect_left(reach, end) for end in stops})
     last = len(tokens) - 1
     return places if last < 0 or (places and places[-1] == last) else [*places, last]
@@ -130,7 +152,8 @@ def _pattern(by: str, pattern: str | None) -> re.Pattern[str]:
 
 
 def step_signal(name: str, steps: Steps, length: int, label: str) -> np.ndarray:
-    """float64 (n,): each step's reward at its last token, NaN elsewhere.  Raises RewardError for an end outside the completion.
+    """float64 (n,): each step's reward at its last token, NaN elsewhere.  Raises RewardError for an
+    end outside the completion.
 
     >>> step_signal("f", [(0, 1.0), (2, 0.5)], 4, "0#0")
     array([1. , nan, 0.5, nan])
@@ -141,15 +164,17 @@ def step_signal(name: str, steps: Steps, length: int, label: str) -> np.ndarray:
     for end, reward in steps:
         if end >= length:
             raise RewardError(
-                f"the process reward function {name!r} ends a step of completion {label} at token {end}; it has {length} tokens"
+                f"the process reward function {name!r} ends a step of completion {label} at token"
+                f" {end}; it has {length} tokens"
             )
         signal[end] = reward
     return signal
 
 
 def with_turns(group: Scored) -> Scored:
-    """The group with the rewards that environments gave for turns: each stands in the signal `process` at the turn's last token,
-    beside what functions reward.  Unchanged if no completion is an episode."""
+    """The group with the rewards that environments gave for turns: each stands in the signal
+    `process` at the turn's last token, beside what functions reward.  Unchanged if no completion is
+    an episode."""
     import numpy as np
 
     if all(rollout.episode is None for rollout in group.rollouts):

@@ -1,6 +1,8 @@
-"""The state of the run that reward functions can read, and the metrics and columns that they can log.
+"""The state of the run that reward functions can read, and the metrics and columns that they can
+log.
 
-The names are TRL's: `trainer_state`, `log_metric`, `log_extra`.  A function asks for them by name.  It may run in another
+The names are TRL's: `trainer_state`, `log_metric`, `log_extra`.  A function asks for them by name.
+It may run in another
 process: what it logs comes back with its rewards.
 """
 
@@ -38,13 +40,16 @@ class Notes:
     """
 
     def __init__(self, count: int, *, single: bool = False) -> None:
-        """count: completions of the call.   single: the function takes one completion, and logs one value of it."""
+        """count: completions of the call.   single: the function takes one completion, and logs one
+        value of it.
+        """
         self.count, self.single = count, single
         self.metrics: dict[str, list[float]] = {}
         self.columns: dict[str, list[Any]] = {}
 
     def log_metric(self, name: str, value: float) -> None:
-        """A number of this call; it is in the step's metrics as `log/NAME`, the mean where it is logged several times.
+        """A number of this call; it is in the step's metrics as `log/NAME`, the mean where it is
+        logged several times.
 
         What is not finite is left out of the mean; where nothing else was logged the metric is NaN.
         Raises TypeError or ValueError for what is no name or no number.
@@ -52,24 +57,33 @@ class Notes:
         self.metrics.setdefault(_name("log_metric", name), []).append(float(value))
 
     def log_extra(self, column: str, values: Any) -> None:
-        """A value for each completion; it is in the table of the step's rollouts as the column `extra/COLUMN`, in JSON.
+        """A value for each completion; it is in the table of the step's rollouts as the column
+        `extra/COLUMN`, in JSON.
 
-        Raises TypeError or ValueError for what is no name, or no list of as many values as there are completions.
+        Raises TypeError or ValueError for what is no name, or no list of as many values as there
+        are completions.
         """
         if self.single:
             values = [values]
         if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
             raise TypeError(
-                f"log_extra({column!r}, ...) takes a list with a value for each completion, got a {type(values).__name__}"
+                f"log_extra({column!r}, ...) takes a list with a value for each completion, got a"
+                f" {type(values).__name__}"
             )
         if len(values) != self.count:
             wanted = f"{counted(self.count, 'value')}, one for each completion"
             raise ValueError(f"log_extra({column!r}, ...) takes {wanted}, got {len(values)}")
-        self.columns[_name("log_extra", column)] = [json.loads(json.dumps(value, default=_plain)) for value in values]
+        self.columns[_name("log_extra", column)] = [
+            json.loads(json.dumps(value, default=_plain)) for value in values
+        ]
 
     def parameters(self, names: Sequence[str], state: TrainerState) -> dict[str, Any]:
         """The keyword arguments for a function that asks for some of `RUN_PARAMETERS`."""
-        every: dict[str, Any] = {"trainer_state": state, "log_metric": self.log_metric, "log_extra": self.log_extra}
+        every: dict[str, Any] = {
+            "trainer_state": state,
+            "log_metric": self.log_metric,
+            "log_extra": self.log_extra,
+        }
         return {name: every[name] for name in names}
 
     def as_json(self) -> dict[str, Any]:
@@ -89,14 +103,16 @@ def _plain(value: Any) -> Any:
 
 
 def joined(logs: Sequence[Mapping[str, Any]], counts: Sequence[int]) -> dict[str, Any]:
-    """The logs of several calls joined into one; completions of a call that logged nothing have None.   counts: completions of
-    each.
+    """The logs of several calls joined into one; completions of a call that logged nothing have
+    None.   counts: completions of each.
 
     >>> joined([{"metrics": {"a": [1.0]}, "columns": {}}, {}, {"metrics": {"a": [0.0]}, "columns": {"b": [7]}}], [1, 1, 1])
     {'metrics': {'a': [1.0, 0.0]}, 'columns': {'b': [None, None, 7]}}
     """
     metrics: dict[str, list[float]] = {}
-    columns: dict[str, list[Any]] = {column: [] for entry in logs for column in entry.get("columns", {})}
+    columns: dict[str, list[Any]] = {
+        column: [] for entry in logs for column in entry.get("columns", {})
+    }
     for entry, count in zip(logs, counts, strict=True):
         for name, values in entry.get("metrics", {}).items():
             metrics.setdefault(name, []).extend(values)

@@ -1,4 +1,6 @@
-r"""Units behind a number: parted from it, and compared where both are known: `18 \text{ m}`, `5 miles per hour`, `90^\circ`."""
+r"""Units behind a number: parted from it, and compared where both are known: `18 \text{ m}`, `5
+miles per hour`, `90^\circ`.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,12 @@ from groupwise.rewards.expressions import NAMES
 
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _AFTER = re.compile(r"\s*(?:[€£¥₹₩₽₿¢]|\\?%\s*(?:points?)?)$")
-_DEGREES = re.compile(r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degree)\s*(?:\\text\{\s*([CFK])\w*\s*\}|([CFK]))?$")
-_UNIT_TEXT = re.compile(r"(?:\\text\{[^{}]*\}|\^\s*(?:\{\s*-?\d\s*\}|\d)|/|\\cdot(?![A-Za-z])|[\s.])+")
+_DEGREES = re.compile(
+    r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degree)\s*(?:\\text\{\s*([CFK])\w*\s*\}|([CFK]))?$"
+)
+_UNIT_TEXT = re.compile(
+    r"(?:\\text\{[^{}]*\}|\^\s*(?:\{\s*-?\d\s*\}|\d)|/|\\cdot(?![A-Za-z])|[\s.])+"
+)
 _RAISED = re.compile(r"\s*\^\s*\{?\s*([23])\s*\}?$")
 _UNIT_WORDS = re.compile(r"[^\W\d_][^\W\d_\s./'’-]*(?:[\s./'’-]+[^\W\d_]*)*")
 _SMALL_WORDS = frozenset({"per", "of", "a", "an", "in", "at", "by"})
@@ -43,7 +49,11 @@ def without_unit(text: str) -> tuple[str, str]:
     end = len(text) if raised is None else raised.start()
     begin = max(text.rfind(char, 0, end) for char in "0123456789)}%") + 1
     words = text[begin:end].strip()
-    if begin and _UNIT_WORDS.fullmatch(words) and _is_unit(words, apart=text[begin : begin + 1] == " "):
+    if (
+        begin
+        and _UNIT_WORDS.fullmatch(words)
+        and _is_unit(words, apart=text[begin : begin + 1] == " ")
+    ):
         return text[:begin].strip(), words + ("" if raised is None else f"^{raised[1]}")
     return text, ""
 
@@ -62,14 +72,20 @@ def _is_unit(words: str, *, apart: bool) -> bool:
 
 def _unit_name(word: str) -> str | None:
     word = word.lower()
-    return _SAME_UNIT.get(word) or _SAME_UNIT.get(word.removesuffix("s")) or _SAME_UNIT.get(word.removesuffix("es"))
+    return (
+        _SAME_UNIT.get(word)
+        or _SAME_UNIT.get(word.removesuffix("s"))
+        or _SAME_UNIT.get(word.removesuffix("es"))
+    )
 
 
 @lru_cache(maxsize=1024)
 def _unit_parts(unit: str) -> tuple[tuple[str, int], ...] | None:
     """A unit of the table as its parts and powers; None for one that is not in it."""
     names = []
-    unit = {"mph": "mi/h", "kmph": "km/h", "kph": "km/h", "kmh": "km/h"}.get(unit.lower().strip(" ."), unit)
+    unit = {"mph": "mi/h", "kmph": "km/h", "kph": "km/h", "kmh": "km/h"}.get(
+        unit.lower().strip(" ."), unit
+    )
     for side in re.split(r"/|\bper\b", unit):
         power = 1
         for word in re.findall(r"[^\W\d_]+|\^\s*\{?\s*\d", side):
@@ -85,6 +101,8 @@ def _unit_parts(unit: str) -> tuple[tuple[str, int], ...] | None:
 
 
 def units_differ(gold: str, answer: str) -> bool:
-    """Whether both are units of the table and not the same: 5 cm is not 5 m, and 5 apples may be 5 fruits."""
+    """Whether both are units of the table and not the same: 5 cm is not 5 m, and 5 apples may be 5
+    fruits.
+    """
     g, a = _unit_parts(gold) if gold else None, _unit_parts(answer) if answer else None
     return g is not None and a is not None and g != a

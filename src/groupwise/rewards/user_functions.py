@@ -1,5 +1,5 @@
-"""What a reward function is, in a worker as in the trainer: it is found by name, called with what its signature asks for, and its
-values are checked.
+"""What a reward function is, in a worker as in the trainer: it is found by name, called with what
+its signature asks for, and its values are checked.
 
 It imports little: worker processes start with it.
 """
@@ -27,7 +27,9 @@ OFFERED = (
     "environments",
     "environment_rewards",
 )
-"""What a function may ask for by name, beside the columns of the data; these names win over columns of the same name."""
+"""What a function may ask for by name, beside the columns of the data; these names win over columns
+of the same name.
+"""
 SINGULAR = {
     "prompt": "prompts",
     "completion": "completions",
@@ -47,7 +49,8 @@ class Signature:
     """What a function asks for, and how it is called."""
 
     asks: Sequence[str]
-    """What it is given by name: of `OFFERED` (or `SINGULAR`), `RUN_PARAMETERS`, columns, or `gold`."""
+    """What it is given by name: of `OFFERED` (or `SINGULAR`), `RUN_PARAMETERS`, columns, or `gold`.
+    """
     named: Sequence[str]
     """Its own parameters; what else it asks for is taken by its `**keywords`."""
     optional: Sequence[str]
@@ -61,16 +64,22 @@ class Signature:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completions:
-    """The arguments of reward functions: N completions with every column that they may ask for, one entry per completion."""
+    """The arguments of reward functions: N completions with every column that they may ask for, one
+    entry per completion.
+    """
 
     labels: Sequence[str]
     """Name each completion in messages (`Rollout.place`)."""
     prompts: Sequence[Any]
-    """TRL's convention: messages if the row's prompt was messages, else its text (`compose.prompt_of`)."""
+    """TRL's convention: messages if the row's prompt was messages, else its text
+    (`compose.prompt_of`).
+    """
     prompt_texts: Sequence[str]
     """The text that the policy continues, chat template applied."""
     completions: Sequence[Any]
-    """TRL's convention: `[{"role": "assistant", "content": text}]` if the prompt was messages, else the text."""
+    """TRL's convention: `[{"role": "assistant", "content": text}]` if the prompt was messages, else
+    the text.
+    """
     texts: Sequence[str]
     prompt_messages: Sequence[Sequence[Mapping[str, Any]] | None] | None = None
     """What the policy's chat template was given (`Prompt.messages`)."""
@@ -88,14 +97,18 @@ class Completions:
     def __len__(self) -> int:
         return len(self.texts)
 
-    def offered(self, reads: Literal["rows", "texts", "messages"]) -> dict[str, Sequence[Any] | None]:
+    def offered(
+        self, reads: Literal["rows", "texts", "messages"]
+    ) -> dict[str, Sequence[Any] | None]:
         """What a function may ask for by name.   reads: as `Reward.reads`."""
         names = {name: getattr(self, name) for name in OFFERED}
         if reads == "texts":
             names |= {"prompts": self.prompt_texts, "completions": self.texts}
             names["completion_ids"] = self.written_ids or self.completion_ids
         elif reads == "messages" and self.prompt_messages is not None:
-            names["prompts"] = [chat or text for chat, text in zip(self.prompt_messages, self.prompts, strict=True)]
+            names["prompts"] = [
+                chat or text for chat, text in zip(self.prompt_messages, self.prompts, strict=True)
+            ]
         return {**self.columns, **names}
 
 
@@ -110,17 +123,22 @@ class Reward:
     arguments: Mapping[str, Any]
     """Fixed keyword arguments."""
     function: Callable[..., Any] | None = None
-    """Built-ins that run in this process: the function itself.  None: it is called elsewhere, by its `spec`."""
+    """Built-ins that run in this process: the function itself.  None: it is called elsewhere, by
+    its `spec`.
+    """
     gold: str | None = None
     """The column behind `gold`, for built-ins that compare with one."""
     reads: Literal["rows", "texts", "messages"] = "rows"
-    """Prompts and completions as the rows have them (a user's function), always as text (a built-in), or as the messages that the
-    policy's chat template was given (a model)."""
+    """Prompts and completions as the rows have them (a user's function), always as text (a
+    built-in), or as the messages that the policy's chat template was given (a model)."""
     timeout: float | None = None
-    """Seconds of one call: of a completion where it takes one, else of all that are scored at once."""
+    """Seconds of one call: of a completion where it takes one, else of all that are scored at once.
+    """
 
     def keywords(self, batch: Completions) -> dict[str, Any]:
-        """The keyword arguments of a call on all N completions.  Raises RewardError for what this batch does not hold."""
+        """The keyword arguments of a call on all N completions.  Raises RewardError for what this
+        batch does not hold.
+        """
         signature, offered = self.signature, batch.offered(self.reads)
         if self.gold is not None:
             offered["gold"] = batch.columns[self.gold]
@@ -131,48 +149,81 @@ class Reward:
             if values is not None:
                 keywords[name] = list(values)
             elif name in signature.named and name not in (*signature.optional, *RUN_PARAMETERS):
-                raise RewardError(f"the reward {self.name!r} asks for {wanted!r}, which these completions do not come with")
+                raise RewardError(
+                    f"the reward {self.name!r} asks for {wanted!r}, which these completions do not"
+                    " come with"
+                )
         return keywords
 
     def checked(self, values: Any, labels: Sequence[str]) -> list[Any]:
-        """What the function returned for these completions: numbers, or steps of a process reward.  Raises RewardError."""
+        """What the function returned for these completions: numbers, or steps of a process reward.
+        Raises RewardError.
+        """
         return (checked_steps if self.signature.process else checked)(self.name, values, labels)
 
 
 def read_signature(
-    function: Callable[..., Any], name: str, arguments: Mapping[str, Any], columns: Collection[str], gold: str | None = None
+    function: Callable[..., Any],
+    name: str,
+    arguments: Mapping[str, Any],
+    columns: Collection[str],
+    gold: str | None = None,
 ) -> Signature:
-    """What the function asks for by name, and how it is called.  Raises ConfigError for what the data cannot satisfy."""
+    """What the function asks for by name, and how it is called.  Raises ConfigError for what the
+    data cannot satisfy.
+    """
     process = isinstance(function, ProcessReward)
     function = function.function if isinstance(function, ProcessReward) else function
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"the reward {name!r}: the signature of {function!r} cannot be read ({error})") from error
+        raise ConfigError(
+            f"the reward {name!r}: the signature of {function!r} cannot be read ({error})"
+        ) from error
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     everything = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+    positional = [
+        p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty
+    ]
     if positional:
-        raise ConfigError(f"the reward {name!r} has the positional-only parameter {positional[0]!r}; it is called by keyword")
+        raise ConfigError(
+            f"the reward {name!r} has the positional-only parameter {positional[0]!r}; it is called"
+            " by keyword"
+        )
     unknown = [key for key in arguments if key not in named and not everything]
     if unknown:
-        raise ConfigError(f"the reward {name!r} has no argument {unknown[0]!r}; it takes: {listed(_options(named, columns))}")
+        raise ConfigError(
+            f"the reward {name!r} has no argument {unknown[0]!r}; it takes:"
+            f" {listed(_options(named, columns))}"
+        )
     single = "completion" in named and "completions" not in named
     offered = [*OFFERED, *RUN_PARAMETERS, *([] if gold is None else ["gold"])]
     offered = [*SINGULAR, "prompt_ids", "completion_ids", *RUN_PARAMETERS] if single else offered
     available = [*offered, *(column for column in columns if column not in offered)]
-    missing = [p.name for p in named.values() if p.name not in available and p.name not in arguments and p.default is p.empty]
+    missing = [
+        p.name
+        for p in named.values()
+        if p.name not in available and p.name not in arguments and p.default is p.empty
+    ]
     if missing:
         raise ConfigError(
-            f"the reward {name!r} asks for {listed(missing)}, {NO_COLUMN}; columns: {listed(columns)} (beside "
-            f"them: {', '.join(offered)}); data.columns: {{{missing[0]}: YOURS}} renames one, args: {{{missing[0]}: VALUE}} sets it"
+            f"the reward {name!r} asks for {listed(missing)}, {NO_COLUMN}; columns:"
+            f" {listed(columns)} (beside them: {', '.join(offered)}); data.columns: {{{missing[0]}:"
+            f" YOURS}} renames one, args: {{{missing[0]}: VALUE}} sets it"
         )
     asks = [key for key in named if key in available and key not in arguments]
     if everything:  # as TRL: finish_reasons and prompt_ids only for those who name them
         usual = ("prompt", "completion") if single else ("prompts", "completions", "completion_ids")
-        asks += [key for key in (*usual, *columns) if key in available and key not in asks and key not in arguments]
+        asks += [
+            key
+            for key in (*usual, *columns)
+            if key in available and key not in asks and key not in arguments
+        ]
     if not any(ask in ("completion", "completions", "completion_ids") for ask in asks):
-        raise ConfigError(f"the reward {name!r} takes neither completions nor completion_ids: is it a reward function?")
+        raise ConfigError(
+            f"the reward {name!r} takes neither completions nor completion_ids: is it a reward"
+            " function?"
+        )
     optional = tuple(p.name for p in named.values() if p.default is not p.empty)
     return Signature(
         asks=tuple(asks),
@@ -198,13 +249,16 @@ def asynchronous(function: Callable[..., Any]) -> bool:
     """True if calling it gives something to be awaited."""
     while isinstance(function, functools.partial):
         function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        type(function).__call__
+    )
 
 
 def checked(name: str, values: Any, labels: Sequence[str]) -> list[float | None]:
     """What a reward function returned, as one float or None per completion.
 
-    Lists, tuples, and one-dimensional arrays and tensors of numbers and bools are taken; all else raises RewardError.
+    Lists, tuples, and one-dimensional arrays and tensors of numbers and bools are taken; all else
+    raises RewardError.
 
     >>> import numpy as np
     >>> checked("f", np.array([True, False]), ["0#0", "0#1"])
@@ -213,13 +267,22 @@ def checked(name: str, values: Any, labels: Sequence[str]) -> list[float | None]
     expected = f"expected a list of {len(labels)}: a number, or None, for each completion"
     if _is_array(values):
         if values.ndim != 1:
-            raise RewardError(f"the reward function {name!r} returned an array of shape {tuple(values.shape)}, {expected}")
+            raise RewardError(
+                f"the reward function {name!r} returned an array of shape {tuple(values.shape)},"
+                f" {expected}"
+            )
         values = values.tolist()
     if not isinstance(values, list | tuple):
-        hint = "; is it an async function? declare it with async def" if isinstance(values, Awaitable) else ""
+        hint = (
+            "; is it an async function? declare it with async def"
+            if isinstance(values, Awaitable)
+            else ""
+        )
         if inspect.iscoroutine(values):
             values.close()
-        raise RewardError(f"the reward function {name!r} returned {_kind(values)}, {expected}{hint}")
+        raise RewardError(
+            f"the reward function {name!r} returned {_kind(values)}, {expected}{hint}"
+        )
     if len(values) != len(labels):
         numbers = f"{counted(len(values), 'reward')} for {counted(len(labels), 'completion')}"
         raise RewardError(f"the reward function {name!r} returned {numbers}, {expected}")
@@ -227,23 +290,30 @@ def checked(name: str, values: Any, labels: Sequence[str]) -> list[float | None]
 
 
 def as_reward(name: str, value: Any, label: str) -> float | None:
-    """One reward as a float.  Raises RewardError for what is not a number, and for a number that is not finite."""
+    """One reward as a float.  Raises RewardError for what is not a number, and for a number that is
+    not finite.
+    """
     number = value.tolist() if _is_array(value) else value
     if number is None:
         return None
     if not isinstance(number, bool | int | float):
-        raise RewardError(f"the reward function {name!r} returned {_kind(value)} for completion {label}, expected a number or None")
+        raise RewardError(
+            f"the reward function {name!r} returned {_kind(value)} for completion {label}, expected"
+            " a number or None"
+        )
     reward = float(number)
     if not math.isfinite(reward) or abs(reward) > LARGEST:
         raise RewardError(
-            f"the reward function {name!r} returned {reward:g} for completion {label}: a reward is finite "
-            "(within single precision); return None where it does not apply"
+            f"the reward function {name!r} returned {reward:g} for completion {label}: a reward is"
+            " finite (within single precision); return None where it does not apply"
         )
     return reward
 
 
 def _is_array(value: Any) -> bool:
-    """Whether it is an array, a tensor or a number of theirs; to import numpy would make a worker's start twice as long."""
+    """Whether it is an array, a tensor or a number of theirs; to import numpy would make a worker's
+    start twice as long.
+    """
     return hasattr(value, "ndim") and hasattr(value, "tolist")
 
 

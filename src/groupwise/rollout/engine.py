@@ -22,12 +22,14 @@ from groupwise.records import Episode, Finish, Prompt, Rollout, Sampling, place_
 class Engine(Protocol):
     """Draws completions from the policy's current weights.
 
-    A completion is a function of (weights, seed, prompt, index in its group, sampling) alone in engines that keep random
-    streams per completion; an engine that cannot says so.
+    A completion is a function of (weights, seed, prompt, index in its group, sampling) alone in
+    engines that keep random streams per completion; an engine that cannot says so.
     """
 
     version: int
-    """Optimizer steps that the policy had taken when `set_version` was last called; every token drawn carries it."""
+    """Optimizer steps that the policy had taken when `set_version` was last called; every token
+    drawn carries it.
+    """
 
     @property
     def where(self) -> str | None:
@@ -36,8 +38,9 @@ class Engine(Protocol):
 
     @property
     def tolerance(self) -> float:
-        """Mean difference of sampled and scored log-probs (nats) that this engine's rounding explains; infinity: nothing is
-        watched, because the trainer's own weights sample in its own process."""
+        """Mean difference of sampled and scored log-probs (nats) that this engine's rounding
+        explains; infinity: nothing is watched, because the trainer's own weights sample in its own
+        process."""
         ...
 
     def generate(
@@ -45,9 +48,9 @@ class Engine(Protocol):
     ) -> Iterator[tuple[Rollout, ...]]:
         """Draw `group_size` completions of every prompt.
 
-        Yields a prompt's whole group, ordered by index, as soon as the last of its completions has ended; prompts come in any
-        order.  Raises EngineError for what cannot be sampled, Diverged if the weights give numbers that are not finite.
-        """
+        Yields a prompt's whole group, ordered by index, as soon as the last of its completions has
+        ended; prompts come in any order.  Raises EngineError for what cannot be sampled, Diverged
+        if the weights give numbers that are not finite."""
         ...
 
     def set_version(self, version: int) -> None:
@@ -75,7 +78,9 @@ class InProcess:
 
 
 class GatheredEngine(InProcess):
-    """Implements `engine.Engine` for a sharded policy: one gather of the weights per call of `generate`."""
+    """Implements `engine.Engine` for a sharded policy: one gather of the weights per call of
+    `generate`.
+    """
 
     def __init__(self, policy: Policy, make: Callable[[Policy], Engine]) -> None:
         """make: the engine to sample with, of a policy without shards."""
@@ -91,31 +96,40 @@ class GatheredEngine(InProcess):
     ) -> Iterator[tuple[Rollout, ...]]:
         """Sample with gathered weights; every process must call it, also one that has no prompts."""
         with gathered(self.policy):
-            yield from self.inner.generate(prompts, group_size=group_size, sampling=sampling, seed=seed)
+            yield from self.inner.generate(
+                prompts, group_size=group_size, sampling=sampling, seed=seed
+            )
 
 
 @contextmanager
 def fitting(rows: int) -> Iterator[None]:
-    """Sample inside.   rows: completions decoded at the same time.   Raises MemoryExceeded where memory runs out."""
+    """Sample inside.   rows: completions decoded at the same time.   Raises MemoryExceeded where
+    memory runs out.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
         raise MemoryExceeded(
-            f"memory does not suffice to sample {rows} completions at a time ({(str(error).splitlines() or ['MemoryError'])[0]}); "
-            "lower rollout.max_rows, or rollout.max_new_tokens"
+            f"memory does not suffice to sample {rows} completions at a time"
+            f" ({(str(error).splitlines() or ['MemoryError'])[0]}); lower rollout.max_rows, or"
+            " rollout.max_new_tokens"
         ) from error
 
 
-def check_request(policy: Policy, prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> None:
+def check_request(
+    policy: Policy, prompts: Sequence[Prompt], group_size: int, sampling: Sampling
+) -> None:
     """Raises EngineError for a request that no engine can carry out, before anything is computed."""
     if group_size < 1:
         raise EngineError(f"group_size must be at least 1, got {group_size}")
     if sampling.max_new_tokens < 1:
         raise EngineError(f"max_new_tokens must be at least 1, got {sampling.max_new_tokens}")
     if not 0.0 <= sampling.temperature < float("inf"):
-        raise EngineError(f"temperature must be a number from 0 (greedy), got {sampling.temperature}")
+        raise EngineError(
+            f"temperature must be a number from 0 (greedy), got {sampling.temperature}"
+        )
     if sampling.top_k < 0 or not 0.0 < sampling.top_p <= 1.0 or not 0.0 <= sampling.min_p <= 1.0:
         raise EngineError(
             "top_k must be at least 0, top_p in (0, 1] and min_p in [0, 1], "
@@ -127,22 +141,27 @@ def check_request(policy: Policy, prompts: Sequence[Prompt], group_size: int, sa
     for prompt in prompts:
         if prompt.tokens.size >= policy.context:
             raise EngineError(
-                f"{prompt.place} has {prompt.tokens.size} tokens, but the policy's context is {policy.context}: no room for a "
-                "completion; filter or shorten the prompts"
+                f"{prompt.place} has {prompt.tokens.size} tokens, but the policy's context is"
+                f" {policy.context}: no room for a completion; filter or shorten the prompts"
             )
         if prompt.tokens.min() < 0 or prompt.tokens.max() >= policy.vocabulary:
             raise EngineError(
-                f"{prompt.place} holds an id outside the vocabulary of {policy.vocabulary} tokens: "
-                f"{prompt.tokens.min()} .. {prompt.tokens.max()}; it was encoded with another tokenizer"
+                f"{prompt.place} holds an id outside the vocabulary of {policy.vocabulary} tokens:"
+                f" {prompt.tokens.min()} .. {prompt.tokens.max()}; it was encoded with another"
+                " tokenizer"
             )
         if prompt.id in names:
-            raise EngineError(f"two prompts have the id {prompt.id!r}: their random streams would be the same; ids must differ")
+            raise EngineError(
+                f"two prompts have the id {prompt.id!r}: their random streams would be the same;"
+                " ids must differ"
+            )
         names.add(prompt.id)
 
 
 def completion_limit(policy: Policy, prompt: Prompt, sampling: Sampling) -> int:
-    """Longest completion of a prompt in tokens: `max_new_tokens`, or what the context leaves, or the frequencies of rotary
-    embeddings that change with the length of a sequence (`rope.remaining`)."""
+    """Longest completion of a prompt in tokens: `max_new_tokens`, or what the context leaves, or
+    the frequencies of rotary embeddings that change with the length of a sequence
+    (`rope.remaining`)."""
     return min(sampling.max_new_tokens, sequence_room(policy, prompt.tokens.size))
 
 
@@ -167,15 +186,19 @@ def make_rollout(
     trained: np.ndarray | None = None,
     episode: Episode | None = None,
 ) -> Rollout:
-    """The record of an ended completion.  version: of all its tokens, or of each.   trained: see `Rollout`.
+    """The record of an ended completion.  version: of all its tokens, or of each.   trained: see
+    `Rollout`.
 
     Raises Diverged if a log-probability is not finite.
     """
-    behavior_logp = np.asarray(logp, dtype=np.float64 if "float64" in str(policy.dtype) else np.float32)
+    behavior_logp = np.asarray(
+        logp, dtype=np.float64 if "float64" in str(policy.dtype) else np.float32
+    )
     if not np.isfinite(behavior_logp).all():
         raise Diverged(
-            f"the policy's logits for completion {place_of(prompt.id, index)} are not finite (token "
-            f"{int(np.argmin(np.isfinite(behavior_logp)))}): its weights have diverged; go back to an earlier checkpoint"
+            f"the policy's logits for completion {place_of(prompt.id, index)} are not finite (token"
+            f" {int(np.argmin(np.isfinite(behavior_logp)))}): its weights have diverged; go back to"
+            " an earlier checkpoint"
         )
     ids = np.array(tokens, dtype=np.int64)
     return Rollout(

@@ -1,8 +1,9 @@
-"""The completions of one call of `generate`: the conversations whose turns a world answers, which every engine shares, and groups.
+"""The completions of one call of `generate`: the conversations whose turns a world answers, which
+every engine shares, and groups.
 
-An engine begins conversations (`Conversations.begin`), draws a turn and hands it over (`turn`).  When the world has answered,
-`heard` puts the reply into the completion's stream: more tokens before the next turn, another context, or the end of the episode.
-"""
+An engine begins conversations (`Conversations.begin`), draws a turn and hands it over (`turn`).
+When the world has answered, `heard` puts the reply into the completion's stream: more tokens before
+the next turn, another context, or the end of the episode."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from groupwise.records import Finish, Rollout, Sampling
 from groupwise.rollout.engine import make_rollout, sequence_room
 
 CONVERSATIONS_PER_ROW = 4
-"""Most conversations that have been begun and are not over, for each completion that an engine decodes at a time: what it keeps of
-the others takes memory."""
+"""Most conversations that have been begun and are not over, for each completion that an engine
+decodes at a time: what it keeps of the others takes memory."""
 One = TypeVar("One", bound=Stream)
 
 
@@ -46,7 +47,9 @@ class Groups:
 
 
 class Conversations(Generic[One]):
-    """Those of one call of `generate`, as a context manager: all that were begun are closed when it is left."""
+    """Those of one call of `generate`, as a context manager: all that were begun are closed when it
+    is left.
+    """
 
     def __init__(
         self,
@@ -60,7 +63,8 @@ class Conversations(Generic[One]):
         keep_special_tokens: bool = False,
         replied: Callable[[], None] = lambda: None,
     ) -> None:
-        """streams: the completions that a world answers.   rows: completions that the engine decodes at a time.
+        """streams: the completions that a world answers.   rows: completions that the engine
+        decodes at a time.
 
         replied: called, in any thread, when a reply is there.
         """
@@ -87,7 +91,9 @@ class Conversations(Generic[One]):
         return bool(self.unbegun or self._open)
 
     def begin(self, most: float = math.inf) -> None:
-        """Begin at most so many conversations, as many as may be open; the world says what stands before their first turns."""
+        """Begin at most so many conversations, as many as may be open; the world says what stands
+        before their first turns.
+        """
         assert self.world is not None
         while self.unbegun and most > 0 and len(self._open) < CONVERSATIONS_PER_ROW * self.rows:
             stream = self.unbegun.popleft()
@@ -107,16 +113,20 @@ class Conversations(Generic[One]):
         reply.add_done_callback(lambda _: self._replied())
 
     def heard(self, version: int, *, wait: bool = False) -> Iterator[tuple[One, Rollout | None]]:
-        """Take the replies that are there: completions, with the record of one that is over and None of one that continues.
+        """Take the replies that are there: completions, with the record of one that is over and
+        None of one that continues.
 
         version: of the weights at the moment.   wait: until a reply is there.
-        Raises what the world failed with, and EngineError for a reply behind which nothing can be drawn.
+        Raises what the world failed with, and EngineError for a reply behind which nothing can be
+        drawn.
         """
         if wait:
             await_one(self.listening)
         there = [stream.reply is not None and stream.reply.done() for stream in self.listening]
         replied = list(itertools.compress(self.listening, there))
-        self.listening = [stream for stream, done in zip(self.listening, there, strict=True) if not done]
+        self.listening = [
+            stream for stream, done in zip(self.listening, there, strict=True) if not done
+        ]
         for stream in replied:
             assert stream.reply is not None
             reply, stream.reply = stream.reply.result(), None
@@ -127,21 +137,29 @@ class Conversations(Generic[One]):
         """Go on as the reply says; or why it is over."""
         if reply.finish is not None:
             return reply.finish
-        have, name = len(stream.tokens), f"the world's reply to completion {stream.index} of {stream.prompt.place}"
+        have, name = (
+            len(stream.tokens),
+            f"the world's reply to completion {stream.index} of {stream.prompt.place}",
+        )
         for ids in (reply.tokens, NOTHING if reply.context is None else reply.context):
             if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.policy.vocabulary:
                 raise EngineError(
-                    f"{name} holds an id outside the vocabulary of {self.policy.vocabulary} tokens ({ids.min()} .. {ids.max()}): "
-                    "it was encoded with another tokenizer"
+                    f"{name} holds an id outside the vocabulary of {self.policy.vocabulary} tokens"
+                    f" ({ids.min()} .. {ids.max()}): it was encoded with another tokenizer"
                 )
         if reply.limit is not None and reply.limit < 1:
-            raise EngineError(f"{name} lets the next turn have {reply.limit} tokens: it needs at least 1; end the episode instead")
+            raise EngineError(
+                f"{name} lets the next turn have {reply.limit} tokens: it needs at least 1; end the"
+                " episode instead"
+            )
         limit = stream.limit
         if reply.context is not None:
             if reply.tokens.size or not reply.context.size:
                 raise EngineError(f"{name} has a context of {reply.context.size} ids and {reply.tokens.size} tokens behind it: "
                                   "what the next turn is drawn behind belongs into the context")  # fmt: skip
-            limit = min(self.sampling.max_new_tokens, have + sequence_room(self.policy, reply.context.size))
+            limit = min(
+                self.sampling.max_new_tokens, have + sequence_room(self.policy, reply.context.size)
+            )
         if have + reply.tokens.size >= limit:
             return Finish.LENGTH
         stream.take(reply, version, limit=limit, support=self.sampling.truncates)
@@ -171,4 +189,7 @@ class Conversations(Generic[One]):
 
 def await_one(waiting: Iterable[Stream]) -> None:
     """Return when the reply to one of these is there."""
-    futures.wait([stream.reply for stream in waiting if stream.reply is not None], return_when=futures.FIRST_COMPLETED)
+    futures.wait(
+        [stream.reply for stream in waiting if stream.reply is not None],
+        return_when=futures.FIRST_COMPLETED,
+    )

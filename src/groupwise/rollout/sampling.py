@@ -1,10 +1,12 @@
 """How a token is drawn from logits, and where its randomness comes from.
 
-Every completion has its own stream of uniform numbers, a pure function of (seed, prompt id, index in the group, token): who is
-decoded next to it, in which order, or how many at a time cannot change what is drawn.  A token is the inverse of the cumulative
-distribution at its uniform number; its log-probability is taken in the distribution that it was drawn from.
+Every completion has its own stream of uniform numbers, a pure function of (seed, prompt id, index
+in the group, token): who is decoded next to it, in which order, or how many at a time cannot change
+what is drawn.  A token is the inverse of the cumulative distribution at its uniform number; its
+log-probability is taken in the distribution that it was drawn from.
 
-R rows   V vocabulary   C candidates, likeliest first   B blocks of the vocabulary   T tokens of a completion
+R rows   V vocabulary   C candidates, likeliest first   B blocks of the vocabulary   T tokens of a
+completion
 """
 
 from __future__ import annotations
@@ -22,9 +24,13 @@ from groupwise.ops import decoding
 from groupwise.records import Sampling
 
 BLOCK = 128
-"""The cumulative sum is taken over block totals first and inside one block second: one pass over V instead of three."""
+"""The cumulative sum is taken over block totals first and inside one block second: one pass over V
+instead of three.
+"""
 CANDIDATES = 256
-"""Top-k, top-p and min-p look at this many likeliest tokens first, and at 8 times as many while that was not enough."""
+"""Top-k, top-p and min-p look at this many likeliest tokens first, and at 8 times as many while
+that was not enough.
+"""
 
 
 class RowSupport(NamedTuple):
@@ -46,11 +52,13 @@ def stream_keys(seed: int, prompt_id: str, indices: Sequence[int]) -> np.ndarray
 
 
 def uniforms(keys_R: np.ndarray, tokens: int, first_R: np.ndarray | None = None) -> np.ndarray:
-    """Uniform numbers in [0, 1) for tokens 0 .. `tokens` - 1 of each stream: (R, T), float64 with 53 random bits.
+    """Uniform numbers in [0, 1) for tokens 0 .. `tokens` - 1 of each stream: (R, T), float64 with
+    53 random bits.
 
     first_R: where each stream begins, instead of at its token 0.
 
-    SplitMix64 as a counter-based generator (Steele, Lea, Flood 2014): token t of a stream needs none of the tokens before it.
+    SplitMix64 as a counter-based generator (Steele, Lea, Flood 2014): token t of a stream needs
+    none of the tokens before it.
 
     >>> long, short = uniforms(stream_keys(0, "a", [3]), 8), uniforms(stream_keys(0, "a", [2, 3]), 5)
     >>> bool((long[0, :5] == short[1]).all())
@@ -75,13 +83,17 @@ def _mixed(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def draw(logits_RV: Tensor, uniform_R: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, RowSupport | None]:
+def draw(
+    logits_RV: Tensor, uniform_R: Tensor, sampling: Sampling
+) -> tuple[Tensor, Tensor, RowSupport | None]:
     """One token per row -> (token_R, logp_R, support).
 
-    `uniform_R` is float64 in [0, 1).  `logp_R` (nats; float32, float64 for float64 logits) is the log-probability under the
-    distribution that was sampled from: temperature applied, renormalised over the survivors of top-k, top-p and min-p, whose
-    ids are the support (None if nothing was cut).  Greedy rows take the likeliest token and report its log-probability at
-    temperature 1.  Only truncation reads back from the device (whether the candidates were enough).
+    `uniform_R` is float64 in [0, 1).  `logp_R` (nats; float32, float64 for float64 logits) is the
+    log-probability under the
+    distribution that was sampled from: temperature applied, renormalised over the survivors of
+    top-k, top-p and min-p, whose ids are the support (None if nothing was cut).  Greedy rows take
+    the likeliest token and report its log-probability at temperature 1.  Only truncation reads back
+    from the device (whether the candidates were enough).
     """
     if not sampling.truncates and decoding.draws(logits_RV):
         return *decoding.draw_tokens(logits_RV, uniform_R, sampling.temperature), None
@@ -100,7 +112,9 @@ def draw(logits_RV: Tensor, uniform_R: Tensor, sampling: Sampling) -> tuple[Tens
 
 
 def _inverse_cdf(p_RV: Tensor, uniform_R: Tensor) -> Tensor:
-    """The first token whose cumulative probability exceeds the uniform number: never one of probability 0."""
+    """The first token whose cumulative probability exceeds the uniform number: never one of
+    probability 0.
+    """
     rows, size = p_RV.shape
     blocks = size // BLOCK
     if blocks < 2:
@@ -117,18 +131,29 @@ def _inverse_cdf(p_RV: Tensor, uniform_R: Tensor) -> Tensor:
     return (block_R * BLOCK + inside_R).clamp_(max=size - 1)
 
 
-def _first_above(cumulative_RN: Tensor, target_R: Tensor, *, scaled: bool = True) -> tuple[Tensor, Tensor]:
-    """(the first entry above the target, how far the target reaches into that entry); `scaled`: as a share of the total."""
+def _first_above(
+    cumulative_RN: Tensor, target_R: Tensor, *, scaled: bool = True
+) -> tuple[Tensor, Tensor]:
+    """(the first entry above the target, how far the target reaches into that entry); `scaled`: as
+    a share of the total.
+    """
     total_R1 = cumulative_RN[:, -1:]
     target_R1 = target_R[:, None] * total_R1 if scaled else target_R[:, None]
-    # Strictly below the total, whatever was rounded: the entry that is found has positive probability.
+    # Strictly below the total, whatever was rounded: the entry that is found has positive
+    # probability.
     target_R1 = torch.minimum(target_R1, total_R1 * (1.0 - 1e-15))
-    index_R1 = torch.searchsorted(cumulative_RN, target_R1, right=True).clamp_(max=cumulative_RN.shape[1] - 1)
-    before_R1 = cumulative_RN.gather(1, (index_R1 - 1).clamp_(min=0)).masked_fill_(index_R1 == 0, 0.0)
+    index_R1 = torch.searchsorted(cumulative_RN, target_R1, right=True).clamp_(
+        max=cumulative_RN.shape[1] - 1
+    )
+    before_R1 = cumulative_RN.gather(1, (index_R1 - 1).clamp_(min=0)).masked_fill_(
+        index_R1 == 0, 0.0
+    )
     return index_R1[:, 0], (target_R1 - before_R1)[:, 0]
 
 
-def _draw_truncated(z_RV: Tensor, uniform_R: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, RowSupport]:
+def _draw_truncated(
+    z_RV: Tensor, uniform_R: Tensor, sampling: Sampling
+) -> tuple[Tensor, Tensor, RowSupport]:
     size = z_RV.shape[1]
     candidates = min(size, max(CANDIDATES, 2 * sampling.top_k))
     while True:
@@ -140,15 +165,19 @@ def _draw_truncated(z_RV: Tensor, uniform_R: Tensor, sampling: Sampling) -> tupl
     p_RC = torch.softmax(z_RC.masked_fill(~keep_RC, -torch.inf), -1)
     place_R1 = _first_above(p_RC.cumsum(-1, dtype=torch.float64), uniform_R)[0][:, None]
     kept_R = keep_RC.sum(-1)
-    return id_RC.gather(1, place_R1)[:, 0], p_RC.gather(1, place_R1)[:, 0].log(), RowSupport(id_RC, kept_R)
+    return (
+        id_RC.gather(1, place_R1)[:, 0],
+        p_RC.gather(1, place_R1)[:, 0].log(),
+        RowSupport(id_RC, kept_R),
+    )
 
 
 def _survivors(z_RC: Tensor, z_RV: Tensor, sampling: Sampling) -> tuple[Tensor, bool]:
     """Which candidates can be drawn, and whether the candidates hold all that can.
 
-    The rules and their order are those of transformers' warpers: top-k keeps ties with the k-th; top-p keeps a token if the
-    tokens above it hold less than p of what top-k left; min-p compares with the likeliest.  Each cuts a tail off the
-    candidates, because they are sorted.
+    The rules and their order are those of transformers' warpers: top-k keeps ties with the k-th;
+    top-p keeps a token if the tokens above it hold less than p of what top-k left; min-p compares
+    with the likeliest.  Each cuts a tail off the candidates, because they are sorted.
     """
     everything = z_RC.shape[1] == z_RV.shape[1]
     keep_RC = torch.ones_like(z_RC, dtype=torch.bool)

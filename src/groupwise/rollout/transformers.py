@@ -1,12 +1,14 @@
-"""The reference engine: transformers' own `generate`, with its own attention and its own random numbers.
+"""The reference engine: transformers' own `generate`, with its own attention and its own random
+numbers.
 
-Slow and independent: it shares no line of the native engine's prefill, attention, cache or sampling.  Only prompts of one length
-are in a batch, so nothing is padded: not every family gives a padded row the numbers that it has alone.  Completions come from a
-seeded generator of torch, so they depend on what else is in the batch: there are no random streams per completion.  A batch's seed
-names its first completion, whose prompt has another id at every visit.
+Slow and independent: it shares no line of the native engine's prefill, attention, cache or
+    sampling.  Only prompts of one length are in a batch, so nothing is padded: not every family
+    gives a padded row the numbers that it has alone.  Completions come from a seeded generator of
+    torch, so they depend on what else is in the batch: there are no random streams per completion.
+    A batch's seed names its first completion, whose prompt has another id at every visit.
 
-With a world turns are drawn one after another, each by a generator of its own, so that no interleaving changes an episode.  Every
-turn begins with a pass over all that stands before it.
+With a world turns are drawn one after another, each by a generator of its own, so that no
+interleaving changes an episode.  Every turn begins with a pass over all that stands before it.
 
 R rows of a batch   V vocabulary   T new tokens
 """
@@ -21,8 +23,19 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
-from transformers.generation.logits_process import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from groupwise.environments.conversation import EpisodeWorld, Stream
 from groupwise.errors import EngineError
@@ -30,17 +43,28 @@ from groupwise.models.attention import plain_attention
 from groupwise.models.moe import router_coefficient
 from groupwise.models.policy import Policy
 from groupwise.records import Finish, Prompt, Rollout, Sampling
-from groupwise.rollout.engine import InProcess, check_request, completion_limit, fitting, make_rollout
+from groupwise.rollout.engine import (
+    InProcess,
+    check_request,
+    completion_limit,
+    fitting,
+    make_rollout,
+)
 from groupwise.rollout.episodes import Conversations, Groups
 from groupwise.rollout.stopping import Stopping
 
 
 class TransformersEngine(InProcess):
-    """Implements `engine.Engine`, without random streams per completion: the same seed, prompts, order and `max_rows` give the
-    same completions."""
+    """Implements `engine.Engine`, without random streams per completion: the same seed, prompts,
+    order and `max_rows` give the same completions."""
 
     def __init__(
-        self, policy: Policy, *, max_rows: int = 256, keep_special_tokens: bool = False, world: EpisodeWorld | None = None
+        self,
+        policy: Policy,
+        *,
+        max_rows: int = 256,
+        keep_special_tokens: bool = False,
+        world: EpisodeWorld | None = None,
     ) -> None:
         """world: that answers the turns of completions; the caller closes it."""
         if max_rows < 1:
@@ -53,12 +77,18 @@ class TransformersEngine(InProcess):
     def generate(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: Sampling, seed: int
     ) -> Iterator[tuple[Rollout, ...]]:
-        """Sample by transformers' `generate`, shortest prompts first; a batch holds prompts of one length, so none is padded."""
+        """Sample by transformers' `generate`, shortest prompts first; a batch holds prompts of one
+        length, so none is padded.
+        """
         check_request(self.policy, prompts, group_size, sampling)
         if self.world is not None:
             yield from self._episodes(prompts, group_size, sampling, seed)
             return
-        rows = [(prompt, index) for prompt in sorted(prompts, key=lambda prompt: prompt.tokens.size) for index in range(group_size)]
+        rows = [
+            (prompt, index)
+            for prompt in sorted(prompts, key=lambda prompt: prompt.tokens.size)
+            for index in range(group_size)
+        ]
         groups = Groups(group_size)
         for _, of_one_length in itertools.groupby(rows, lambda row: row[0].tokens.size):
             alike = list(of_one_length)
@@ -74,10 +104,15 @@ class TransformersEngine(InProcess):
         """The last of a batch's logits processors."""
         return ScoreWatch()
 
-    def _batch(self, rows: list[tuple[Prompt, int]], sampling: Sampling, seed: int) -> list[Rollout]:
+    def _batch(
+        self, rows: list[tuple[Prompt, int]], sampling: Sampling, seed: int
+    ) -> list[Rollout]:
         policy, (first, place) = self.policy, rows[0]
         ids = torch.from_numpy(np.stack([prompt.tokens for prompt, _ in rows])).to(policy.device)
-        limits, watch = [self._limit(prompt, sampling) for prompt, _ in rows], self._watch(rows, sampling, seed)
+        limits, watch = (
+            [self._limit(prompt, sampling) for prompt, _ in rows],
+            self._watch(rows, sampling, seed),
+        )
         drawn = self._draw(ids, limits, sampling, f"{seed}/{first.id}/{place}", watch=watch)
         return [
             make_rollout(
@@ -95,11 +130,15 @@ class TransformersEngine(InProcess):
             for r, (prompt, index) in enumerate(rows)
         ]
 
-    def _episodes(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int) -> Iterator[tuple[Rollout, ...]]:
+    def _episodes(
+        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int
+    ) -> Iterator[tuple[Rollout, ...]]:
         """Turn by turn: whichever conversation has been answered is next."""
         policy, groups = self.policy, Groups(group_size)
         streams = [
-            Stream(prompt, index, completion_limit(policy, prompt, sampling)) for prompt in prompts for index in range(group_size)
+            Stream(prompt, index, completion_limit(policy, prompt, sampling))
+            for prompt in prompts
+            for index in range(group_size)
         ]
         how = {"rows": self.max_rows, "keep_special_tokens": self.keep_special_tokens}
         with Conversations(policy, self.world, sampling, seed, streams, **how) as conversations:
@@ -110,20 +149,33 @@ class TransformersEngine(InProcess):
                         yield from groups.add(rollout)
                         continue
                     ids = torch.from_numpy(stream.ids())[None].to(policy.device)
-                    drawn = self._draw(ids, [stream.left], sampling, f"{seed}/{stream.prompt.id}/{stream.index}/{stream.turn}")
+                    drawn = self._draw(
+                        ids,
+                        [stream.left],
+                        sampling,
+                        f"{seed}/{stream.prompt.id}/{stream.index}/{stream.turn}",
+                    )
                     stream.add(drawn.tokens[0], drawn.logp[0], self.version)
                     stream.support += drawn.support[0] if sampling.truncates else ()
                     conversations.turn(stream, drawn.finish[0])
 
     @torch.no_grad()
-    def _draw(self, ids: Tensor, limits: list[int], sampling: Sampling, seed: str, watch: ScoreWatch | None = None) -> _Drawn:
+    def _draw(
+        self,
+        ids: Tensor,
+        limits: list[int],
+        sampling: Sampling,
+        seed: str,
+        watch: ScoreWatch | None = None,
+    ) -> _Drawn:
         """What is drawn behind rows of ids (R, T), up to a limit for each."""
         policy, model = self.policy, cast(Any, self.policy.model)
         stopping = Stopping(policy.eos_ids, sampling.stop, policy.tokenizer)
         drawn = _Drawn(stopping, limits, watch or ScoreWatch(), truncates=sampling.truncates)
         training = [module for module in model.modules() if module.training]
         model.eval()
-        # The model's generation_config must not leak in: generate() fills what a config of ours leaves unset from it.
+        # The model's generation_config must not leak in: generate() fills what a config of ours
+        # leaves unset from it.
         own_config, model.generation_config = model.generation_config, GenerationConfig()
         device = policy.device
         try:
@@ -139,7 +191,9 @@ class TransformersEngine(InProcess):
                     attention_mask=torch.ones_like(ids),
                     **({"output_router_logits": False} if router_coefficient(policy) else {}),
                     generation_config=_explicit(sampling, max(limits), policy.pad_id),
-                    logits_processor=LogitsProcessorList([_KnownTokens(policy.vocabulary), *_warpers(sampling), drawn.watch]),
+                    logits_processor=LogitsProcessorList(
+                        [_KnownTokens(policy.vocabulary), *_warpers(sampling), drawn.watch]
+                    ),
                     stopping_criteria=StoppingCriteriaList([drawn]),
                 )
         finally:
@@ -161,9 +215,13 @@ class ScoreWatch(LogitsProcessor):
 
 
 class _Drawn(StoppingCriteria):
-    """What a call of `generate` draws, noted token by token: of a step's scores (R, V) only what was drawn is kept."""
+    """What a call of `generate` draws, noted token by token: of a step's scores (R, V) only what
+    was drawn is kept.
+    """
 
-    def __init__(self, stopping: Stopping, limits: list[int], watch: ScoreWatch, *, truncates: bool) -> None:
+    def __init__(
+        self, stopping: Stopping, limits: list[int], watch: ScoreWatch, *, truncates: bool
+    ) -> None:
         """limits: most tokens of each row.   truncates: note which ids could have been drawn."""
         self._stopping, self._limits, self._truncates = stopping, limits, truncates
         self.tokens: list[list[int]] = [[] for _ in limits]
@@ -178,7 +236,8 @@ class _Drawn(StoppingCriteria):
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         """True for rows that have ended.  The batch continues until all have."""
         scores_RV, token_R = self.watch.scores_RV, input_ids[:, -1]
-        # Greedy scores are unprocessed but for the vocabulary, so this is the log-probability at temperature 1.
+        # Greedy scores are unprocessed but for the vocabulary, so this is the log-probability at
+        # temperature 1.
         chosen_R = scores_RV.gather(1, token_R[:, None])[:, 0]
         logp_R = (chosen_R - scores_RV.logsumexp(1)).tolist()
         for r, token in enumerate(token_R.tolist()):
@@ -191,15 +250,23 @@ class _Drawn(StoppingCriteria):
             finish = self._stopping.finish(self.tokens[r], self._limits[r])
             if finish is not None:
                 self.finish[r] = finish
-        return torch.tensor([r in self.finish for r in range(len(self._limits))], device=input_ids.device)
+        return torch.tensor(
+            [r in self.finish for r in range(len(self._limits))], device=input_ids.device
+        )
 
 
 def _warpers(sampling: Sampling) -> list[LogitsProcessor]:
-    """transformers' own, in its order: what comes behind them sees the distribution that is drawn from."""
+    """transformers' own, in its order: what comes behind them sees the distribution that is drawn
+    from.
+    """
     if sampling.greedy:
         return []
     return [
-        *([TemperatureLogitsWarper(float(sampling.temperature))] if sampling.temperature != 1.0 else []),
+        *(
+            [TemperatureLogitsWarper(float(sampling.temperature))]
+            if sampling.temperature != 1.0
+            else []
+        ),
         *([TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []),
         *([TopPLogitsWarper(float(sampling.top_p))] if sampling.top_p < 1.0 else []),
         *([MinPLogitsWarper(sampling.min_p)] if sampling.min_p else []),
@@ -232,4 +299,6 @@ class _KnownTokens(LogitsProcessor):
         """Scores with -inf from `size` on."""
         if scores.shape[1] == self.size:
             return scores
-        return torch.cat([scores[:, : self.size], torch.full_like(scores[:, self.size :], -torch.inf)], 1)
+        return torch.cat(
+            [scores[:, : self.size], torch.full_like(scores[:, self.size :], -torch.inf)], 1
+        )

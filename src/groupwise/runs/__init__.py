@@ -1,7 +1,8 @@
 """What is on disk: a recipe becomes a job, a job a run folder that can be resumed to the bit.
 
-In: a `Recipe`. Out: a folder with configuration, metrics, every rollout, checkpoints and the final model. `prepared` reads data and
-rewards and writes the plan, `job` adds policy, engine and loop. `run` drives a job: resume, log, save, evaluate, export.
-`checkpoint` saves a job, `folder` knows how a run stands, `recorded` and `log` read and write its lines and completions, `inputs`
-knows what it was trained on, `replay` computes a recorded step again.
+In: a `Recipe`. Out: a folder with configuration, metrics, every rollout, checkpoints and the final
+    model. `prepared` reads data and rewards and writes the plan, `job` adds policy, engine and
+    loop. `run` drives a job: resume, log, save, evaluate, export. `checkpoint` saves a job,
+    `folder` knows how a run stands, `recorded` and `log` read and write its lines and completions,
+    `inputs` knows what it was trained on, `replay` computes a recorded step again.
 """

@@ -1,20 +1,23 @@
-"""Checkpoints that are whole or are not there: written atomically, hashed, and verified before they are read.
+"""Checkpoints that are whole or are not there: written atomically, hashed, and verified before they
+are read.
 
     RUN/checkpoints/000100/
       policy/          Hugging Face format, written by the caller
       trainer/         state.json (numbers and text) and tensors.safetensors (by name)
-      trainer/shards/  instead of tensors.safetensors: parts of tensors, by several processes (`sharded_checkpoint.py`)
-      manifest.json    size and xxh3-128 of every file above
+      trainer/shards/  instead of tensors.safetensors: parts of tensors, by several processes
+      (`sharded_checkpoint.py`) manifest.json    size and xxh3-128 of every file above
       COMPLETE         xxh3-128 of the manifest
     RUN/latest         name of the newest
 
-A checkpoint is written under a temporary name, synced to disk, read back for its checksums and renamed; older ones go only after
-that.  So a process may be killed at any moment and the newest complete checkpoint is still there.  Everything is verified before it
-is used; no pickle is written, or read before that.
+A checkpoint is written under a temporary name, synced to disk, read back for its checksums and
+renamed; older ones go only after that.  So a process may be killed at any moment and the newest
+complete checkpoint is still there.  Everything is verified before it is used; no pickle is written,
+or read before that.
 
-A policy that each process holds whole is written by the first process, at once; a sharded one by all processes, in the background,
-while training continues.  For a sharded policy every process copies its shard of the optimizer state, and its share of the policy's
-tensors, to host memory.  A thread then writes both.  When all have done so, the first process seals and renames the checkpoint;
+A policy that each process holds whole is written by the first process, at once; a sharded one by
+all processes, in the background, while training continues.  For a sharded policy every process
+copies its shard of the optimizer state, and its share of the policy's tensors, to host memory.  A
+thread then writes both.  When all have done so, the first process seals and renames the checkpoint;
 until then the one before is the newest.
 """
 
@@ -62,7 +65,9 @@ HEADROOM = 16 << 20
 
 
 Together: TypeAlias = Callable[[Callable[[], Any]], list[Any]]
-"""Calls a function on every process that writes a checkpoint; returns all results, or raises what went wrong on any."""
+"""Calls a function on every process that writes a checkpoint; returns all results, or raises what
+went wrong on any.
+"""
 
 
 def save(
@@ -75,18 +80,23 @@ def save(
     keep: int = 2,
     policy_bytes: int = 0,
 ) -> Path:
-    """Write the checkpoint of a step into a run folder and return its path; saving a step twice does nothing.
+    """Write the checkpoint of a step into a run folder and return its path; saving a step twice
+    does nothing.
 
-    policy_writer: fills the (existing, empty) folder that it is given with the model, e.g. by `save_pretrained`.
+    policy_writer: fills the (existing, empty) folder that it is given with the model, e.g. by
+        `save_pretrained`.
     state: what JSON holds (keys are texts; NaN and infinities too), and bytes.
     tensors: by name, which `read_tensors` reads into others.
-    keep: newest checkpoints that stay.   policy_bytes: what the writer will write, if known, to refuse a full disk beforehand.
-    Raises StorageError if the disk is full, read-only or gone (nothing half-written stays), CheckpointError for a state that
-    cannot be kept.
+    keep: newest checkpoints that stay.   policy_bytes: what the writer will write, if known, to
+        refuse a full disk beforehand.
+    Raises StorageError if the disk is full, read-only or gone (nothing half-written stays),
+    CheckpointError for a state that cannot be kept.
     """
     tensors = {name: _apart(tensor) for name, tensor in (tensors or {}).items()}
     text = _encode(state)  # refused before anything is written
-    temporary = begin(folder, step, policy_bytes + sum(tensor.nbytes for tensor in tensors.values()))
+    temporary = begin(
+        folder, step, policy_bytes + sum(tensor.nbytes for tensor in tensors.values())
+    )
 
     def write() -> None:
         assert temporary is not None
@@ -100,7 +110,8 @@ def save(
 
 
 def begin(folder: Path, step: int, needed: int) -> Path | None:
-    """An empty folder with policy/ and trainer/ in it to write a checkpoint of `needed` bytes; None if it is there already.
+    """An empty folder with policy/ and trainer/ in it to write a checkpoint of `needed` bytes; None
+    if it is there already.
 
     Raises StorageError.
     """
@@ -117,7 +128,8 @@ def begin(folder: Path, step: int, needed: int) -> Path | None:
         free = shutil.disk_usage(root).free
         if free < needed:
             raise StorageError(
-                f"disk full: the checkpoint of step {step} needs {needed / 1e6:.0f} MB, {root} has {free / 1e6:.0f} MB"
+                f"disk full: the checkpoint of step {step} needs {needed / 1e6:.0f} MB, {root} has"
+                f" {free / 1e6:.0f} MB"
             )
         temporary = files.new_folder(final)
         for part in ("policy", "trainer"):
@@ -135,16 +147,22 @@ def complete(
     size: int = 1,
     together: Together = lambda work: [work()],
 ) -> None:
-    """Fill the folder of a checkpoint that was begun by `write`, on every process, seal it, and give it its name.
+    """Fill the folder of a checkpoint that was begun by `write`, on every process, seal it, and
+    give it its name.
 
-    keep: newest checkpoints that stay; older ones are deleted after this one has its name.   rank, size: of the processes that
-    call this; the first decides what is there, each takes its share of the checksums.   Raises StorageError.
+    keep: newest checkpoints that stay; older ones are deleted after this one has its name.   rank,
+        size: of the processes that call this; the first decides what is there, each takes its share
+        of the checksums.   Raises StorageError.
     """
     folder = temporary.parent.parent
 
     def name() -> None:
         if rank == 0:
-            _seal(temporary, step, {name: fingerprint for part in fingerprints for name, fingerprint in part.items()})
+            _seal(
+                temporary,
+                step,
+                {name: fingerprint for part in fingerprints for name, fingerprint in part.items()},
+            )
             files.place(temporary, place(folder, step))
             # For people and other programs: `latest()` does not trust it.
             files.write(folder / LATEST, f"{place(folder, step).name}\n".encode())
@@ -153,8 +171,12 @@ def complete(
     try:
         with _storage(temporary.parent):
             together(write)
-            listed = together(lambda: [name for name, _ in _files(temporary)] if rank == 0 else [])[0]
-            fingerprints = together(lambda: {name: files.fingerprint(temporary / name) for name in listed[rank::size]})
+            listed = together(lambda: [name for name, _ in _files(temporary)] if rank == 0 else [])[
+                0
+            ]
+            fingerprints = together(
+                lambda: {name: files.fingerprint(temporary / name) for name in listed[rank::size]}
+            )
             together(name)
     except BaseException:
         if rank == 0:
@@ -166,17 +188,24 @@ def _rotate(folder: Path, step: int, keep: int) -> None:
     """Delete what is older than the `keep` newest up to `step`, and damaged ones of later steps."""
     candidates = _candidates(folder / CHECKPOINTS)
     past = [path for path in candidates if int(path.name) <= step]
-    for path in past[max(keep, 1) :] + [path for path in candidates if int(path.name) > step and damage(path)]:
+    for path in past[max(keep, 1) :] + [
+        path for path in candidates if int(path.name) > step and damage(path)
+    ]:
         files.remove(path)
 
 
 def _encode(state: Mapping[str, Any]) -> str:
-    """State as JSON, whose numbers come back to the bit, and tuples as lists.  Raises CheckpointError for what it cannot hold."""
+    """State as JSON, whose numbers come back to the bit, and tuples as lists.  Raises
+    CheckpointError for what it cannot hold.
+    """
 
     def encoded(value: object) -> dict[str, str]:
         if not isinstance(value, bytes):
             kind = type(value)
-            raise CheckpointError(f"a checkpoint's state holds a {kind.__module__}.{kind.__qualname__}: make it numbers or text")
+            raise CheckpointError(
+                f"a checkpoint's state holds a {kind.__module__}.{kind.__qualname__}: make it"
+                " numbers or text"
+            )
         return {_BYTES: base64.b64encode(value).decode()}
 
     return json.dumps(state, default=encoded)
@@ -223,7 +252,9 @@ def _storage(root: Path) -> Iterator[None]:
             yield
     except StorageError as error:
         if (left := _candidates(root)) and "intact" not in str(error):
-            raise StorageError(f"{error}; the older ones ({left[0].name} and before) are intact") from error
+            raise StorageError(
+                f"{error}; the older ones ({left[0].name} and before) are intact"
+            ) from error
         raise
 
 
@@ -241,9 +272,11 @@ class Saver:
         """The last step that was saved."""
 
     def save(self, step: int, state: Mapping[str, Any], *, alone: bool = False) -> None:
-        """Save the job as it is now, with `state` beside it, once; returns when what is saved may change again.
+        """Save the job as it is now, with `state` beside it, once; returns when what is saved may
+        change again.
 
-        alone: other processes may be lost: nothing is exchanged with them, so a sharded policy cannot be saved.
+        alone: other processes may be lost: nothing is exchanged with them, so a sharded policy
+            cannot be saved.
         Raises StorageError on all processes, if not now then at the next call or in `wait`.
         """
         self.wait()
@@ -251,7 +284,11 @@ class Saver:
             return
         policy, tensors = self.job.policy, self.job.tensors()
         # Of an adapter what it was put on is not written.
-        weights = sum(one.nbytes for one in policy.model.parameters() if policy.adapter is None or one.requires_grad)
+        weights = sum(
+            one.nbytes
+            for one in policy.model.parameters()
+            if policy.adapter is None or one.requires_grad
+        )
         if policy.sharded:
             self._begin(step, _encode(state), tensors, weights)
             return
@@ -272,7 +309,9 @@ class Saver:
         self._note(step, latest(self.folder) if alone else place(self.folder, step))
 
     def wait(self) -> None:
-        """Return when everything is on the disk.  Raises StorageError or PeerError if it could not be written."""
+        """Return when everything is on the disk.  Raises StorageError or PeerError if it could not
+        be written.
+        """
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
@@ -285,7 +324,9 @@ class Saver:
         if temporary is None:
             return
         parts = own_parts(policy)
-        staged = sharded_checkpoint.Staged(temporary / "trainer" / sharded_checkpoint.SHARDS, tensors)
+        staged = sharded_checkpoint.Staged(
+            temporary / "trainer" / sharded_checkpoint.SHARDS, tensors
+        )
         group = comm.open_aside()
 
         def write() -> None:
@@ -295,7 +336,15 @@ class Saver:
                 (temporary / "trainer" / STATE).write_text(state, encoding="utf-8")
 
         def work() -> None:
-            complete(temporary, step, write, keep=self.keep, rank=here.rank, size=here.size, together=_together)
+            complete(
+                temporary,
+                step,
+                write,
+                keep=self.keep,
+                rank=here.rank,
+                size=here.size,
+                together=_together,
+            )
             self._note(step, place(self.folder, step))
 
         self._writing = threads.begin(work, "checkpoint")
@@ -311,18 +360,30 @@ def _together(work: Callable[[], Found]) -> list[Found]:
     try:
         results = [work()]
     except Exception as error:  # whatever it is, the others wait to hear of it
-        wrong = str(error) if isinstance(error, (GroupwiseError, OSError)) else f"{type(error).__name__}: {error}"
+        wrong = (
+            str(error)
+            if isinstance(error, (GroupwiseError, OSError))
+            else f"{type(error).__name__}: {error}"
+        )
     outcomes = comm.gather([(results, wrong)], aside=True)
     for rank, (_, failure) in enumerate(outcomes):
         if failure is not None:
-            raise StorageError(f"process {rank} could not write its part of a checkpoint: {failure}")
+            raise StorageError(
+                f"process {rank} could not write its part of a checkpoint: {failure}"
+            )
     return [one for ones, _ in outcomes for one in ones]
 
 
 def set_failure_hint(newest: Path | None) -> None:
     """Note the newest checkpoint, which the message of a later failure names."""
-    saved = f"the last checkpoint is {newest}; the same command continues from there" if newest is not None else None
-    comm.set_failure_hint(saved or "nothing was saved yet (save.every): the same command begins anew")
+    saved = (
+        f"the last checkpoint is {newest}; the same command continues from there"
+        if newest is not None
+        else None
+    )
+    comm.set_failure_hint(
+        saved or "nothing was saved yet (save.every): the same command begins anew"
+    )
 
 
 # ---------------------------------------------------------------- loading
@@ -331,8 +392,8 @@ def set_failure_hint(newest: Path | None) -> None:
 def latest(folder: Path) -> Path | None:
     """The newest checkpoint of a run folder that is whole, or None if none was ever saved.
 
-    A damaged one is named in a warning and passed over.  Raises CheckpointError, with every reason, if there are only damaged ones.
-    """
+    A damaged one is named in a warning and passed over.  Raises CheckpointError, with every reason,
+    if there are only damaged ones."""
     reasons = []
     for path in _candidates(Path(folder) / CHECKPOINTS):
         if not (wrong := damage(path)):
@@ -342,13 +403,20 @@ def latest(folder: Path) -> Path | None:
         reasons.append(f"checkpoint {path} is damaged: {wrong}")
     if reasons:
         listed = "\n".join(f"  {reason}" for reason in reasons)
-        raise CheckpointError(f"no checkpoint of {folder} is whole; restore one, or start anew with fresh=True:\n{listed}")
+        raise CheckpointError(
+            f"no checkpoint of {folder} is whole; restore one, or start anew with"
+            f" fresh=True:\n{listed}"
+        )
     return None
 
 
 def _candidates(root: Path) -> list[Path]:
     """Checkpoints by step, newest first.  Times of files do not matter."""
-    saved = [path for path in root.glob("*") if path.name.isdigit() and path.is_dir()] if root.is_dir() else []
+    saved = (
+        [path for path in root.glob("*") if path.name.isdigit() and path.is_dir()]
+        if root.is_dir()
+        else []
+    )
     return sorted(saved, key=lambda path: int(path.name), reverse=True)
 
 
@@ -368,7 +436,10 @@ def damage(path: Path) -> str | None:
         manifest = RunFiles(path).json(MANIFEST)
         if manifest["format"] not in (OLDER, FORMAT):
             return f"its format is {manifest['format']}, this version reads {FORMAT}"
-        expected = {str(name): {"size": entry["size"], "xxh3_128": entry["xxh3_128"]} for name, entry in manifest["files"].items()}
+        expected = {
+            str(name): {"size": entry["size"], "xxh3_128": entry["xxh3_128"]}
+            for name, entry in manifest["files"].items()
+        }
     except (RunError, KeyError, TypeError, AttributeError) as error:
         return f"{MANIFEST} is no manifest ({error})"
     try:
@@ -386,7 +457,8 @@ def damage(path: Path) -> str | None:
 
 
 def load(path: Path, *, verify: bool = True) -> dict[str, Any]:
-    """The state of a checkpoint.  Raises CheckpointError if a byte is wrong, and for a checkpoint of 0.2.
+    """The state of a checkpoint.  Raises CheckpointError if a byte is wrong, and for a checkpoint
+    of 0.2.
 
     verify: False trusts that it was just found to be whole (`latest`).
     """
@@ -394,16 +466,20 @@ def load(path: Path, *, verify: bool = True) -> dict[str, Any]:
         raise CheckpointError(f"checkpoint {path} is damaged: {wrong}")
     if RunFiles(path).json(MANIFEST)["format"] == OLDER:
         raise CheckpointError(
-            f"{path} was written by Groupwise 0.2, whose runs this version does not continue: continue it with 0.2, or start anew "
-            f"from its weights, model.path={path / 'policy'} name=..."
+            f"{path} was written by Groupwise 0.2, whose runs this version does not continue:"
+            f" continue it with 0.2, or start anew from its weights, model.path={path / 'policy'}"
+            " name=..."
         )
-    return json.loads((Path(path) / "trainer" / STATE).read_text(encoding="utf-8"), object_hook=_decoded)
+    return json.loads(
+        (Path(path) / "trainer" / STATE).read_text(encoding="utf-8"), object_hook=_decoded
+    )
 
 
 def read_tensors(path: Path, into: Mapping[str, Tensor]) -> None:
     """Fill tensors from those of a checkpoint, by name; of a sharded tensor this process's shard.
 
-    Of many processes each reads what it needs.  Raises CheckpointError if one is missing or has another shape.
+    Of many processes each reads what it needs.  Raises CheckpointError if one is missing or has
+    another shape.
     """
     if not into:
         return
@@ -412,7 +488,9 @@ def read_tensors(path: Path, into: Mapping[str, Tensor]) -> None:
         for name, tensor in into.items():
             shard = fsdp.own(tensor)
             if name not in names or list(tensor.shape) != file.get_slice(name).get_shape():
-                raise CheckpointError(f"{path} holds no {name} of shape {tuple(tensor.shape)}: it is of another model")
+                raise CheckpointError(
+                    f"{path} holds no {name} of shape {tuple(tensor.shape)}: it is of another model"
+                )
             if shard is tensor:
                 shard.copy_(file.get_tensor(name))
             elif shard.numel():
@@ -420,7 +498,9 @@ def read_tensors(path: Path, into: Mapping[str, Tensor]) -> None:
 
 
 def reader(path: Path) -> Callable[[Mapping[str, Tensor]], None]:
-    """A function that fills tensors by name, sharded or not, from a verified checkpoint, however many processes wrote it."""
+    """A function that fills tensors by name, sharded or not, from a verified checkpoint, however
+    many processes wrote it.
+    """
     folder = path / "trainer" / sharded_checkpoint.SHARDS
     if folder.is_dir():
         return lambda into: sharded_checkpoint.read(folder, into)
@@ -438,9 +518,11 @@ def step_of(path: Path) -> int:
 
 
 def policy_folder(path: Path | str) -> Path:
-    """The Hugging Face folder meant by a path: such a folder itself, a checkpoint, or a run (its final model, else its newest).
+    """The Hugging Face folder meant by a path: such a folder itself, a checkpoint, or a run (its
+    final model, else its newest).
 
-    Of a run of several stages the stage that was written last is meant.  What a run wrote is compared with its checksums.
+    Of a run of several stages the stage that was written last is meant.  What a run wrote is
+    compared with its checksums.
     Raises CheckpointError with what was found instead, RunError for a model that is damaged.
     """
     path = expanded(path)
@@ -460,8 +542,10 @@ def policy_folder(path: Path | str) -> Path:
         return policy_folder(stages[-1].parent)
     if (path / "metrics.jsonl").is_file():
         raise CheckpointError(
-            f"{path} is a run that has saved no model yet: the command that began it continues it, to its first checkpoint "
-            "(save.every) or to its end"
+            f"{path} is a run that has saved no model yet: the command that began it continues it,"
+            " to its first checkpoint (save.every) or to its end"
         )
     inside = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
-    raise CheckpointError(f"{path} is neither a model folder, a checkpoint nor a run with one: it holds {inside}")
+    raise CheckpointError(
+        f"{path} is neither a model folder, a checkpoint nor a run with one: it holds {inside}"
+    )

@@ -1,13 +1,17 @@
-"""Other people's dashboards: TensorBoard, Weights & Biases, MLflow and Trackio get a run's metrics and its most telling groups.
+"""Other people's dashboards: TensorBoard, Weights & Biases, MLflow and Trackio get a run's metrics
+and its most telling groups.
 
     every step    the numbers of its line in metrics.jsonl, against the step
-    its table     the group whose rewards differ most: prompt, completions, reward, rewards by function, finish, tokens; where the
-                  step's completions are recorded (`save.rollouts_every`), and the library has tables
+    its table     the group whose rewards differ most: prompt, completions, reward, rewards by
+    function, finish, tokens; where the
+                  step's completions are recorded (`save.rollouts_every`), and the library has
+                  tables
     once          the resolved recipe, with secrets redacted
 
-A resumed run continues in the dashboards' run that it began: `dashboards.json` holds what each library called it.  Steps that were
-sent and are taken again are the same steps, and are not sent twice.  A dashboard that fails is named in a warning and left alone:
-the run continues, and its folder holds everything.
+A resumed run continues in the dashboards' run that it began: `dashboards.json` holds what each
+library called it.  Steps that were sent and are taken again are the same steps, and are not sent
+twice.  A dashboard that fails is named in a warning and left alone: the run continues, and its
+folder holds everything.
 
 Importing this file imports no dashboard's library, and not torch.
 """
@@ -42,7 +46,8 @@ log = logger("groupwise")
 IDENTITIES = "dashboards.json"
 """What each library calls this run, in the run folder."""
 PROJECT = "groupwise"
-"""Where runs are put together, unless the library's own environment variable names another project."""
+"""Where runs are put together, unless the library's own environment variable names another project.
+"""
 LONGEST = 4000
 """Characters of a text in a table: the prompt's last, the completion's first."""
 Rows = Sequence[Mapping[str, Any]]
@@ -63,10 +68,14 @@ class About:
 
 
 class Dashboard(Protocol):
-    """One library's run.  Whatever a method raises, `Dashboards` takes the dashboard away and the run continues."""
+    """One library's run.  Whatever a method raises, `Dashboards` takes the dashboard away and the
+    run continues.
+    """
 
     identity: str | None
-    """What the library calls the run, by which it is found again; None where it is made anew at every start."""
+    """What the library calls the run, by which it is found again; None where it is made anew at
+    every start.
+    """
     address: str
     """Where a person finds it."""
 
@@ -81,20 +90,27 @@ class Dashboard(Protocol):
 
 
 def check(names: Iterable[str]) -> None:
-    """Raises ConfigError with the line that installs what is missing: a dashboard and its package have one name."""
+    """Raises ConfigError with the line that installs what is missing: a dashboard and its package
+    have one name.
+    """
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"save.report_to: {', '.join(missing)} is not installed: pip install {' '.join(missing)}, or take it out "
-            "(metrics.jsonl is always written)"
+            f"save.report_to: {', '.join(missing)} is not installed: pip install"
+            f" {' '.join(missing)}, or take it out (metrics.jsonl is always written)"
         )
 
 
 class Dashboards:
-    """Those that a recipe names, of a run that has written `lines` and may have sent the steps up to `sent`."""
+    """Those that a recipe names, of a run that has written `lines` and may have sent the steps up
+    to `sent`.
+    """
 
-    def __init__(self, folder: Path, recipe: Recipe, lines: Sequence[Mapping[str, Any]], sent: int) -> None:
-        """lines: what stands in metrics.jsonl now.   sent: the last step that stood there before the run was resumed.
+    def __init__(
+        self, folder: Path, recipe: Recipe, lines: Sequence[Mapping[str, Any]], sent: int
+    ) -> None:
+        """lines: what stands in metrics.jsonl now.   sent: the last step that stood there before
+        the run was resumed.
 
         Raises ConfigError for a library that is missing or refuses to begin.
         """
@@ -105,26 +121,36 @@ class Dashboards:
         document, _ = parse(dump(recipe), "config.yaml")
         for name in recipe.save.report_to:
             begin, remedy = BOARDS[name]
-            about = About(folder=folder, name=recipe.name, config=document.values, identity=known.get(name))
+            about = About(
+                folder=folder, name=recipe.name, config=document.values, identity=known.get(name)
+            )
             try:
                 board = begin(about)
             except Exception as error:  # each library has errors of its own
                 raise ConfigError(
-                    f"save.report_to: {name} could not begin ({type(error).__name__}: {error}); {remedy}, or take it out"
+                    f"save.report_to: {name} could not begin ({type(error).__name__}: {error});"
+                    f" {remedy}, or take it out"
                 ) from error
             self._open[name] = board
             self._sent[name] = sent if name in known else -1
             log.info("%s: %s", name, board.address)
-        identities = {name: board.identity for name, board in self._open.items() if board.identity is not None}
+        identities = {
+            name: board.identity for name, board in self._open.items() if board.identity is not None
+        }
         if identities or known:
             files.write(folder / IDENTITIES, json.dumps(identities, indent=1).encode())
         for line in lines:
             self.write(line)
 
     def write(self, line: Mapping[str, Any], *, again: bool = False) -> None:
-        """Send a line of the log.   again: also if its step was sent, because it has more to say now."""
+        """Send a line of the log.   again: also if its step was sent, because it has more to say
+        now.
+        """
         step, values = int(line["step"]), numbers(line)
-        self._each(lambda board: board.write(step, float(line.get("wall", 0.0)), values), after=-1 if again else step)
+        self._each(
+            lambda board: board.write(step, float(line.get("wall", 0.0)), values),
+            after=-1 if again else step,
+        )
 
     def table(self, step: Step) -> None:
         """Send the most telling group of a step."""
@@ -145,9 +171,12 @@ class Dashboards:
                 continue
             try:
                 call(board)
-            except Exception as error:  # a server that is gone, a full disk: what counts is in the run folder
+            except (
+                Exception
+            ) as error:  # a server that is gone, a full disk: what counts is in the run folder
                 log.warning(
-                    "%s failed (%s: %s) and gets nothing more from this process; metrics.jsonl has everything",
+                    "%s failed (%s: %s) and gets nothing more from this process; metrics.jsonl has"
+                    " everything",
                     name,
                     type(error).__name__,
                     error,
@@ -160,7 +189,11 @@ def _identities(path: Path) -> dict[str, str]:
         held = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return {str(name): value for name, value in held.items() if isinstance(value, str)} if isinstance(held, dict) else {}
+    return (
+        {str(name): value for name, value in held.items() if isinstance(value, str)}
+        if isinstance(held, dict)
+        else {}
+    )
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
@@ -170,11 +203,17 @@ def numbers(line: Mapping[str, Any]) -> dict[str, float]:
     {'reward': 0.5}
     """
     values = {name: value for name, value in line.items() if name not in ("step", "wall")}
-    return {name: float(value) for name, value in values.items() if isinstance(value, int | float) and not isinstance(value, bool)}
+    return {
+        name: float(value)
+        for name, value in values.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
 
 
 def most_telling(groups: Sequence[Scored]) -> Scored | None:
-    """The group whose rewards differ most (the first of equals); None if there is none with a reward."""
+    """The group whose rewards differ most (the first of equals); None if there is none with a
+    reward.
+    """
     spreads = [float(np.nanstd(g.reward)) if np.isfinite(g.reward).any() else -1.0 for g in groups]
     return groups[int(np.argmax(spreads))] if spreads and max(spreads) >= 0.0 else None
 
@@ -193,7 +232,9 @@ def rows_of(group: Scored) -> list[dict[str, Any]]:
         }
         for i, rollout in enumerate(group.rollouts)
     ]
-    return sorted(rows, key=lambda row: -row["reward"] if row["reward"] == row["reward"] else float("inf"))
+    return sorted(
+        rows, key=lambda row: -row["reward"] if row["reward"] == row["reward"] else float("inf")
+    )
 
 
 # ---------------------------------------------------------------- TensorBoard
@@ -217,7 +258,11 @@ class TensorboardBoard:
 
     def write(self, step: int, wall: float, values: Mapping[str, float]) -> None:
         """Append the metrics to the event file."""
-        summary = self._summary(value=[self._summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+        summary = self._summary(
+            value=[
+                self._summary.Value(tag=name, simple_value=value) for name, value in values.items()
+            ]
+        )
         self._writer.add_event(self._event(step=step, wall_time=wall, summary=summary))
         self._writer.flush()
 
@@ -233,11 +278,12 @@ class TensorboardBoard:
 
 
 class WandbBoard:
-    """A run of Weights & Biases, online or with `WANDB_MODE=offline`, whose x axis is the step; its files lie in the run folder.
+    """A run of Weights & Biases, online or with `WANDB_MODE=offline`, whose x axis is the step; its
+    files lie in the run folder.
 
-    Project, entity and mode come from its own environment variables (WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE).  What it would
-    collect by itself (command line, environment, git, console, code) is switched off: an override may hold a secret.
-    """
+    Project, entity and mode come from its own environment variables (WANDB_PROJECT, WANDB_ENTITY,
+    WANDB_MODE).  What it would collect by itself (command line, environment, git, console, code) is
+    switched off: an override may hold a secret."""
 
     def __init__(self, about: About) -> None:
         import wandb  # type: ignore[reportMissingImports]
@@ -274,7 +320,9 @@ class WandbBoard:
     def table(self, step: int, rows: Rows) -> None:
         """Log the group as a table."""
         columns = list(rows[0])
-        table = self._table(columns=columns, data=[[row[column] for column in columns] for row in rows])
+        table = self._table(
+            columns=columns, data=[[row[column] for column in columns] for row in rows]
+        )
         self._run.log({"step": step, "group": table})
 
     def close(self, finished: bool) -> None:
@@ -288,7 +336,9 @@ class WandbBoard:
 UNKNOWN = re.compile(r"[^\w\-. :/]")
 """Characters that MLflow takes in no name; each becomes an underscore."""
 AT_ONCE, LONGEST_VALUE = 100, 500
-"""Parameters of one request, and characters of a parameter's value, that every version and store takes."""
+"""Parameters of one request, and characters of a parameter's value, that every version and store
+takes.
+"""
 BEHIND = 50
 """Steps that may be on their way."""
 
@@ -296,9 +346,10 @@ BEHIND = 50
 class MlflowBoard:
     """A run of an MLflow experiment; groups are tables of their own, `groups/000012.json`.
 
-    MLFLOW_TRACKING_URI names the server, else it is a SQLite file beside the runs (`runs/mlflow.db`).  The experiment is
-    MLFLOW_EXPERIMENT_NAME, else `groupwise`.  Numbers are sent in the background, so that a slow server does not slow the run down.
-    Nothing is collected that is not sent here: no command line, no environment.
+    MLFLOW_TRACKING_URI names the server, else it is a SQLite file beside the runs
+    (`runs/mlflow.db`).  The experiment is MLFLOW_EXPERIMENT_NAME, else `groupwise`.  Numbers are
+    sent in the background, so that a slow server does not slow the run down. Nothing is collected
+    that is not sent here: no command line, no environment.
     """
 
     def __init__(self, about: About) -> None:
@@ -307,12 +358,19 @@ class MlflowBoard:
         self._mlflow = mlflow
         uri, place = os.environ.get("MLFLOW_TRACKING_URI"), None
         if uri is None:
-            root = Path(*about.folder.resolve().parts[: -len(Path(about.name).parts)])  # runs/NAME -> runs
+            root = Path(
+                *about.folder.resolve().parts[: -len(Path(about.name).parts)]
+            )  # runs/NAME -> runs
             uri, place = f"sqlite:///{root / 'mlflow.db'}", (root / "mlflow").as_uri()
         self._client = mlflow.MlflowClient(tracking_uri=uri)
         if about.identity is None:
-            self._run: str = self._client.create_run(self._experiment(place), run_name=about.name).info.run_id
-            params = [mlflow.entities.Param(_name(key), value[:LONGEST_VALUE]) for key, value in flat(about.config)]
+            self._run: str = self._client.create_run(
+                self._experiment(place), run_name=about.name
+            ).info.run_id
+            params = [
+                mlflow.entities.Param(_name(key), value[:LONGEST_VALUE])
+                for key, value in flat(about.config)
+            ]
             for start in range(0, len(params), AT_ONCE):
                 self._client.log_batch(self._run, params=params[start : start + AT_ONCE])
         else:
@@ -335,7 +393,10 @@ class MlflowBoard:
 
     def write(self, step: int, wall: float, values: Mapping[str, float]) -> None:
         """Send the metrics in the background.  Raises what an earlier batch raised."""
-        metrics = [self._mlflow.entities.Metric(_name(name), value, round(1000 * wall), step) for name, value in values.items()]
+        metrics = [
+            self._mlflow.entities.Metric(_name(name), value, round(1000 * wall), step)
+            for name, value in values.items()
+        ]
         self._sent.append(self._client.log_batch(self._run, metrics=metrics, synchronous=False))
         if len(self._sent) > BEHIND:
             self._sent.pop(0).wait()  # raises what went wrong with it
@@ -362,9 +423,17 @@ def flat(config: Any, prefix: str = "") -> list[tuple[str, str]]:
     >>> flat({"steps": 3, "group": {"beta": 0.0, "ratio": None}, "rewards": [{"function": "accuracy"}]})
     [('steps', '3'), ('group.beta', '0.0'), ('group.ratio', 'null'), ('rewards.0.function', 'accuracy')]
     """
-    inside = config.items() if isinstance(config, Mapping) else enumerate(config) if isinstance(config, list) else ()
+    inside = (
+        config.items()
+        if isinstance(config, Mapping)
+        else enumerate(config)
+        if isinstance(config, list)
+        else ()
+    )
     if config and inside:
-        return [pair for key, inner in inside for pair in flat(inner, f"{prefix}.{key}".lstrip("."))]
+        return [
+            pair for key, inner in inside for pair in flat(inner, f"{prefix}.{key}".lstrip("."))
+        ]
     return [(prefix, config if isinstance(config, str) else json.dumps(config))]
 
 
@@ -372,7 +441,8 @@ def flat(config: Any, prefix: str = "") -> list[tuple[str, str]]:
 
 
 class TrackioBoard:
-    """A run of Trackio, known by its name, in a local data base (below TRACKIO_DIR); `trackio show` shows it.
+    """A run of Trackio, known by its name, in a local data base (below TRACKIO_DIR); `trackio show`
+    shows it.
 
     It speaks to no other machine unless told to.  The project is TRACKIO_PROJECT, else `groupwise`.
     """
@@ -401,17 +471,25 @@ class TrackioBoard:
 
     def table(self, step: int, rows: Rows) -> None:
         """Log the group as a table, its texts fenced."""
-        data = [{name: fenced(value) if isinstance(value, str) else value for name, value in row.items()} for row in rows]
+        data = [
+            {
+                name: fenced(value) if isinstance(value, str) else value
+                for name, value in row.items()
+            }
+            for row in rows
+        ]
         self._run.log({"group": self._trackio.Table(data=data)}, step=step)
 
     def close(self, finished: bool) -> None:
         """End the run."""
         with redirect_stdout(io.StringIO()):
-            self._trackio.finish()  # the run's own method would be called, and print, once more at the end of the process
+            # the run's own method would be called, and print, once more at the end of the process
+            self._trackio.finish()
 
 
 def fenced(text: str) -> str:
-    """Text that Markdown shows as it is: Trackio reads texts in tables as Markdown, and what a model writes may load an image.
+    """Text that Markdown shows as it is: Trackio reads texts in tables as Markdown, and what a
+    model writes may load an image.
 
     >>> fenced("a ``` b")
     '````\\na ``` b\\n````'
@@ -423,7 +501,10 @@ def fenced(text: str) -> str:
 BOARDS: dict[str, tuple[Callable[[About], Dashboard], str]] = {
     "tensorboard": (TensorboardBoard, "see that its folder can be written"),
     "wandb": (WandbBoard, "log in (wandb login), or set WANDB_MODE=offline"),
-    "mlflow": (MlflowBoard, "see that MLFLOW_TRACKING_URI names a server that answers, or a folder that can be written"),
+    "mlflow": (
+        MlflowBoard,
+        "see that MLFLOW_TRACKING_URI names a server that answers, or a folder that can be written",
+    ),
     "trackio": (TrackioBoard, "see that TRACKIO_DIR can be written"),
 }
 """What `save.report_to` may name, and what to do where it does not begin."""

@@ -33,7 +33,12 @@ def _in_process(engine: Callable[..., Engine]) -> Make:
     def make(policy: Policy, settings: RolloutSettings, world: EpisodeWorld | None) -> Engine:
         if policy.sharded:
             return GatheredEngine(policy, lambda plain: make(plain, settings, world))
-        return engine(policy, max_rows=settings.max_rows, keep_special_tokens=settings.keep_special_tokens, world=world)
+        return engine(
+            policy,
+            max_rows=settings.max_rows,
+            keep_special_tokens=settings.keep_special_tokens,
+            world=world,
+        )
 
     return make
 
@@ -60,33 +65,48 @@ ENGINES: dict[str, Make] = {
 """The rollout engines that a recipe may name, beside `module:function`."""
 
 
-def make_engine(policy: Policy, settings: RolloutSettings, world: EpisodeWorld | None = None) -> Engine:
+def make_engine(
+    policy: Policy, settings: RolloutSettings, world: EpisodeWorld | None = None
+) -> Engine:
     """The rollout engine that a recipe names.   world: who answers the policy.
 
-    One's own, `module:function`, is made by `function(policy, max_rows=..., keep_special_tokens=..., **rollout.engine.args)`, with
-    `world` beside them in runs that have an environment.
+    One's own, `module:function`, is made by `function(policy, max_rows=...,
+    keep_special_tokens=..., **rollout.engine.args)`, with `world` beside them in runs that have an
+    environment.
     Raises ConfigError if it cannot be imported, or does not take these arguments.
     """
     engine = settings.engine
     if engine.name in ENGINES:
         return ENGINES[engine.name](policy, settings, world)
     make = imported("rollout.engine", engine.name, callable_only=True)
-    keywords = engine.args if world is None else {**engine.args, "world": world}  # it need not know of any
+    keywords = (
+        engine.args if world is None else {**engine.args, "world": world}
+    )  # it need not know of any
     try:
         inspect.signature(make).bind(policy, max_rows=0, keep_special_tokens=False, **keywords)
     except TypeError as error:
         raise ConfigError(
-            f"rollout.engine: {engine.name} cannot be called with (policy, max_rows, keep_special_tokens"
-            f"{''.join(f', {name}' for name in keywords)}): {error}"
+            f"rollout.engine: {engine.name} cannot be called with (policy, max_rows,"
+            f" keep_special_tokens{''.join(f', {name}' for name in keywords)}): {error}"
         ) from None
     with own_code(f"rollout.engine {engine.name}"):
-        made = make(policy, max_rows=settings.max_rows, keep_special_tokens=settings.keep_special_tokens, **keywords)
-    demand_attributes(f"rollout.engine {engine.name}", made, ["generate", "set_version", "close", "version", "where", "tolerance"])
+        made = make(
+            policy,
+            max_rows=settings.max_rows,
+            keep_special_tokens=settings.keep_special_tokens,
+            **keywords,
+        )
+    demand_attributes(
+        f"rollout.engine {engine.name}",
+        made,
+        ["generate", "set_version", "close", "version", "where", "tolerance"],
+    )
     return made
 
 
 def sampler_of(settings: RolloutSettings, *, conversations: bool = False) -> Sampler | None:
-    """What a proof asks to sample, with the recipe's engine; None for one that samples elsewhere, or is one's own.
+    """What a proof asks to sample, with the recipe's engine; None for one that samples elsewhere,
+    or is one's own.
 
     conversations: a world answers the policy's turns.
     """
@@ -101,32 +121,46 @@ def sampler_of(settings: RolloutSettings, *, conversations: bool = False) -> Sam
 
 
 def mixture(mix: float, settings: RolloutSettings) -> Sampler:
-    """The same of `mixed_engine`.  A mixture of a model with itself is the model, whose two caches must agree."""
+    """The same of `mixed_engine`.  A mixture of a model with itself is the model, whose two caches
+    must agree.
+    """
 
     def make(policy: Policy, *, max_rows: int, world: EpisodeWorld | None) -> Engine:
         return mixed_engine(policy, whole_policy(policy), mix, replace(settings, max_rows=max_rows))
 
-    return Sampler(make=make, name=f"a mixture with {mix:g}", path="sampling from a mixture", remedy="set group.mix to 0")
+    return Sampler(
+        make=make,
+        name=f"a mixture with {mix:g}",
+        path="sampling from a mixture",
+        remedy="set group.mix to 0",
+    )
 
 
 def mixed_engine(policy: Policy, teacher: Policy, mix: float, settings: RolloutSettings) -> Engine:
-    """An engine whose completions a teacher helps to write.  Raises ConfigError for a teacher that is spread over processes."""
+    """An engine whose completions a teacher helps to write.  Raises ConfigError for a teacher that
+    is spread over processes.
+    """
     if teacher.sharded:
         raise ConfigError(
-            "group.mix: a teacher that is spread over processes cannot help to sample: set parallel: ddp, or group.mix: 0"
+            "group.mix: a teacher that is spread over processes cannot help to sample: set"
+            " parallel: ddp, or group.mix: 0"
         )
     return _in_process(partial(MixedEngine, teacher=teacher, mix=mix))(policy, settings, None)
 
 
 def sampled_elsewhere(algorithm: Algorithm, settings: RolloutSettings) -> Algorithm:
-    """The algorithm, corrected where the recipe's engine computes other probabilities than the trainer, or samples ahead of it."""
+    """The algorithm, corrected where the recipe's engine computes other probabilities than the
+    trainer, or samples ahead of it.
+    """
     engine = settings.engine
     trained = engine_traits(engine.name).own_weights and not engine.ahead
     return algorithm if trained else replace(algorithm, correction=engine.correct)
 
 
 def make_ahead(settings: RolloutSettings, prompts: Sequence[Prompt]) -> PrefetchedRollouts:
-    """How far sampling runs ahead of training, and what may be begun again: visits of the prompts that are trained on."""
+    """How far sampling runs ahead of training, and what may be begun again: visits of the prompts
+    that are trained on.
+    """
     by_id = {prompt.id: prompt for prompt in prompts}
 
     def find(name: str) -> Prompt:
@@ -140,25 +174,31 @@ def make_ahead(settings: RolloutSettings, prompts: Sequence[Prompt]) -> Prefetch
 def agreeing(steps: Iterator[Step], engine: Engine) -> Iterator[Step]:
     """Steps, as long as what a vLLM engine samples is what the trainer scores.
 
-    Raises EngineError at the first step whose mean difference no rounding explains: the servers sample with other weights, another
-    temperature or old keys and values.  That step has been trained on; it is not yielded, and so not saved.
+    Raises EngineError at the first step whose mean difference no rounding explains: the servers
+    sample with other weights, another temperature or old keys and values.  That step has been
+    trained on; it is not yielded, and so not saved.
     """
     limit = engine.tolerance
     for step in steps:
         gap = step.metrics.get("mismatch/mean", 0.0)
         if not gap <= limit:
             raise EngineError(
-                f"step {step.number}: sampled and scored log-probs differ by {gap:.2g} nats on average, more than rounding "
-                f"explains ({limit:g}): the vLLM servers sample with other weights, at another temperature or from an old cache. "
-                "The step is thrown away; `groupwise check` tests the servers"
+                f"step {step.number}: sampled and scored log-probs differ by {gap:.2g} nats on"
+                f" average, more than rounding explains ({limit:g}): the vLLM servers sample with"
+                " other weights, at another temperature or from an old cache. The step is thrown"
+                " away; `groupwise check` tests the servers"
             )
         yield step
 
 
 def engine_lines(engine: Engine, ahead: PrefetchedRollouts) -> Lines:
-    """Where completions come from and by how old weights, for the plan; nothing where it is this process with the newest ones."""
+    """Where completions come from and by how old weights, for the plan; nothing where it is this
+    process with the newest ones.
+    """
     lines = [("rollouts", engine.where)] if engine.where is not None else []
     if ahead.steps:
         how = "while it trains" if ahead.beside else "in turn with it"
-        lines.append(("ahead", f"sampling is up to {counted(ahead.steps, 'step')} ahead of training, {how}"))
+        lines.append(
+            ("ahead", f"sampling is up to {counted(ahead.steps, 'step')} ahead of training, {how}")
+        )
     return lines

@@ -1,4 +1,6 @@
-"""From the section `environment` of a recipe to what answers the policy, and to the lines of the plan about it."""
+"""From the section `environment` of a recipe to what answers the policy, and to the lines of the
+plan about it.
+"""
 
 from __future__ import annotations
 
@@ -34,21 +36,36 @@ from groupwise.utils.spelling import counted
 
 
 def with_environment_data(recipe: Recipe) -> Recipe:
-    """The recipe with what its environment brings: rows and a scorer of a procedural data set, the tasks of a taskset.
+    """The recipe with what its environment brings: rows and a scorer of a procedural data set, the
+    tasks of a taskset.
 
     Raises ConfigError.
     """
     settings = recipe.environment
     if settings.verifiers is not None and recipe.data.path is None:
-        rows = _taskset(settings.verifiers, json.dumps(settings.args, sort_keys=True)).rows(recipe.data.limit)
-        return replace(recipe, data=replace(recipe.data, path=live_rows(rows, f"verifiers {settings.verifiers}")))
+        rows = _taskset(settings.verifiers, json.dumps(settings.args, sort_keys=True)).rows(
+            recipe.data.limit
+        )
+        return replace(
+            recipe,
+            data=replace(recipe.data, path=live_rows(rows, f"verifiers {settings.verifiers}")),
+        )
     return procedural.with_procedural_data(recipe)
 
 
 def recipe_of_environment(environment: Mapping[str, Any]) -> Recipe:
-    """A recipe of nothing but an environment, for a model that no run made.   Raises ConfigError for a key that is wrong."""
-    keys = {"objective": "grpo", "steps": 1, "model": {"scratch": {}}, "rewards": [{"function": "exact"}]}
-    return make_recipe(keys | {"data": {"task": "addition", "chat": True}, "environment": dict(environment)})
+    """A recipe of nothing but an environment, for a model that no run made.   Raises ConfigError
+    for a key that is wrong.
+    """
+    keys = {
+        "objective": "grpo",
+        "steps": 1,
+        "model": {"scratch": {}},
+        "rewards": [{"function": "exact"}],
+    }
+    return make_recipe(
+        keys | {"data": {"task": "addition", "chat": True}, "environment": dict(environment)}
+    )
 
 
 def environment_of(keys: Mapping[str, Any]) -> EnvironmentSettings:
@@ -91,18 +108,27 @@ def make_runtime(settings: EnvironmentSettings) -> ToolRuntime | None:
 
 
 def tools_of(runtime: ToolRuntime | None) -> Tools | None:
-    """What the prompts of rows show: the tools of their environment, none where it has none; None if there is no environment."""
+    """What the prompts of rows show: the tools of their environment, none where it has none; None
+    if there is no environment.
+    """
     if runtime is None:
         return None
     some = any(kind.schemas for kind in runtime.kinds.values())
     return lambda row: runtime.kind_of(row, "a row").schemas if some else ()
 
 
-def make_world(recipe: Recipe, blueprint: Blueprint, runtime: ToolRuntime | None, sampling: Sampling) -> EpisodeWorld | None:
-    """What engines ask for conversations; None if nobody answers.  sampling: of the run.   Raises ConfigError."""
+def make_world(
+    recipe: Recipe, blueprint: Blueprint, runtime: ToolRuntime | None, sampling: Sampling
+) -> EpisodeWorld | None:
+    """What engines ask for conversations; None if nobody answers.  sampling: of the run.   Raises
+    ConfigError.
+    """
     settings = recipe.environment
     if settings.asks:
-        vocabulary = min(len(blueprint.tokenizer), int(blueprint.config.get("vocab_size", len(blueprint.tokenizer))))
+        vocabulary = min(
+            len(blueprint.tokenizer),
+            int(blueprint.config.get("vocab_size", len(blueprint.tokenizer))),
+        )
         host, _, port = settings.listen.rpartition(":")
         listen = f"{host}:{int(port) and int(port) + comm.world().rank}"  # each process has its own
         codec = ChatCodec(blueprint.tokenizer, blueprint.eos_ids, recipe.data.chat_template_kwargs)
@@ -129,12 +155,16 @@ def _harness(settings: EnvironmentSettings) -> Harness:
     function: Callable[..., Any] = object_of(named, "environment.harness")
     if function is None:
         function = imported(f"harness {named!r}", named, callable_only=True)
-    return FunctionHarness(functools.partial(function, **settings.args) if settings.args else function)
+    return FunctionHarness(
+        functools.partial(function, **settings.args) if settings.args else function
+    )
 
 
 def with_own_reward(recipe: Recipe, runtime: ToolRuntime | None) -> Recipe:
     """The recipe with the environment's own reward, where it gives one and no reward is named."""
-    gives = recipe.environment.asks or (runtime is not None and any(kind.rewarded for kind in runtime.kinds.values()))
+    gives = recipe.environment.asks or (
+        runtime is not None and any(kind.rewarded for kind in runtime.kinds.values())
+    )
     if recipe.rewards or not gives:
         return recipe
     return replace(recipe, rewards=(RewardSettings(function="environment"),))
@@ -151,26 +181,55 @@ def world_lines(recipe: Recipe, runtime: ToolRuntime | None) -> Lines:
             ("environment", f"{who} asks for the policy's turns; gives a reward"),
             (
                 "episodes",
-                f"at most {turns}, {settings.episode_timeout:g} s without sampling, {settings.at_once} at once",
+                (
+                    f"at most {turns}, {settings.episode_timeout:g} s without sampling,"
+                    f" {settings.at_once} at once"
+                ),
             ),
         ]
         if settings.harness == "outside" and not os.environ.get(TOKEN):
-            lines.append(("warning", f"any user of this machine can take the run's episodes and report rewards: set {TOKEN}"))
+            lines.append(
+                (
+                    "warning",
+                    (
+                        "any user of this machine can take the run's episodes and report rewards:"
+                        f" set {TOKEN}"
+                    ),
+                )
+            )
         return lines
     if runtime is None:
         return []
     lines = []
     for kind in runtime.kinds.values():
-        name = f"{kind.name} ({kind.title})" if kind.name else kind.title if kind.resets else "tools"
-        acts = ", ".join(map(name_of, kind.schemas)) + (", " if kind.schemas and kind.steps else "") + ("step" * kind.steps)
-        lines.append(("environment", f"{name}: {acts}" + ("; gives a reward" if kind.rewarded else "")))
+        name = (
+            f"{kind.name} ({kind.title})" if kind.name else kind.title if kind.resets else "tools"
+        )
+        acts = (
+            ", ".join(map(name_of, kind.schemas))
+            + (", " if kind.schemas and kind.steps else "")
+            + ("step" * kind.steps)
+        )
+        lines.append(
+            ("environment", f"{name}: {acts}" + ("; gives a reward" if kind.rewarded else ""))
+        )
         if kind.rewarded and not any(reward.function == "environment" for reward in recipe.rewards):
-            lines.append(("warning", f"the reward of {name} is not used: name it, rewards: [{{function: environment}}]"))
+            lines.append(
+                (
+                    "warning",
+                    (
+                        f"the reward of {name} is not used: name it, rewards: [{{function:"
+                        " environment}]"
+                    ),
+                )
+            )
     lines.append(
         (
             "episodes",
-            f"at most {turns} and {settings.episode_timeout:g} s without sampling; a call "
-            f"{settings.tool_timeout:g} s; an answer {settings.max_observation_tokens:,} tokens",
+            (
+                f"at most {turns} and {settings.episode_timeout:g} s without sampling; a call "
+                f"{settings.tool_timeout:g} s; an answer {settings.max_observation_tokens:,} tokens"
+            ),
         )
     )
     return lines

@@ -1,8 +1,9 @@
-"""The run folder: everything about a run that is kept, in files that others can read while it trains (by `run_files`).
+"""The run folder: everything about a run that is kept, in files that others can read while it
+trains (by `run_files`).
 
     config.yaml               resolved recipe, secrets redacted
-    environment.json          one entry per start: versions, command, git commit, hardware, and why it ended
-    metrics.jsonl             one line a step
+    environment.json          one entry per start: versions, command, git commit, hardware, and why
+    it ended metrics.jsonl             one line a step
     rollouts/000012.parquet   one row per completion of that step
     evaluations/              the same of the held-out prompts, where there were evaluations
     tokens.parquet            the text of every token id
@@ -13,7 +14,8 @@
     checksums.txt             of all of these, but for the dashboards'
     .lock                     held by the process that writes here
 
-Importing this file does not import torch: `groupwise runs` and `groupwise score` read run folders through it.
+Importing this file does not import torch: `groupwise runs` and `groupwise score` read run folders
+through it.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ REFERENCE = "reference"
 
 
 def anew(stages: Mapping[str, Recipe]) -> dict[str, Recipe]:
-    """The same stages under the first name of NAME, NAME-2, NAME-3 ... under which none of them has run.
+    """The same stages under the first name of NAME, NAME-2, NAME-3 ... under which none of them has
+    run.
 
     They move together, so that a later one still builds on the earlier ones' models.
     """
@@ -77,8 +80,8 @@ def anew(stages: Mapping[str, Recipe]) -> dict[str, Recipe]:
 def choose_folder(recipe: Recipe) -> Path:
     """The folder in which a recipe runs; `Lock` makes it.
 
-    Running the same recipe again resumes it.  Raises ConfigError with the differences if the folder holds a run of another recipe.
-    """
+    Running the same recipe again resumes it.  Raises ConfigError with the differences if the folder
+    holds a run of another recipe."""
     folder = run_folder(recipe)
     run = RunFiles(folder)
     if run.has(CONFIG):
@@ -86,15 +89,20 @@ def choose_folder(recipe: Recipe) -> Path:
             different = changes(run.text(CONFIG, LARGEST_CONFIG), recipe)
         except (RunError, ConfigError) as error:
             raise ConfigError(
-                f"{folder / CONFIG} is damaged, so that nobody knows whether it is the same run ({error}): restore it, delete it "
-                "to continue with the recipe as it is now, or start anew with fresh=True"
+                f"{folder / CONFIG} is damaged, so that nobody knows whether it is the same run"
+                f" ({error}): restore it, delete it to continue with the recipe as it is now, or"
+                " start anew with fresh=True"
             ) from error
         if different:
             lines = "\n".join(f"  {line}" for line in different)
-            if all(line.startswith(("steps:", "epochs:")) for line in different) and recipe.optimizer.schedule != "constant":
+            if (
+                all(line.startswith(("steps:", "epochs:")) for line in different)
+                and recipe.optimizer.schedule != "constant"
+            ):
                 lines += (
-                    f"\n  (with optimizer.schedule: {recipe.optimizer.schedule} every step's learning rate depends on the last "
-                    f"one, so that a longer run is another run; to train its model further: model.path={folder / FINAL} name=...)"
+                    f"\n  (with optimizer.schedule: {recipe.optimizer.schedule} every step's"
+                    " learning rate depends on the last one, so that a longer run is another run;"
+                    f" to train its model further: model.path={folder / FINAL} name=...)"
                 )
             remedy = "undo the change, choose another name=..., or start anew with fresh=True"
             raise ConfigError(f"{folder} holds a run of another configuration; {remedy}:\n{lines}")
@@ -102,10 +110,11 @@ def choose_folder(recipe: Recipe) -> Path:
 
 
 class Lock:
-    """Keeps a second process out of a run folder, which it makes if need be, while this one writes there.
+    """Keeps a second process out of a run folder, which it makes if need be, while this one writes
+    there.
 
-    Held through the operating system, so it ends with the process however that dies; the file says who holds it.  Where the file
-    system cannot lock, the process id and host in the file decide.
+    Held through the operating system, so it ends with the process however that dies; the file says
+    who holds it.  Where the file system cannot lock, the process id and host in the file decide.
 
     Raises ConfigError if a live process holds it, StorageError if nothing can be written there.
     """
@@ -116,7 +125,9 @@ class Lock:
         self.path = Path(folder).resolve() / LOCK
         if str(self.path) in self._held:
             raise ConfigError(f"{folder} is in use by this process already")
-        self._made = [path for path in (self.path.parent, *self.path.parent.parents) if not path.exists()]
+        self._made = [
+            path for path in (self.path.parent, *self.path.parent.parents) if not path.exists()
+        ]
         with files.storing(Path(folder), "the run"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file: IO[str] = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 - held until `release`
@@ -129,20 +140,28 @@ class Lock:
             if not cannot_lock or _alive(holder):
                 self._file.close()
                 who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}"
-                raise ConfigError(f"{folder} is in use by {who}; wait for it, end it, or choose another name=...") from error
+                raise ConfigError(
+                    f"{folder} is in use by {who}; wait for it, end it, or choose another name=..."
+                ) from error
         self._held.add(str(self.path))
         try:
             with files.storing(Path(folder), "the run"):
                 self._file.seek(0)
                 self._file.truncate()
-                self._file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}))
+                self._file.write(
+                    json.dumps(
+                        {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+                    )
+                )
                 self._file.flush()
         except StorageError:
             self.release()
             raise
 
     def release(self, *, undo: bool = False) -> None:
-        """Let others in.  Safe to call twice.   undo: also delete the folders that it made, where nothing was written into them."""
+        """Let others in.  Safe to call twice.   undo: also delete the folders that it made, where
+        nothing was written into them.
+        """
         if self._file.closed:
             return
         with suppress(OSError):  # a full disk, which may have been the reason
@@ -220,13 +239,15 @@ EDITED = (".json", ".md", ".jinja")
 def unfinished(folder: Path) -> str | None:
     """What is wrong with the final model of a finished run, the file named; None if it can be used.
 
-    Files are compared by their checksums, but for those that people edit: a card and a template need only be there, JSON must be
-    JSON.
+    Files are compared by their checksums, but for those that people edit: a card and a template
+    need only be there, JSON must be JSON.
     """
     run = RunFiles(folder)
     if not (names := run.known(f"{FINAL}/")):
         place = run.folder / FINAL  # written before there were checksums
-        whole = (place / "config.json").is_file() and any(file.stat().st_size for file in place.glob("*.safetensors"))
+        whole = (place / "config.json").is_file() and any(
+            file.stat().st_size for file in place.glob("*.safetensors")
+        )
         return None if whole else f"{FINAL}/ is not there, or not whole"
     for name in names:
         file = run.folder / name
@@ -240,7 +261,8 @@ def unfinished(folder: Path) -> str | None:
 
 
 def check_final(model: Path) -> None:
-    """Compare a finished run's model with what the run wrote, before it is used.  A warning names a file that people edit.
+    """Compare a finished run's model with what the run wrote, before it is used.  A warning names a
+    file that people edit.
 
     Raises RunError for any other.
     """
@@ -254,11 +276,15 @@ def check_final(model: Path) -> None:
 
 
 def check_reference(folder: Path) -> None:
-    """Raises CheckpointError if the weights before the first step, or their tokenizer, are not what the run wrote."""
+    """Raises CheckpointError if the weights before the first step, or their tokenizer, are not what
+    the run wrote.
+    """
     try:
         RunFiles(folder).verify_folder(REFERENCE)
     except RunError as error:
-        raise CheckpointError(f"the KL would be to other weights: {error}, or start anew with --fresh") from error
+        raise CheckpointError(
+            f"the KL would be to other weights: {error}, or start anew with --fresh"
+        ) from error
 
 
 def _altered(run: RunFiles, name: str) -> str | None:
@@ -279,7 +305,9 @@ def _is_json(file: Path) -> bool:
 
 
 def model_digest(folder: Path) -> str | None:
-    """One text that stands for the weights of a finished run's model; None if the run has not finished."""
+    """One text that stands for the weights of a finished run's model; None if the run has not
+    finished.
+    """
     run = RunFiles(folder)
     weights = [name for name in run.known(f"{FINAL}/") if name.endswith(".safetensors")]
     if not weights or finished(folder) is None:
@@ -301,7 +329,9 @@ def standing(run: RunFiles) -> tuple[str, str]:
 
 def list_runs(root: Path) -> list[Path]:
     """The run folders under `root` (runs, and the stages of runs), sorted by name."""
-    return sorted(path.parent for path in {*Path(root).glob(f"*/{CONFIG}"), *Path(root).glob(f"*/*/{CONFIG}")})
+    return sorted(
+        path.parent for path in {*Path(root).glob(f"*/{CONFIG}"), *Path(root).glob(f"*/*/{CONFIG}")}
+    )
 
 
 # ---------------------------------------------------------------- the starts of a run
@@ -349,7 +379,9 @@ def _write_attempts(run: RunFiles, attempts: Sequence[Mapping[str, Any]]) -> Non
 
 
 def environment() -> dict[str, Any]:
-    """Versions, command, commit and hardware of this process.  No environment variable is ever recorded."""
+    """Versions, command, commit and hardware of this process.  No environment variable is ever
+    recorded.
+    """
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -363,10 +395,14 @@ def environment() -> dict[str, Any]:
         "git": _commit(Path(__file__).parent),
         "platform": platform.platform(),
         "cpu": _cpu(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": (
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        ),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     }
-    if (torch := sys.modules.get("torch")) is not None:  # only if the run uses it: importing it here would cost seconds
+    if (
+        torch := sys.modules.get("torch")
+    ) is not None:  # only if the run uses it: importing it here would cost seconds
         facts["torch_threads"] = torch.get_num_threads()
         facts["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         if not facts["gpus"]:
@@ -381,23 +417,36 @@ def _cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
 
 
 def _commit(folder: Path) -> str | None:
     """The git commit of a checkout, with `+` behind it if files differ; None outside of one."""
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True).stdout
+        return subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        ).stdout
 
     try:
-        return git("rev-parse", "HEAD").strip() + ("+" if git("status", "--porcelain", "--untracked-files=no").strip() else "")
+        return git("rev-parse", "HEAD").strip() + (
+            "+" if git("status", "--porcelain", "--untracked-files=no").strip() else ""
+        )
     except (OSError, subprocess.SubprocessError):
         return None
 
 
 def record_end(folder: Path, why: str) -> None:
-    """Note beside a run's last start why it ended.  A disk that does not take it is no matter: the run has ended."""
+    """Note beside a run's last start why it ended.  A disk that does not take it is no matter: the
+    run has ended.
+    """
     run = RunFiles(folder)
     with suppress(RunError, OSError):
         if attempts := attempts_of(run):
@@ -430,10 +479,12 @@ def overridden(origin: Origin, overrides: Sequence[str]) -> Origin:
 
 
 def origin_of(path: str | Path) -> Origin | None:
-    """The run of a run folder, or of a model, checkpoint, rollouts or file inside of one; None if no run made it.
+    """The run of a run folder, or of a model, checkpoint, rollouts or file inside of one; None if
+    no run made it.
 
-    Of a run of several stages the stage that was written last is meant.  Data, models and reward functions that the recipe names
-    need not be there any more.  Raises RunError or ConfigError if the run's `config.yaml` cannot be read.
+    Of a run of several stages the stage that was written last is meant.  Data, models and reward
+    functions that the recipe names need not be there any more.  Raises RunError or ConfigError if
+    the run's `config.yaml` cannot be read.
     """
     place = expanded(path)
     if not place.exists():
@@ -443,12 +494,22 @@ def origin_of(path: str | Path) -> Origin | None:
         if _is_run(folder):
             shown = expanded(path) if folder == place else folder
             return _read(shown)
-    stages = sorted(place.glob(f"*/{METRICS}"), key=lambda log: log.stat().st_mtime) if place.is_dir() else []
-    return _read(expanded(path) / stages[-1].parent.name) if stages and _is_run(stages[-1].parent) else None
+    stages = (
+        sorted(place.glob(f"*/{METRICS}"), key=lambda log: log.stat().st_mtime)
+        if place.is_dir()
+        else []
+    )
+    return (
+        _read(expanded(path) / stages[-1].parent.name)
+        if stages and _is_run(stages[-1].parent)
+        else None
+    )
 
 
 def run_of(path: str | Path, otherwise: str = "") -> Origin:
-    """`origin_of` what must be a run's.   otherwise: the end of the message where it is none.   Raises ConfigError, RunError."""
+    """`origin_of` what must be a run's.   otherwise: the end of the message where it is none.
+    Raises ConfigError, RunError.
+    """
     if (origin := origin_of(path)) is None:
         if not os.path.exists(expanded(path)):
             raise ConfigError(f"no such folder {str(path)!r}{near_path(expanded(path))}{otherwise}")

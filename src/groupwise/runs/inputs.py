@@ -1,11 +1,13 @@
 """The inputs of a run beside its recipe: the contents of the files that the recipe names.
 
-A recipe names files, and a file can change while its name stays.  Digests of their contents are written to the run folder
-(`inputs.json`) when a run begins; a resumed run whose inputs have changed is refused unless the changes are accepted.
+A recipe names files, and a file can change while its name stays.  Digests of their contents are
+written to the run folder (`inputs.json`) when a run begins; a resumed run whose inputs have changed
+is refused unless the changes are accepted.
 
-Inputs are data files, the file behind each name of code (`trust.named_code`), and weights that no checkpoint holds.  Of an object
-of the running program only the name counts, and what a file of code imports or reads is not looked at.  What an earlier stage
-leaves (`resolved`) is a folder or a file too.
+Inputs are data files, the file behind each name of code (`trust.named_code`), and weights that no
+checkpoint holds.  Of an object of the running program only the name counts, and what a file of code
+imports or reads is not looked at.  What an earlier stage leaves (`resolved`) is a folder or a file
+too.
 """
 
 from __future__ import annotations
@@ -45,17 +47,27 @@ log = logger(__name__)
 
 INPUTS = "inputs.json"
 Inputs = dict[str, dict[str, Any]]
-"""Dotted key of the recipe -> what it names (`source`) and what that holds: size and xxh3-128 of a file or of a model's weights,
-the fingerprint of a hub's data set, the digests of a finished stage's weights."""
+"""Dotted key of the recipe -> what it names (`source`) and what that holds: size and xxh3-128 of a
+file or of a model's weights, the fingerprint of a hub's data set, the digests of a finished stage's
+weights."""
 
 
 def inputs_of(recipe: Recipe) -> Inputs:
-    """The inputs of a recipe whose `stage:NAME` are folders and files already.  What is not there, or damaged, is left out."""
+    """The inputs of a recipe whose `stage:NAME` are folders and files already.  What is not there,
+    or damaged, is left out.
+    """
     inputs: Inputs = {}
     for key, source, read in _named(recipe):
         try:
             content = read()
-        except (ConfigError, DataError, OSError, ValueError, AttributeError, RecursionError):  # whoever reads it says what is wrong
+        except (
+            ConfigError,
+            DataError,
+            OSError,
+            ValueError,
+            AttributeError,
+            RecursionError,
+        ):  # whoever reads it says what is wrong
             continue
         if content is not None:
             inputs[key] = {"source": redacted(source), **content}
@@ -65,7 +77,8 @@ def inputs_of(recipe: Recipe) -> Inputs:
 def _named(recipe: Recipe) -> Iterator[tuple[str, str, Callable[[], dict[str, Any] | None]]]:
     """Dotted keys, what they name, and a way to what that holds; None where nothing is there.
 
-    Of weights those that are read again on resume: checkpoints hold all weights of a policy without an adapter.
+    Of weights those that are read again on resume: checkpoints hold all weights of a policy without
+    an adapter.
     Rows in memory are left out: their name has a digest of them.
     """
     data, replay, shown = recipe.data, recipe.reward_model.replay, recipe.teacher.demonstrations
@@ -78,12 +91,26 @@ def _named(recipe: Recipe) -> Iterator[tuple[str, str, Callable[[], dict[str, An
     for key, (source, split) in rows.items():
         if isinstance(source, str) and not isinstance(source, Live):
             yield key, source, partial(fingerprint, source, split)
-    models = {"model": recipe.model.path, "critic": recipe.critic.path, "teacher": recipe.teacher.path}
-    scorers = {place: reward for place, reward in enumerate(recipe.rewards) if reward.function == MODEL}
-    models |= {f"rewards.{place}.args": reward.args.get("path") for place, reward in scorers.items()}
+    models = {
+        "model": recipe.model.path,
+        "critic": recipe.critic.path,
+        "teacher": recipe.teacher.path,
+    }
+    scorers = {
+        place: reward for place, reward in enumerate(recipe.rewards) if reward.function == MODEL
+    }
+    models |= {
+        f"rewards.{place}.args": reward.args.get("path") for place, reward in scorers.items()
+    }
     for key, path in models.items():
         if isinstance(path, str) and not isinstance(path, Live):
-            yield f"{key}.path", path, partial(_weights if key != "model" or recipe.model.lora is not None else _stage, path)
+            yield (
+                f"{key}.path",
+                path,
+                partial(
+                    _weights if key != "model" or recipe.model.lora is not None else _stage, path
+                ),
+            )
     if (template := recipe.model.chat_template) is not None:
         yield "model.chat_template", template, partial(_file, template)
     for key, text in named_code(recipe):
@@ -92,7 +119,8 @@ def _named(recipe: Recipe) -> Iterator[tuple[str, str, Callable[[], dict[str, An
 
 
 def code_file(text: str) -> Path | None:
-    """The file of `file.py:NAME` or `module:NAME`, without importing it; None if the text names none.
+    """The file of `file.py:NAME` or `module:NAME`, without importing it; None if the text names
+    none.
 
     >>> code_file("json.decoder:JSONDecoder").name, code_file("ws://host:1"), code_file("accuracy")
     ('decoder.py', None, None)
@@ -124,8 +152,16 @@ def _module_files(module: str) -> list[Path]:
         return [Path(loaded)]
     if spec is not None and not inner:
         return [Path(spec.origin)] if spec.origin is not None else []
-    roots = [Path.cwd() / first] if spec is None else [Path(root) for root in spec.submodule_search_locations or ()]
-    return [file for root in roots for file in (root.joinpath(*inner, "__init__.py"), Path(f"{root.joinpath(*inner)}.py"))]
+    roots = (
+        [Path.cwd() / first]
+        if spec is None
+        else [Path(root) for root in spec.submodule_search_locations or ()]
+    )
+    return [
+        file
+        for root in roots
+        for file in (root.joinpath(*inner, "__init__.py"), Path(f"{root.joinpath(*inner)}.py"))
+    ]
 
 
 def _file(path: str) -> dict[str, Any] | None:
@@ -140,7 +176,9 @@ def _stage(path: str) -> dict[str, Any] | None:
 
 
 def _weights(path: str) -> dict[str, Any] | None:
-    """The weights in a model's folder: of a stage as `_stage` names them, but as they are now.  None of a name of the hub."""
+    """The weights in a model's folder: of a stage as `_stage` names them, but as they are now.
+    None of a name of the hub.
+    """
     if not (paths := _weight_files(path)):
         return None
     digests = " ".join(map(files.digest, paths))
@@ -151,8 +189,14 @@ def _weights(path: str) -> dict[str, Any] | None:
 def _weight_files(path: str) -> list[Path]:
     """Files with a model's weights; of an adapter also those of its base."""
     folder = expanded(checkpoint_folder(path))
-    paths = sorted(folder.glob("*.safetensors")) or sorted([*folder.glob("pytorch_model*.bin"), *folder.glob("adapter_model.bin")])
-    return [*paths, *_weight_files(read_adapter(folder))] if (folder / ADAPTER_CONFIG).is_file() else paths
+    paths = sorted(folder.glob("*.safetensors")) or sorted(
+        [*folder.glob("pytorch_model*.bin"), *folder.glob("adapter_model.bin")]
+    )
+    return (
+        [*paths, *_weight_files(read_adapter(folder))]
+        if (folder / ADAPTER_CONFIG).is_file()
+        else paths
+    )
 
 
 def check_inputs(folder: Path, now: Inputs, *, accept: bool) -> None:
@@ -162,33 +206,48 @@ def check_inputs(folder: Path, now: Inputs, *, accept: bool) -> None:
     """
     then = _last(folder)
     different = changed_inputs(then, now)
-    different += [f"{key}: {then[key].get('source') or 'it'} is not there any more" for key in sorted(then.keys() - now.keys())]
+    different += [
+        f"{key}: {then[key].get('source') or 'it'} is not there any more"
+        for key in sorted(then.keys() - now.keys())
+    ]
     if different and not accept:
         lines = "\n".join(f"  {line}" for line in different)
         raise ConfigError(
-            f"{folder} was begun with other inputs than there are now; bring them back, start anew (fresh=True), or "
-            f"go on with what there is now (accept_changes=True)\n{lines}"
+            f"{folder} was begun with other inputs than there are now; bring them back, start anew"
+            f" (fresh=True), or go on with what there is now (accept_changes=True)\n{lines}"
         )
 
 
 def warn_of_changed_inputs(folder: Path, now: Inputs) -> None:
     """Name what has changed since the run in a folder was last trained, for whoever uses it again."""
     for line in changed_inputs(_last(folder), now):
-        log.warning("since %s was trained this has changed, and is used as it is now: %s", folder, line)
+        log.warning(
+            "since %s was trained this has changed, and is used as it is now: %s", folder, line
+        )
 
 
 def changed_inputs(then: Inputs, now: Inputs) -> list[str]:
     """A line for every input that is there and holds something else than it did."""
-    return [_difference(key, then[key], now[key]) for key in sorted(then.keys() & now.keys()) if then[key] != now[key]]
+    return [
+        _difference(key, then[key], now[key])
+        for key in sorted(then.keys() & now.keys())
+        if then[key] != now[key]
+    ]
 
 
 def _difference(key: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     source = now.get("source")
     named = f"{key} {source}".rstrip()
     if "weights" in now:
-        return f"{named}: the stage has been trained again, or its files were changed: its weights are others"
+        return (
+            f"{named}: the stage has been trained again, or its files were changed: its weights are"
+            " others"
+        )
     if "fingerprint" in now:
-        return f"{named}: the data set has changed (fingerprint {then.get('fingerprint')} then, {now['fingerprint']} now)"
+        return (
+            f"{named}: the data set has changed (fingerprint {then.get('fingerprint')} then,"
+            f" {now['fingerprint']} now)"
+        )
     sizes = (then.get("size"), now.get("size"))
     change = (
         f"{sizes[0]:,} bytes then, {sizes[1]:,} now"
@@ -199,20 +258,32 @@ def _difference(key: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> st
 
 
 def record_inputs(folder: Path, now: Inputs, done: int) -> None:
-    """Keep what a run is trained on from now on, beside what it was trained on before, if that is something else."""
+    """Keep what a run is trained on from now on, beside what it was trained on before, if that is
+    something else.
+    """
     history = _history(folder) if done else []
     if not history or history[-1].get("inputs") != now:
         entry = {"after_step": done, "time": time.time(), "inputs": now}
         with files.storing(folder / INPUTS, "the inputs of the run"):
-            RunFiles(folder).write(INPUTS, json.dumps({"history": [*history, entry]}, indent=1).encode())
+            RunFiles(folder).write(
+                INPUTS, json.dumps({"history": [*history, entry]}, indent=1).encode()
+            )
 
 
 def _last(folder: Path) -> Inputs:
     history = _history(folder)
     record = history[-1].get("inputs") if history else None
-    inputs = {key: value for key, value in record.items() if isinstance(value, dict)} if isinstance(record, dict) else {}
+    inputs = (
+        {key: value for key, value in record.items() if isinstance(value, dict)}
+        if isinstance(record, dict)
+        else {}
+    )
     if inputs != record and RunFiles(folder).has(INPUTS):
-        log.warning("%s is damaged: whether data, code or models have changed since the run began cannot be told", folder / INPUTS)
+        log.warning(
+            "%s is damaged: whether data, code or models have changed since the run began cannot be"
+            " told",
+            folder / INPUTS,
+        )
     return inputs
 
 
@@ -228,7 +299,8 @@ def _history(folder: Path) -> list[dict[str, Any]]:
 
 
 def recorded_pairs(folder: Path, judge: str | None = None) -> Path:
-    """Write `preference_rows` of all that a run recorded (`rollouts/`) into a file of the run's folder, which is returned.
+    """Write `preference_rows` of all that a run recorded (`rollouts/`) into a file of the run's
+    folder, which is returned.
 
     Raises DataError if the run recorded nothing, or nothing with a difference.
     """
@@ -236,7 +308,8 @@ def recorded_pairs(folder: Path, judge: str | None = None) -> Path:
     rows = [row for step in steps for row in preference_rows(read_step(folder, step).groups, judge)]
     if not rows:
         raise DataError(
-            f"{folder} holds no pair: {counted(len(steps), 'recorded step')} (save.rollouts_every), none with a difference"
+            f"{folder} holds no pair: {counted(len(steps), 'recorded step')} (save.rollouts_every),"
+            " none with a difference"
         )
     path = folder / f"pairs{'' if judge is None else f'-{judge}'}.jsonl"
     files.write(path, "".join(json.dumps(row, default=str) + "\n" for row in rows).encode())
@@ -244,14 +317,17 @@ def recorded_pairs(folder: Path, judge: str | None = None) -> Path:
 
 
 def resolved(recipe: Recipe) -> Recipe:
-    """The recipe with every `stage:NAME` replaced: by the folder of that stage's final model (the model's, the rewards'), or by a
-    file of pairs that are made of what the stage sampled (the data's; `stage:NAME:REWARD` by that reward).
+    """The recipe with every `stage:NAME` replaced: by the folder of that stage's final model (the
+    model's, the rewards'), or by a file of pairs that are made of what the stage sampled (the
+    data's; `stage:NAME:REWARD` by that reward).
 
     Raises ConfigError if it is not there.
     """
     path, data = recipe.model.path, recipe.data.path
     if path is not None:
-        recipe = replace(recipe, model=replace(recipe.model, path=_folder_of(path, recipe, "model.path")))
+        recipe = replace(
+            recipe, model=replace(recipe.model, path=_folder_of(path, recipe, "model.path"))
+        )
     if data is not None and data.startswith(STAGE):
         stage, _, judge = data.removeprefix(STAGE).partition(":")
         folder = Path(_folder_of(f"{STAGE}{stage}", recipe, "data.path")).parent
@@ -259,7 +335,13 @@ def resolved(recipe: Recipe) -> Recipe:
         recipe = replace(recipe, data=replace(recipe.data, path=pairs))
     critic = replace(recipe.critic, path=_folder_of(recipe.critic.path, recipe, "critic.path"))
     rewards = [
-        replace(reward, args={key: _folder_of(value, recipe, f"rewards.{place}.args.{key}") for key, value in reward.args.items()})
+        replace(
+            reward,
+            args={
+                key: _folder_of(value, recipe, f"rewards.{place}.args.{key}")
+                for key, value in reward.args.items()
+            },
+        )
         for place, reward in enumerate(recipe.rewards)
     ]
     teacher = replace(recipe.teacher, path=_folder_of(recipe.teacher.path, recipe, "teacher.path"))
@@ -273,5 +355,7 @@ def _folder_of(value: Any, recipe: Recipe, key: str) -> Any:
     stage = value.removeprefix(STAGE)
     folder = run_folder(recipe).parent / stage / FINAL
     if not (folder / "config.json").exists():
-        raise ConfigError(f"{key}: the stage {stage!r} has not finished: there is no model in {folder}")
+        raise ConfigError(
+            f"{key}: the stage {stage!r} has not finished: there is no model in {folder}"
+        )
     return str(folder)

@@ -1,10 +1,13 @@
-"""Signals that end a run: it saves its last whole step and ends, at once where that is possible, else after the step.
+"""Signals that end a run: it saves its last whole step and ends, at once where that is possible,
+else after the step.
 
-They are Ctrl-C (SIGINT), a scheduler's (SIGTERM, SIGUSR1, SIGXCPU) and a terminal's (SIGHUP, SIGQUIT).
+They are Ctrl-C (SIGINT), a scheduler's (SIGTERM, SIGUSR1, SIGXCPU) and a terminal's (SIGHUP,
+SIGQUIT).
 
-A signal interrupts sampling, scoring and backward passes, which may take minutes; it waits only while weights change, or something
-is written.  Processes that each hold all weights end one by one, and the first of them saves.  Sharded weights can only be saved by
-all processes together, so these end after the same step.
+A signal interrupts sampling, scoring and backward passes, which may take minutes; it waits only
+while weights change, or something is written.  Processes that each hold all weights end one by one,
+and the first of them saves.  Sharded weights can only be saved by all processes together, so these
+end after the same step.
 """
 
 from __future__ import annotations
@@ -21,9 +24,13 @@ from groupwise.errors import Ended, PeerError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 FURTHER = (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGXCPU)
-"""Those that are left alone where the program, or what started it (`nohup`), has decided about them."""
+"""Those that are left alone where the program, or what started it (`nohup`), has decided about
+them.
+"""
 TWICE = 2.0
-"""Seconds after which a further signal is meant as one: launchers pass on what the processes were sent, too."""
+"""Seconds after which a further signal is meant as one: launchers pass on what the processes were
+sent, too.
+"""
 
 _open: list[Callable[[int, object], None]] = []
 """Signal handlers, one for each run in this process; runs may end in any order."""
@@ -34,7 +41,9 @@ _later: list[int] = []
 
 
 def end_later(number: int) -> None:
-    """End the run that is there, or begins next, after its step, as a signal would have.  The other processes need not know."""
+    """End the run that is there, or begins next, after its step, as a signal would have.  The other
+    processes need not know.
+    """
     _later.append(number)
 
 
@@ -45,8 +54,9 @@ def _hear(number: int, frame: object) -> None:
 
 @contextmanager
 def endings(may: Callable[[], bool]) -> Iterator[Callable[[], None]]:
-    """Inside, SIGINT raises KeyboardInterrupt and the others raise Ended: at once where `may` says so, else where the function that
-    is given is called (by all processes).  A second signal does not wait.  If others are lost when this one has been told to end,
+    """Inside, SIGINT raises KeyboardInterrupt and the others raise Ended: at once where `may` says
+    so, else where the function that is given is called (by all processes).  A second signal does
+    not wait.  If others are lost when this one has been told to end,
     it ends as told: a launcher tells all of them, and some are faster.
 
     Outside of the main thread signals are left as they are.
@@ -56,7 +66,9 @@ def endings(may: Callable[[], bool]) -> Iterator[Callable[[], None]]:
     def hear(number: int, _: object) -> None:
         now = time.monotonic()
         ends = may() if not noted else now - noted[0][1] > TWICE and comm.world().size == 1
-        noted.append((number, now))  # stays: where Python or somebody's code drops what is raised, it is told again
+        noted.append(
+            (number, now)
+        )  # stays: where Python or somebody's code drops what is raised, it is told again
         if ends:
             _raise(number)
 

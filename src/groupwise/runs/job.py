@@ -1,4 +1,6 @@
-"""A recipe becomes a job: policy, engine, optimizer and the loop over them, made of what was prepared (`prepared.py`)."""
+"""A recipe becomes a job: policy, engine, optimizer and the loop over them, made of what was
+prepared (`prepared.py`).
+"""
 
 from __future__ import annotations
 
@@ -64,9 +66,15 @@ class Learner:
     teacher: Teacher | None = None
 
     def optimizers(self) -> dict[str, tuple[str, Optimizer]]:
-        """By the key that stands for it in `numbers`, each optimizer, and what the names of its tensors begin with."""
+        """By the key that stands for it in `numbers`, each optimizer, and what the names of its
+        tensors begin with.
+        """
         policys = {"optimizer": ("", self.optimizer)}
-        return policys if self.critic is None else policys | {"critic": ("critic_optimizer.", self.critic.optimizer)}
+        return (
+            policys
+            if self.critic is None
+            else policys | {"critic": ("critic_optimizer.", self.critic.optimizer)}
+        )
 
     def moving(self) -> dict[str, Module]:
         """Models beside the policy whose weights change, and which no file but a checkpoint holds."""
@@ -75,25 +83,46 @@ class Learner:
             models["reference"] = self.reference.model
         if self.critic is not None:
             models["critic"] = self.critic.module
-        if self.teacher is not None and self.recipe.teacher.path is None and self.teacher.policy.model is not self.policy.model:
+        if (
+            self.teacher is not None
+            and self.recipe.teacher.path is None
+            and self.teacher.policy.model is not self.policy.model
+        ):
             models["teacher"] = self.teacher.policy.model
         return models
 
     def weights(self) -> dict[str, Tensor]:
         """The weights of `moving`."""
         models = self.moving().items()
-        return {f"{key}.{name}": parameter.detach() for key, model in models for name, parameter in model.named_parameters()}
+        return {
+            f"{key}.{name}": parameter.detach()
+            for key, model in models
+            for name, parameter in model.named_parameters()
+        }
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds beside the policy: the optimizers' tensors, and `weights`; sharded or whole, as they are here."""
-        tensors = {f"{prefix}{name}": t for prefix, one in self.optimizers().values() for name, t in one.tensors().items()}
+        """What a checkpoint holds beside the policy: the optimizers' tensors, and `weights`;
+        sharded or whole, as they are here.
+        """
+        tensors = {
+            f"{prefix}{name}": t
+            for prefix, one in self.optimizers().values()
+            for name, t in one.tensors().items()
+        }
         return tensors | self.weights()
 
-    def restore(self, numbers: Mapping[str, Any], read: Callable[[Mapping[str, Tensor]], None]) -> None:
-        """Continue from a job's `numbers()` and `tensors()`, which `read` fills in; the policy's weights are loaded with it."""
+    def restore(
+        self, numbers: Mapping[str, Any], read: Callable[[Mapping[str, Tensor]], None]
+    ) -> None:
+        """Continue from a job's `numbers()` and `tensors()`, which `read` fills in; the policy's
+        weights are loaded with it.
+        """
         for key, (prefix, optimizer) in self.optimizers().items():
             optimizer.restore(
-                numbers[key], lambda tensors, prefix=prefix: read({f"{prefix}{name}": one for name, one in tensors.items()})
+                numbers[key],
+                lambda tensors, prefix=prefix: read(
+                    {f"{prefix}{name}": one for name, one in tensors.items()}
+                ),
             )
         with torch.no_grad():
             read(self.weights())
@@ -110,8 +139,8 @@ class Job(Learner):
     loop: Callable[[int], Iterator[Step]]
     """Steps done before -> the steps that are left."""
     judge: Callable[[bool], Judged | None]
-    """Evaluates on what is held out: all of it if True, else as much as `eval` says, of the validation part where there is one.
-    None if nothing is held out."""
+    """Evaluates on what is held out: all of it if True, else as much as `eval` says, of the
+    validation part where there is one. None if nothing is held out."""
     engine: Engine | None = None
     """What samples, where the objective or its evaluation does."""
     ahead: PrefetchedRollouts = field(default_factory=PrefetchedRollouts)
@@ -139,21 +168,29 @@ class Job(Learner):
 
     @property
     def taken(self) -> int:
-        """Optimizer steps of everything that is trained: if it is another number, weights have changed."""
+        """Optimizer steps of everything that is trained: if it is another number, weights have
+        changed.
+        """
         return sum(optimizer.taken for _, optimizer in self.optimizers().values())
 
     @property
     def exchanging(self) -> bool:
-        """True while gradients of anything that is trained are summed over the processes (`Optimizer.exchanging`)."""
+        """True while gradients of anything that is trained are summed over the processes
+        (`Optimizer.exchanging`).
+        """
         return any(optimizer.exchanging for _, optimizer in self.optimizers().values())
 
     def numbers(self, place: Place | None = None) -> dict[str, Any]:
-        """What the next step depends on beside the weights and `tensors`.  place: if not the present one."""
+        """What the next step depends on beside the weights and `tensors`.  place: if not the
+        present one.
+        """
         order, pending = place or self.place()
         trained = {key: optimizer.numbers() for key, (_, optimizer) in self.optimizers().items()}
         return trained | {"order": order, "ahead": [begun.state() for begun in pending]}
 
-    def restore(self, numbers: Mapping[str, Any], read: Callable[[Mapping[str, Tensor]], None]) -> None:
+    def restore(
+        self, numbers: Mapping[str, Any], read: Callable[[Mapping[str, Tensor]], None]
+    ) -> None:
         """`Learner.restore`, and where the run stands in its data."""
         Learner.restore(self, numbers, read)
         self.order.restore(numbers["order"])
@@ -167,8 +204,10 @@ class Job(Learner):
 def make_job(recipe: Recipe, *, resume: Path | None = None, reference: Path | None = None) -> Job:
     """Put a recipe together.
 
-    resume: a policy folder to continue with instead of the recipe's model; of an adapter only what was trained is there.
-    reference: the folder with the weights that the policy had before its first step, where the algorithm needs them.
+    resume: a policy folder to continue with instead of the recipe's model; of an adapter only what
+        was trained is there.
+    reference: the folder with the weights that the policy had before its first step, where the
+        algorithm needs them.
     Raises ConfigError, DataError or Diverged before the first step.
     """
     prepared = Prepared.of(recipe, resume=resume)
@@ -188,23 +227,42 @@ def _engine(prepared: Prepared, policy: Policy) -> Engine:
 
 
 def make_learner(
-    recipe: Recipe, blueprint: Blueprint, algorithm: Algorithm, *, reference: Path | None = None, resume: Path | None = None
+    recipe: Recipe,
+    blueprint: Blueprint,
+    algorithm: Algorithm,
+    *,
+    reference: Path | None = None,
+    resume: Path | None = None,
 ) -> Learner:
     """Policy, reference and optimizer of an online recipe.   reference, resume: see `make_job`."""
     policy = hold(recipe, blueprint, language_model, resume)
     anchor = None
     if algorithm.needs_reference:
-        anchor = without_adapter(policy) if recipe.model.lora is not None else reference_of(recipe, policy, reference)
+        anchor = (
+            without_adapter(policy)
+            if recipe.model.lora is not None
+            else reference_of(recipe, policy, reference)
+        )
     assert recipe.steps is not None
     learning = recipe.steps - (recipe.critic.pretrain if algorithm.needs_value else 0)
     updates = learning * recipe.group.updates_per_rollout * recipe.group.minibatches
-    return Learner(recipe=recipe, policy=policy, optimizer=Optimizer(policy.model, recipe.optimizer, updates), reference=anchor)
+    return Learner(
+        recipe=recipe,
+        policy=policy,
+        optimizer=Optimizer(policy.model, recipe.optimizer, updates),
+        reference=anchor,
+    )
 
 
 def evaluated(
-    prepared: Prepared, engine: Engine, prompts: Sequence[Prompt], progress: Callable[[int, int], None] | None = None
+    prepared: Prepared,
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation | None:
-    """What the reward functions say of completions of held-out prompts; None without either.   progress: see `evaluate`."""
+    """What the reward functions say of completions of held-out prompts; None without either.
+    progress: see `evaluate`.
+    """
     recipe, rewards = prepared.recipe, prepared.rewards
     if not prompts or rewards is None or not rewards.names:
         return None
@@ -220,11 +278,19 @@ def evaluated(
     )
 
 
-def _judge(prepared: Prepared, engine: Engine, optimizer: Optimizer) -> Callable[[bool], Judged | None]:
+def _judge(
+    prepared: Prepared, engine: Engine, optimizer: Optimizer
+) -> Callable[[bool], Judged | None]:
     def judge(whole: bool) -> Judged | None:
         engine.set_version(optimizer.taken)  # it is not told where another one samples for training
         prompts = prepared.prompts
-        judged = () if prompts is None else prompts.held_out if whole else prompts.watched[: prepared.recipe.eval.prompts]
+        judged = (
+            ()
+            if prompts is None
+            else prompts.held_out
+            if whole
+            else prompts.watched[: prepared.recipe.eval.prompts]
+        )
         return evaluated(prepared, engine, judged)
 
     return judge
@@ -234,7 +300,9 @@ def _order(recipe: Recipe, rows: int) -> Order:
     """The order of an online run's prompts."""
     data = recipe.data
     if data.retire or data.curriculum:
-        return Curriculum(rows, recipe.seed, data.shuffle, retire=data.retire, strength=data.curriculum)
+        return Curriculum(
+            rows, recipe.seed, data.shuffle, retire=data.retire, strength=data.curriculum
+        )
     return Order(rows, recipe.seed, data.shuffle)
 
 
@@ -245,12 +313,22 @@ def _accounted(steps: Iterator[Step], visits: Visits, meter: Meter) -> Iterator[
         yield replace(measured, metrics={**measured.metrics, **visits.account(step.groups)})
 
 
-def _meter(recipe: Recipe, algorithm: Algorithm, policy: Policy, critic: Critic | None, teacher: Teacher | None) -> Meter:
+def _meter(
+    recipe: Recipe,
+    algorithm: Algorithm,
+    policy: Policy,
+    critic: Critic | None,
+    teacher: Teacher | None,
+) -> Meter:
     return Meter(
         policy=Shape.of_policy(policy),
         critic=None if critic is None or critic.shared else Shape.of_policy(critic.policy),
         values=critic is not None and critic.shared,
-        teacher=None if teacher is None or teacher.servers is not None else Shape.of_policy(teacher.policy),
+        teacher=(
+            None
+            if teacher is None or teacher.servers is not None
+            else Shape.of_policy(teacher.policy)
+        ),
         updates=recipe.group.updates_per_rollout,
         diverging=algorithm.divergence is not None,
         recompute=recipe.model.gradient_checkpointing,
@@ -261,16 +339,27 @@ def _meter(recipe: Recipe, algorithm: Algorithm, policy: Policy, critic: Critic 
 
 
 def _online_job(prepared: Prepared, reference: Path | None, resume: Path | None) -> Job:
-    recipe, algorithm, prompts, rewards = prepared.recipe, prepared.algorithm, prepared.prompts, prepared.rewards
+    recipe, algorithm, prompts, rewards = (
+        prepared.recipe,
+        prepared.algorithm,
+        prepared.prompts,
+        prepared.rewards,
+    )
     assert algorithm is not None and prompts is not None and rewards is not None
-    learner = make_learner(recipe, prepared.blueprint, algorithm, reference=reference, resume=resume)
+    learner = make_learner(
+        recipe, prepared.blueprint, algorithm, reference=reference, resume=resume
+    )
     policy, optimizer, anchor = learner.policy, learner.optimizer, learner.reference
     per_step = recipe.group.updates_per_rollout * recipe.group.minibatches
     critic = critic_of(recipe, policy, prepared.steps * per_step) if algorithm.needs_value else None
     teacher = teacher_of(recipe, policy) if algorithm.needs_teacher else None
     proofs = _proofs(prepared, policy, critic, teacher, algorithm.mix)
     engine = _engine(prepared, policy)
-    sampler = mixed_engine(policy, teacher.policy, algorithm.mix, recipe.rollout) if teacher and algorithm.mix else engine
+    sampler = (
+        mixed_engine(policy, teacher.policy, algorithm.mix, recipe.rollout)
+        if teacher and algorithm.mix
+        else engine
+    )
     order = _order(recipe, len(prompts.train))
     ahead = make_ahead(recipe.rollout, prompts.train)
     visits = Visits(prompts.train, order, ahead=ahead.steps > 0)
@@ -303,9 +392,17 @@ def _online_job(prepared: Prepared, reference: Path | None, resume: Path | None)
         before = done if critic is None else max(done, critic.settings.pretrain)
         steps = chain(
             pretrain_critic(policy, algorithm, sampled(range(done + 1, before + 1)), **with_models),
-            train_online(policy, algorithm, sampled(range(before + 1, prepared.steps + 1)), optimizer, **with_models),
+            train_online(
+                policy,
+                algorithm,
+                sampled(range(before + 1, prepared.steps + 1)),
+                optimizer,
+                **with_models,
+            ),
         )
-        return _accounted(agreeing(rewards.counting(steps, done, prepared.steps), engine), visits, meter)
+        return _accounted(
+            agreeing(rewards.counting(steps, done, prepared.steps), engine), visits, meter
+        )
 
     return Job(
         recipe=recipe,
@@ -324,7 +421,9 @@ def _online_job(prepared: Prepared, reference: Path | None, resume: Path | None)
     )
 
 
-def _proofs(prepared: Prepared, policy: Policy, critic: Critic | None, teacher: Teacher | None, mix: float) -> Lines:
+def _proofs(
+    prepared: Prepared, policy: Policy, critic: Critic | None, teacher: Teacher | None, mix: float
+) -> Lines:
     """Prove what an online run computes with each of its models, for the plan.  Raises ConfigError."""
     recipe = prepared.recipe
     assert prepared.prompts is not None
@@ -339,7 +438,9 @@ def _proofs(prepared: Prepared, policy: Policy, critic: Critic | None, teacher: 
     if teacher is not None and mix:
         both = [("policy", policy), ("teacher", teacher.policy)] if other else [("policy", policy)]
         mixed = mixture(mix, recipe.rollout)
-        proofs += [(whose, prove(one, longest=longest, sampler=mixed, train=False)) for whose, one in both]
+        proofs += [
+            (whose, prove(one, longest=longest, sampler=mixed, train=False)) for whose, one in both
+        ]
     lines = [(whose, *proof.line) for whose, proof in proofs]
     return [(label, f"{whose} {text}" if len(lines) > 1 else text) for whose, label, text in lines]
 
@@ -350,10 +451,18 @@ def _dataset_job(prepared: Prepared, reference: Path | None, resume: Path | None
     objective, budget = kind.objective(recipe), positions_of(recipe)
     rows, held_out, watched = prepared.rows.train, prepared.rows.held_out, prepared.rows.watched
     anchor = None
-    if kind.anchor is not None:  # on resume by the weights that were saved then; until the first step they are the policy's
-        anchor = policy if reference is None or not reference.exists() else reference_of(recipe, policy, reference)
+    if (
+        kind.anchor is not None
+    ):  # on resume by the weights that were saved then; until the first step they are the policy's
+        anchor = (
+            policy
+            if reference is None or not reference.exists()
+            else reference_of(recipe, policy, reference)
+        )
         anchor = without_adapter(policy) if recipe.model.lora is not None else anchor
-        rows, held_out, watched = (tuple(kind.anchor(recipe, anchor, part)) for part in (rows, held_out, watched))
+        rows, held_out, watched = (
+            tuple(kind.anchor(recipe, anchor, part)) for part in (rows, held_out, watched)
+        )
     optimizer = Optimizer(policy.model, recipe.optimizer, prepared.steps)
     order = Order(len(rows), recipe.seed, recipe.data.shuffle)
     batch_size = min(recipe.batch_size, len(rows))
@@ -361,7 +470,9 @@ def _dataset_job(prepared: Prepared, reference: Path | None, resume: Path | None
     if kind.samples and prepared.prompts is not None:
         sampler = sampler_of(recipe.rollout, conversations=prepared.world is not None)
         longest = max(longest, longest_of(recipe, prepared.prompts))
-    proof = prove(policy, longest=longest, sampler=sampler, recompute=recipe.model.gradient_checkpointing)
+    proof = prove(
+        policy, longest=longest, sampler=sampler, recompute=recipe.model.gradient_checkpointing
+    )
     engine = _engine(prepared, policy) if kind.samples else None
 
     def loop(done: int) -> Iterator[Step]:

@@ -1,4 +1,5 @@
-"""The log of a run, written step by step: a line in metrics.jsonl, the completions where they are due, and what dashboards get.
+"""The log of a run, written step by step: a line in metrics.jsonl, the completions where they are
+due, and what dashboards get.
 
 `recorded.py` reads it.
 """
@@ -36,8 +37,9 @@ EVALUATED = "eval/"
 class RunLog:
     """Writes the run folder, step by step.
 
-    done: steps that the run resumed with; what was written of later ones is taken away, because they are taken again, and so is the
-    evaluation before the first step if there is none.   Every method raises StorageError if the disk fails.
+    done: steps that the run resumed with; what was written of later ones is taken away, because
+        they are taken again, and so is the evaluation before the first step if there is none.
+        Every method raises StorageError if the disk fails.
     """
 
     def __init__(self, folder: Path, recipe: Recipe, *, done: int = 0) -> None:
@@ -69,11 +71,17 @@ class RunLog:
         if reader.problems:
             aside = self.folder / "metrics.damaged.jsonl"
             os.replace(self.folder / METRICS, aside)
-            log.warning("%s; the log goes on without (as it was: %s)", "; ".join(reader.problems), aside.name)
+            log.warning(
+                "%s; the log goes on without (as it was: %s)",
+                "; ".join(reader.problems),
+                aside.name,
+            )
         return lines
 
     def _write_lines(self) -> None:
-        files.write(self.folder / METRICS, b"".join(_line(line).encode() for line in self.lines.values()))
+        files.write(
+            self.folder / METRICS, b"".join(_line(line).encode() for line in self.lines.values())
+        )
         self._file = open(self.folder / METRICS, "ab")  # noqa: SIM115 - held until `close`
 
     def write(self, step: Step) -> None:
@@ -85,17 +93,24 @@ class RunLog:
         self._check_place()
         try:
             if self._every and step.groups and step.number % self._every == 0:
-                with files.storing(self.folder / ROLLOUTS / f"{step.number:06d}.parquet", "the completions of a step"):
+                with files.storing(
+                    self.folder / ROLLOUTS / f"{step.number:06d}.parquet",
+                    "the completions of a step",
+                ):
                     recorded.write(self.files, ROLLOUTS, step, self._run)
                 self._dashboards.table(step)
         finally:  # the step was taken, whatever becomes of its completions
             self._write_line(line)
 
     def _check_place(self) -> None:
-        """Raises StorageError if the folder is not the one that the run began in: half of the run would stand in another."""
+        """Raises StorageError if the folder is not the one that the run began in: half of the run
+        would stand in another.
+        """
         with files.storing(self.folder / METRICS, "the log"):
             if not os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.folder / METRICS)):
-                raise FileNotFoundError(errno.ENOENT, "it was moved or replaced while the run went on; move it back")
+                raise FileNotFoundError(
+                    errno.ENOENT, "it was moved or replaced while the run went on; move it back"
+                )
 
     def _write_line(self, line: dict[str, Any]) -> None:
         with files.storing(self.folder / METRICS, "the log"):
@@ -116,18 +131,26 @@ class RunLog:
         self.lines[step] = (before or {"step": step}) | _evaluated(evaluation)
         with files.storing(self.folder / METRICS, "the log"):
             self.files.note_lines(METRICS, [_line(self.lines[step]).encode()])
-            self.files.sync()  # the log is on the disk when it is replaced, and must not be there before its digest
+            # the log is on the disk when it is replaced, and must not be there before its digest
+            self.files.sync()
             self._file.close()
             self._write_lines()
             if before is not None:
                 self.files.note_replaced(METRICS, _line(before).encode())
-        self._dashboards.write({"step": step, "wall": time.time()} | _evaluated(evaluation), again=True)
+        self._dashboards.write(
+            {"step": step, "wall": time.time()} | _evaluated(evaluation), again=True
+        )
 
     def held_out(self, number: int, groups: Sequence[Scored]) -> None:
         """Record completions of held-out prompts after step `number`."""
         if self._every and groups:
             with files.storing(self.folder / recorded.EVALUATIONS, "held-out completions"):
-                recorded.write(self.files, recorded.EVALUATIONS, Step(number=number, metrics={}, groups=groups), self._run)
+                recorded.write(
+                    self.files,
+                    recorded.EVALUATIONS,
+                    Step(number=number, metrics={}, groups=groups),
+                    self._run,
+                )
 
     def tokens(self, tokenizer: Any) -> None:
         """Record the text of every token id once, so that readers of the run need no tokenizer."""

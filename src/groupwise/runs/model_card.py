@@ -29,7 +29,8 @@ LONGEST = 20
 
 
 def base_of(recipe: Recipe) -> tuple[str, tuple[str, ...]]:
-    """The base model, which no run has trained, and the runs between it and this one, the oldest first.
+    """The base model, which no run has trained, and the runs between it and this one, the oldest
+    first.
 
     A hub name, a folder, the name of an object, or `random weights (FAMILY)`.
     """
@@ -39,7 +40,11 @@ def base_of(recipe: Recipe) -> tuple[str, tuple[str, ...]]:
         if path is None:
             family = "?" if recipe.model.scratch is None else recipe.model.scratch.family
             return f"{RANDOM} ({family})", tuple(reversed(way))
-        place = str(run_folder(recipe).parent / path.removeprefix(STAGE)) if path.startswith(STAGE) else path
+        place = (
+            str(run_folder(recipe).parent / path.removeprefix(STAGE))
+            if path.startswith(STAGE)
+            else path
+        )
         origin = None if path.startswith(LIVE) else origin_of(place)
         if origin is None:
             return _under_adapter(path), tuple(reversed(way))
@@ -51,14 +56,18 @@ def base_of(recipe: Recipe) -> tuple[str, tuple[str, ...]]:
 def _under_adapter(path: str) -> str:
     """The base of an adapter's folder; any other model is its own."""
     try:
-        base = json.loads((Path(path) / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+        base = json.loads((Path(path) / "adapter_config.json").read_text(encoding="utf-8")).get(
+            "base_model_name_or_path"
+        )
     except (OSError, ValueError, AttributeError):
         return path
     return base if isinstance(base, str) and base else path
 
 
 def card(recipe: Recipe, plan: Lines, after: Judged | None) -> str:
-    """The text of the card: base, data, method, held-out figures and the recipe itself, secrets redacted."""
+    """The text of the card: base, data, method, held-out figures and the recipe itself, secrets
+    redacted.
+    """
     text = dump(recipe)
     base, way = base_of(recipe)
     published = "" if Path(base).exists() or base.startswith((LIVE, RANDOM)) else base
@@ -73,7 +82,10 @@ def card(recipe: Recipe, plan: Lines, after: Judged | None) -> str:
         "",
         f"# {recipe.name}",
         "",
-        f"Trained with Groupwise {version('groupwise')}, objective `{recipe.objective}`, from {start}, on {data}.",
+        (
+            f"Trained with Groupwise {version('groupwise')}, objective `{recipe.objective}`, from"
+            f" {start}, on {data}."
+        ),
         f"Recipe {hashlib.sha256(text.encode()).hexdigest()[:12]} (below).",
         "",
         "| | |",

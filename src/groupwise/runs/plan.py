@@ -1,7 +1,7 @@
 """The plan of a run in numbers, before it starts: prompts, completions, updates, epochs, memory.
 
-What a recipe does not set is derived here and shown; a recipe that would train nothing is refused here, before step 1.
-"""
+What a recipe does not set is derived here and shown; a recipe that would train nothing is refused
+here, before step 1."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ import torch
 
 from groupwise.algorithms.parts import describe, is_built_in
 from groupwise.algorithms.table import Algorithm
-from groupwise.config.settings import ModelSettings, ParallelSettings, Recipe, engine_traits, positions_of
+from groupwise.config.settings import (
+    ModelSettings,
+    ParallelSettings,
+    Recipe,
+    engine_traits,
+    positions_of,
+)
 from groupwise.config.validation import STAGE, policy_updates
 from groupwise.data.load import Data
 from groupwise.distributed import comm, fsdp
@@ -34,11 +40,13 @@ Lines = list[tuple[str, str]]
 """Label and text, as printed."""
 
 LEAST_ACTIVATIONS, ACTIVATIONS_PER_PARAMETER, MOST_POSITIONS = 64 << 20, 12, 16384
-"""What a micro-batch may keep for its backward pass, in bytes a parameter of the blocks: less than AdamW's training state (16), and
-enough positions for products that run at full speed.  The vocabulary's matrices do not count: more ids keep no more activations."""
+"""What a micro-batch may keep for its backward pass, in bytes a parameter of the blocks: less than
+AdamW's training state (16), and enough positions for products that run at full speed.  The
+vocabulary's matrices do not count: more ids keep no more activations."""
 PIECES, PIECES_OF_BLOCKS = 50 << 20, 96 << 20
-"""Fragmentation of the heap of a CPU, with the machine code of the products: a constant, and what a model adds at most.  Measured
-(`benchmarks/memory.py`).  Nothing was measured on GPUs, so plans for them leave it out."""
+"""Fragmentation of the heap of a CPU, with the machine code of the products: a constant, and what a
+model adds at most.  Measured (`benchmarks/memory.py`).  Nothing was measured on GPUs, so plans for
+them leave it out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,15 +63,21 @@ class MemoryPlan:
     rewards: int = 0
     """Weights of reward models, and their activations while they score."""
     gathered: int = 0
-    """Of sharded weights: the blocks that are gathered in training, and a gradient before it is reduced."""
+    """Of sharded weights: the blocks that are gathered in training, and a gradient before it is
+    reduced.
+    """
     whole: int = 0
     """Of sharded weights: all of them, gathered while completions are sampled."""
     host: int = 0
     """In the memory of the host instead."""
     prepared: int = 0
-    """The native engine's copy of weights in the layout that decoding reads, while completions are sampled."""
+    """The native engine's copy of weights in the layout that decoding reads, while completions are
+    sampled.
+    """
     fragmentation: int = 0
-    """On a CPU: freed memory that nothing fits into (of it what sampling has left behind), and the products' machine code."""
+    """On a CPU: freed memory that nothing fits into (of it what sampling has left behind), and the
+    products' machine code.
+    """
 
     @property
     def held(self) -> int:
@@ -120,7 +134,9 @@ class Load:
         return prompts * (self.prompt_tokens + self.group * self.completion_tokens)
 
     def fullest(self, prompts: int) -> int:
-        """Positions of the largest micro-batch for so many prompts: whole groups, evenly dealt out, where a group fits."""
+        """Positions of the largest micro-batch for so many prompts: whole groups, evenly dealt out,
+        where a group fits.
+        """
         group, every = self.positions(1), self.positions(prompts)
         if group > self.budget or every <= self.budget:
             return min(self.budget, every)
@@ -131,7 +147,9 @@ class Load:
 ALONE = ParallelSettings(name="ddp")
 
 
-def process_memory(shape: Shape, load: Load, parallel: ParallelSettings = ALONE, *, prompts: int, world: int = 1) -> MemoryPlan:
+def process_memory(
+    shape: Shape, load: Load, parallel: ParallelSettings = ALONE, *, prompts: int, world: int = 1
+) -> MemoryPlan:
     """Bytes of one of `world` processes that samples for `prompts` of a step's prompts.
 
     The update is dealt out evenly, by positions.   parallel: decided.
@@ -147,11 +165,17 @@ def process_memory(shape: Shape, load: Load, parallel: ParallelSettings = ALONE,
     if parallel.name == "ddp":
         return need
     width = shape.bytes_per_weight
-    # While it trains: embedding, last norm and head, and the blocks that are gathered (the one at work and the next).
+    # While it trains: embedding, last norm and head, and the blocks that are gathered (the one at
+    # work and the next).
     block = (shape.parameters - shape.outside) // shape.layers
-    resident = shape.outside + (2 * block if parallel.name == "zero3" else shape.parameters - shape.outside)
+    resident = shape.outside + (
+        2 * block if parallel.name == "zero3" else shape.parameters - shape.outside
+    )
     shards = parallel.shards or world
-    parts = {name: -(-getattr(need, name) // shards) for name in ("weights", "gradients", "optimizer", "reference")}
+    parts = {
+        name: -(-getattr(need, name) // shards)
+        for name in ("weights", "gradients", "optimizer", "reference")
+    }
     host = sum(parts.values()) if parallel.offload else 0
     if parallel.offload:
         parts = dict.fromkeys(parts, 0)
@@ -166,10 +190,12 @@ def process_memory(shape: Shape, load: Load, parallel: ParallelSettings = ALONE,
 
 
 def prepared_weights(shape: Shape, *, cpu: bool) -> int:
-    """Bytes of the weights that the native engine lays out anew for decoding (`ops.decoding.product`).
+    """Bytes of the weights that the native engine lays out anew for decoding
+    (`ops.decoding.product`).
 
-    On a CPU all of them.  On a GPU queries, keys and values lie side by side, and gate and up; other weights are read where they
-    are, unless products run in another type.  GPT-2's matrices lie transposed, and all of its blocks are copied.
+    On a CPU all of them.  On a GPU queries, keys and values lie side by side, and gate and up;
+    other weights are read where they are, unless products run in another type.  GPT-2's matrices
+    lie transposed, and all of its blocks are copied.
     """
     if cpu or shape.bytes_per_weight != shape.bytes_per_product:
         return shape.parameters * shape.bytes_per_product
@@ -179,10 +205,13 @@ def prepared_weights(shape: Shape, *, cpu: bool) -> int:
     return shape.layers * shape.hidden * joined * shape.bytes_per_product
 
 
-def memory(shape: Shape, load: Load, *, microbatch: int, rows: int = 0, prompts: int = 0) -> MemoryPlan:
+def memory(
+    shape: Shape, load: Load, *, microbatch: int, rows: int = 0, prompts: int = 0
+) -> MemoryPlan:
     """Bytes of a step of one process.
 
-    microbatch: positions of the largest forward and backward.   rows: completions decoded at the same time.
+    microbatch: positions of the largest forward and backward.   rows: completions decoded at the
+        same time.
     prompts: of a rollout; the prompt's keys and values exist once per prompt.
     """
     adapter = load.adapter
@@ -190,31 +219,52 @@ def memory(shape: Shape, load: Load, *, microbatch: int, rows: int = 0, prompts:
     lower = shape.bytes_per_weight == 2
     kv = shape.kv_heads * shape.head_width
     stream = 4 if shape.bytes_per_weight == 4 else 2
-    # Of a block that is computed again its inputs; the last is kept, and leaves its room to the others one by one.
+    # Of a block that is computed again its inputs; the last is kept, and leaves its room to the
+    # others one by one.
     recomputed = shape.layers - 1 if load.recompute else 0
-    per_position = recomputed * shape.hidden * stream + (shape.layers - recomputed) * kept_per_block(shape)
-    # While a block goes backward: its MLP's activations and the gradients of its two inner products.
+    per_position = recomputed * shape.hidden * stream + (
+        shape.layers - recomputed
+    ) * kept_per_block(shape)
+    # While a block goes backward: its MLP's activations and the gradients of its two inner
+    # products.
     working = 3 * shape.intermediate * shape.bytes_per_product + 2 * shape.hidden * stream
     # The head holds one chunk of logits, and the trained rows once more with their gradient.
-    chunk = min(microbatch, chunk_rows(shape.vocabulary, shape.bytes_per_product, shape.hidden)) * shape.vocabulary
+    chunk = (
+        min(microbatch, chunk_rows(shape.vocabulary, shape.bytes_per_product, shape.hidden))
+        * shape.vocabulary
+    )
     head = (chunk + 2 * microbatch * shape.hidden) * shape.bytes_per_product
-    # Gradients that are summed in another type are made first; weights in the products' type, for the step.
+    # Gradients that are summed in another type are made first; weights in the products' type, for
+    # the step.
     again = 4 * shape.vocabulary * shape.hidden if lower and not adapter else 0
-    cast = shape.parameters * shape.bytes_per_product if shape.bytes_per_product != shape.bytes_per_weight else 0
+    cast = (
+        shape.parameters * shape.bytes_per_product
+        if shape.bytes_per_product != shape.bytes_per_weight
+        else 0
+    )
     drawn = min(rows, chunk_rows(shape.vocabulary, 4))
-    keys = 2 * shape.layers * kv * (prompts * load.prompt_tokens + rows * load.completion_tokens) * shape.bytes_per_product
+    keys = (
+        2
+        * shape.layers
+        * kv
+        * (prompts * load.prompt_tokens + rows * load.completion_tokens)
+        * shape.bytes_per_product
+    )
     prepared = load.prepared if load.rows else 0
     blocks = (shape.parameters - shape.outside) * shape.bytes_per_product if prepared else 0
     return MemoryPlan(
         weights=(shape.parameters + adapter) * shape.bytes_per_weight,
         gradients=trained * 4,
         optimizer=trained * (12 if lower else 8),
-        reference=shape.parameters * shape.bytes_per_weight if load.reference and not adapter else 0,
+        reference=(
+            shape.parameters * shape.bytes_per_weight if load.reference and not adapter else 0
+        ),
         activations=microbatch * per_position + max(microbatch * working, head) + again + cast,
         cache=keys + drawn * shape.vocabulary * 4 * 3,
         rewards=load.rewards,
         prepared=prepared,
-        # Sampling leaves the pages of its keys, values and blocks in pieces; larger tensors have had pages of their own.
+        # Sampling leaves the pages of its keys, values and blocks in pieces; larger tensors have
+        # had pages of their own.
         fragmentation=PIECES + keys + min(blocks, PIECES_OF_BLOCKS) if load.cpu else 0,
     )
 
@@ -222,16 +272,24 @@ def memory(shape: Shape, load: Load, *, microbatch: int, rows: int = 0, prompts:
 def kept_per_block(shape: Shape) -> int:
     """Bytes that a position leaves in one block for the backward pass.
 
-    The residual stream before each of the two norms, in its own type; in that of the products the norms' outputs, queries, keys,
-    values, the attention's output, and the first products of the MLP.
+    The residual stream before each of the two norms, in its own type; in that of the products the
+    norms' outputs, queries, keys, values, the attention's output, and the first products of the
+    MLP.
     """
     kv, stream = shape.kv_heads * shape.head_width, 4 if shape.bytes_per_weight == 4 else 2
-    inner = 2 * shape.hidden + 2 * shape.heads * shape.head_width + 2 * kv + (2 if shape.gated else 1) * shape.intermediate
+    inner = (
+        2 * shape.hidden
+        + 2 * shape.heads * shape.head_width
+        + 2 * kv
+        + (2 if shape.gated else 1) * shape.intermediate
+    )
     return 2 * shape.hidden * stream + inner * shape.bytes_per_product
 
 
 def microbatch(shape: Shape) -> int:
-    """Positions per forward and backward where the recipe names none: what they keep is bounded by the model's own size."""
+    """Positions per forward and backward where the recipe names none: what they keep is bounded by
+    the model's own size.
+    """
     room = max(LEAST_ACTIVATIONS, ACTIVATIONS_PER_PARAMETER * (shape.parameters - shape.outside))
     return max(1, min(MOST_POSITIONS, room // (shape.layers * kept_per_block(shape))))
 
@@ -240,15 +298,22 @@ def fitted(recipe: Recipe, shape: Shape) -> Recipe:
     """The recipe with a size of its micro-batches."""
     if recipe.optimizer.tokens_per_microbatch is not None:
         return recipe
-    return replace(recipe, optimizer=replace(recipe.optimizer, tokens_per_microbatch=microbatch(shape)))
+    return replace(
+        recipe, optimizer=replace(recipe.optimizer, tokens_per_microbatch=microbatch(shape))
+    )
 
 
 def scoring_memory(shape: Shape, microbatch: int) -> int:
-    """Bytes of a reward model and of its widest moment while it scores `microbatch` positions without a gradient."""
+    """Bytes of a reward model and of its widest moment while it scores `microbatch` positions
+    without a gradient.
+    """
     kv = shape.kv_heads * shape.head_width
     attention = 2 * shape.hidden + 2 * shape.heads * shape.head_width + 2 * kv
     gated = 2 * shape.hidden + 3 * shape.intermediate
-    return shape.parameters * shape.bytes_per_weight + microbatch * max(attention, gated) * shape.bytes_per_product
+    return (
+        shape.parameters * shape.bytes_per_weight
+        + microbatch * max(attention, gated) * shape.bytes_per_product
+    )
 
 
 def memory_lines(need: MemoryPlan) -> Lines:
@@ -283,10 +348,17 @@ def process_lines(shape: Shape, load: Load, parallel: ParallelSettings, world: i
         held += ", in host memory" if parallel.offload else ""
     lines = [("processes", f"{world}, {held}; gradients are summed")]
     positions = -(-load.positions(load.prompts) // world)
-    training = f"{positions:,} positions to train in {counted(-(-positions // load.budget), 'micro-batch')}"
+    training = (
+        f"{positions:,} positions to train in"
+        f" {counted(-(-positions // load.budget), 'micro-batch')}"
+    )
     for name, prompts in prompts_of(load, world):
         sampled = prompts * load.group * load.completion_tokens
-        what = f"{prompts} x {counted(load.group, 'completion')}, at most {sampled:,} tokens; " if load.completion_tokens else ""
+        what = (
+            f"{prompts} x {counted(load.group, 'completion')}, at most {sampled:,} tokens; "
+            if load.completion_tokens
+            else ""
+        )
         lines.append((name, what + training))
         lines += memory_lines(process_memory(shape, load, parallel, prompts=prompts, world=world))
     return lines
@@ -296,11 +368,17 @@ def prompts_of(load: Load, world: int) -> list[tuple[str, int]]:
     """Ranks that get the same number of prompts, as text, and that number."""
     less, more = divmod(load.prompts, world)
     groups = [group for group in ((0, more, less + 1), (more, world, less)) if group[1] > group[0]]
-    return [(f"rank {begin}" if end - begin == 1 else f"ranks {begin}-{end - 1}", count) for begin, end, count in groups]
+    return [
+        (f"rank {begin}" if end - begin == 1 else f"ranks {begin}-{end - 1}", count)
+        for begin, end, count in groups
+    ]
 
 
-def online_plan(recipe: Recipe, rows: int, held_out: int, validation: int = 0, left_out: str = "") -> Lines:
-    """Prompts, completions, updates and epochs of an online run.  Raises ConfigError if nothing would be trained.
+def online_plan(
+    recipe: Recipe, rows: int, held_out: int, validation: int = 0, left_out: str = ""
+) -> Lines:
+    """Prompts, completions, updates and epochs of an online run.  Raises ConfigError if nothing
+    would be trained.
 
     left_out: what was dropped of the data (`Report.left_out`), for messages.
     """
@@ -310,13 +388,16 @@ def online_plan(recipe: Recipe, rows: int, held_out: int, validation: int = 0, l
         raise ConfigError(f"no prompt is left to train on{_because(left_out)}")
     if group.prompts_per_step > rows:
         raise ConfigError(
-            f"group.prompts_per_step is {group.prompts_per_step}, but the data has only {counted(rows, 'prompt')}: "
-            f"use group.prompts_per_step={rows} or less, or add data{_because(left_out)}"
+            f"group.prompts_per_step is {group.prompts_per_step}, but the data has only"
+            f" {counted(rows, 'prompt')}: use group.prompts_per_step={rows} or less, or add"
+            f" data{_because(left_out)}"
         )
     completions = group.prompts_per_step * group.group_size
     updates = group.updates_per_rollout * group.minibatches
     drawn, alone = steps * group.prompts_per_step, recipe.critic.pretrain
-    of_policy = f" of the policy, after {counted(alone, 'step')} of the critic alone" if alone else ""
+    of_policy = (
+        f" of the policy, after {counted(alone, 'step')} of the critic alone" if alone else ""
+    )
     return [
         ("data", f"{counted(rows, 'prompt')} to train on, {_held_out(held_out, validation)}"),
         ("a step", f"{counted(group.prompts_per_step, 'prompt')} x {counted(group.group_size, 'completion')} = "
@@ -330,7 +411,8 @@ def online_plan(recipe: Recipe, rows: int, held_out: int, validation: int = 0, l
 def offline_plan(
     recipe: Recipe, rows: int, held_out: int, tokens: float, validation: int = 0, left_out: str = ""
 ) -> tuple[Lines, int]:
-    """Rows, steps and epochs of a data-set run, and its number of steps.  `tokens`: mean per row.  left_out: see `online_plan`.
+    """Rows, steps and epochs of a data-set run, and its number of steps.  `tokens`: mean per row.
+    left_out: see `online_plan`.
 
     Raises ConfigError if nothing would be trained.
     """
@@ -339,11 +421,26 @@ def offline_plan(
     size = min(recipe.batch_size, rows)
     steps = recipe.steps or math.ceil((recipe.epochs or 0.0) * rows / size)
     if steps < 1:
-        raise ConfigError(f"epochs {recipe.epochs:g} of {counted(rows, 'row')} make no step of {size}: raise epochs, or say steps")
+        raise ConfigError(
+            f"epochs {recipe.epochs:g} of {counted(rows, 'row')} make no step of {size}: raise"
+            " epochs, or say steps"
+        )
     lines = [
-        ("data", f"{counted(rows, 'row')} to train on ({tokens:.0f} tokens on average), {_held_out(held_out, validation)}"),
+        (
+            "data",
+            (
+                f"{counted(rows, 'row')} to train on ({tokens:.0f} tokens on average),"
+                f" {_held_out(held_out, validation)}"
+            ),
+        ),
         ("a step", f"{counted(size, 'row')}, about {size * tokens:,.0f} tokens"),
-        ("in all", f"{counted(steps, 'step')}, {counted(steps * size, 'row')}, {steps * size / rows:.2f} epochs"),
+        (
+            "in all",
+            (
+                f"{counted(steps, 'step')}, {counted(steps * size, 'row')},"
+                f" {steps * size / rows:.2f} epochs"
+            ),
+        ),
     ]
     return lines, steps
 
@@ -353,7 +450,9 @@ def _because(left_out: str) -> str:
 
 
 def _held_out(test: int, validation: int) -> str:
-    return f"{validation:,} for validation, {test:,} held out" if validation else f"{test:,} held out"
+    return (
+        f"{validation:,} for validation, {test:,} held out" if validation else f"{test:,} held out"
+    )
 
 
 def size(count: float) -> str:
@@ -374,21 +473,41 @@ def size(count: float) -> str:
 def algorithm_line(algorithm: Algorithm) -> str:
     """An algorithm as its four parts, and what is added to them."""
     terms = [describe(term) for term in algorithm.extra if not is_built_in(term)]
-    parts = [describe(part) for part in (algorithm.credit, algorithm.ratio, algorithm.surrogate, algorithm.weights)]
-    kl = f", KL {describe(algorithm.kl)} x {algorithm.beta} in the {algorithm.kl_place}" if algorithm.needs_reference else ", no KL"
+    parts = [
+        describe(part)
+        for part in (algorithm.credit, algorithm.ratio, algorithm.surrogate, algorithm.weights)
+    ]
+    kl = (
+        f", KL {describe(algorithm.kl)} x {algorithm.beta} in the {algorithm.kl_place}"
+        if algorithm.needs_reference
+        else ", no KL"
+    )
     kl += f"; plus {', '.join(terms)}" if terms else ""
     kl += "; a critic" if algorithm.needs_value else ""
-    kl += f"; {describe(algorithm.divergence)} from a teacher" if algorithm.divergence is not None else ""
+    kl += (
+        f"; {describe(algorithm.divergence)} from a teacher"
+        if algorithm.divergence is not None
+        else ""
+    )
     kl += f"; the teacher's share in sampling {algorithm.mix:g}" if algorithm.mix else ""
-    return f"{algorithm.name}: {' x '.join(parts)}{kl}; dead groups {algorithm.dead_groups}, truncated {algorithm.truncated}"
+    return (
+        f"{algorithm.name}: {' x '.join(parts)}{kl}; dead groups {algorithm.dead_groups}, truncated"
+        f" {algorithm.truncated}"
+    )
 
 
 def load_of(
-    recipe: Recipe, blueprint: Blueprint, algorithm: Algorithm | None, rows: Data[Any], scorers: Sequence[Blueprint]
+    recipe: Recipe,
+    blueprint: Blueprint,
+    algorithm: Algorithm | None,
+    rows: Data[Any],
+    scorers: Sequence[Blueprint],
 ) -> Load:
     """The work of one step, for the memory plan.   scorers: reward models that do not exist yet."""
     group, device = recipe.group, recipe.model.device
-    cpu = device != "cuda" and resolve_device(recipe.model).type == "cpu"  # a plan for GPUs needs none
+    cpu = (
+        device != "cuda" and resolve_device(recipe.model).type == "cpu"
+    )  # a plan for GPUs needs none
     load = Load(
         prompts=recipe.batch_size,
         group=1,
@@ -400,8 +519,13 @@ def load_of(
         adapter=adapter_count(recipe, blueprint),
     )
     if algorithm is None:
-        return replace(load, prompt_tokens=math.ceil(mean_length(rows) * 1.2))  # a row that is longer than the mean
-    shape, engine = shape_of(blueprint, recipe.model.dtype), engine_traits(recipe.rollout.engine.name)
+        return replace(
+            load, prompt_tokens=math.ceil(mean_length(rows) * 1.2)
+        )  # a row that is longer than the mean
+    shape, engine = (
+        shape_of(blueprint, recipe.model.dtype),
+        engine_traits(recipe.rollout.engine.name),
+    )
     return replace(
         load,
         prompts=group.prompts_per_step,
@@ -415,22 +539,37 @@ def load_of(
     )
 
 
-def _other_models(recipe: Recipe, algorithm: Algorithm, shape: Shape, scorers: Sequence[Blueprint]) -> int:
-    """Bytes of reward models, of a critic and of a teacher; those that an earlier stage makes are left out.
+def _other_models(
+    recipe: Recipe, algorithm: Algorithm, shape: Shape, scorers: Sequence[Blueprint]
+) -> int:
+    """Bytes of reward models, of a critic and of a teacher; those that an earlier stage makes are
+    left out.
 
     shape: of the policy.
     """
     total = sum(scoring_memory(shape_of(one), POSITIONS) for one in scorers)
     for reward in recipe.rewards:
         if reward.function == MODEL:
-            other = shape_of(_blueprint_at(str(reward.args.get("path"))), str(reward.args.get("dtype", "float32")))
+            other = shape_of(
+                _blueprint_at(str(reward.args.get("path"))),
+                str(reward.args.get("dtype", "float32")),
+            )
             total += scoring_memory(other, int(reward.args.get("tokens_per_microbatch", POSITIONS)))
     critic, teacher = recipe.critic.path, recipe.teacher
     if algorithm.needs_value and critic is not None and not critic.startswith(STAGE):
-        total += 16 * parameter_count(_blueprint_at(critic))  # weights, gradients and moments in float32
-    if algorithm.needs_teacher and teacher.path is None and teacher.ema != 1.0 and recipe.model.lora is None:
+        total += 16 * parameter_count(
+            _blueprint_at(critic)
+        )  # weights, gradients and moments in float32
+    if (
+        algorithm.needs_teacher
+        and teacher.path is None
+        and teacher.ema != 1.0
+        and recipe.model.lora is None
+    ):
         total += shape.parameters * shape.bytes_per_weight  # a former self of the policy
-    elif algorithm.needs_teacher and teacher.path is not None and not teacher.path.startswith(STAGE):
+    elif (
+        algorithm.needs_teacher and teacher.path is not None and not teacher.path.startswith(STAGE)
+    ):
         other = shape_of(_blueprint_at(teacher.path), recipe.model.dtype)
         total += other.parameters * other.bytes_per_weight
     return total
@@ -442,23 +581,49 @@ def _blueprint_at(path: str) -> Blueprint:
 
 def adapter_count(recipe: Recipe, blueprint: Blueprint) -> int:
     """Parameters of the adapter that a recipe trains, counted without weights; 0 if it trains none."""
-    return 0 if recipe.model.lora is None else adapter_size(weightless(blueprint), recipe.model.lora)
+    return (
+        0 if recipe.model.lora is None else adapter_size(weightless(blueprint), recipe.model.lora)
+    )
 
 
 ADAPTER_LR = 1e-5
-"""Learning rate below which an adapter hardly moves: ten times as much is usual, where full training takes 1e-6."""
+"""Learning rate below which an adapter hardly moves: ten times as much is usual, where full
+training takes 1e-6.
+"""
 
 
 def model_lines(recipe: Recipe, blueprint: Blueprint, load: Load, world: int | None) -> Lines:
     """What is trained, and what the process, or each of several, holds and does in a step."""
-    shape, count = shape_of(blueprint, recipe.model.dtype), comm.world().size if world is None else world
+    shape, count = (
+        shape_of(blueprint, recipe.model.dtype),
+        (comm.world().size if world is None else world),
+    )
     lines, lr = Lines(), recipe.optimizer.lr
     if load.adapter:
         share = f"{load.adapter / shape.parameters:.2%}"
-        lines.append(("adapter", f"{load.adapter:,} parameters beside {shape.parameters:,} that stay as they are ({share})"))
+        lines.append(
+            (
+                "adapter",
+                (
+                    f"{load.adapter:,} parameters beside {shape.parameters:,} that stay as they are"
+                    f" ({share})"
+                ),
+            )
+        )
         if lr < ADAPTER_LR:
-            lines.append(("warning", f"optimizer.lr {lr:g} is one for training all weights; an adapter learns with about 1e-4"))
-    old = platform.machine() in ("x86_64", "AMD64") and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
+            lines.append(
+                (
+                    "warning",
+                    (
+                        f"optimizer.lr {lr:g} is one for training all weights; an adapter learns"
+                        " with about 1e-4"
+                    ),
+                )
+            )
+    old = platform.machine() in ("x86_64", "AMD64") and torch.backends.cpu.get_cpu_capability() in (
+        "DEFAULT",
+        "AVX2",
+    )
     if recipe.model.dtype != "float32" and old and load.cpu:
         cost = "an update takes many times as long as in float32"
         remedy = f"this processor has no AVX-512, and {cost}: set model.dtype=float32"
@@ -466,13 +631,21 @@ def model_lines(recipe: Recipe, blueprint: Blueprint, load: Load, world: int | N
     parallel = fsdp.decided(recipe.parallel, largest_model(recipe, blueprint), count)
     if count == 1:
         need = process_memory(shape, load, prompts=load.prompts)
-        lines += [("micro-batches", f"at most {load.budget:,} packed positions"), *memory_lines(need)]
+        lines += [
+            ("micro-batches", f"at most {load.budget:,} packed positions"),
+            *memory_lines(need),
+        ]
         if load.cpu and (reason := absence()):
             lines.append(("kernels", f"torch's own, more slowly: {reason}"))
     else:
         lines += process_lines(shape, load, parallel, count)
     if load.completion_tokens and not load.rows:
-        lines.append(("not counted", f"what {recipe.rollout.engine.name} takes to sample, on this device or another"))
+        lines.append(
+            (
+                "not counted",
+                f"what {recipe.rollout.engine.name} takes to sample, on this device or another",
+            )
+        )
     return lines
 
 

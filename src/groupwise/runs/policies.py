@@ -44,24 +44,32 @@ from groupwise.training.objectives import language_model
 from groupwise.training.teachers import Demonstrations, Teacher
 
 SMALL = 1_000_000
-"""Parameters of a model that gains nothing from a second thread (with three million a step is 1.3 times as fast with two)."""
+"""Parameters of a model that gains nothing from a second thread (with three million a step is 1.3
+times as fast with two).
+"""
 
 
 def fit_threads(policy: Policy, threads: int | None) -> None:
-    """Set torch's threads for work with this policy: as many as a recipe names, else one for a small model on a CPU.
+    """Set torch's threads for work with this policy: as many as a recipe names, else one for a
+    small model on a CPU.
 
     OMP_NUM_THREADS decides where it is set and the recipe names none.
     """
     if threads is not None:
         torch.set_num_threads(threads)
         return
-    small = policy.device.type == "cpu" and sum(parameter.numel() for parameter in policy.model.parameters()) < SMALL
+    small = (
+        policy.device.type == "cpu"
+        and sum(parameter.numel() for parameter in policy.model.parameters()) < SMALL
+    )
     if small and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
 
 
 def blueprint_of(recipe: Recipe, resume: Path | None) -> Blueprint:
-    """Tokenizer, configuration and a way to load the weights, of a checkpoint or of a model from scratch."""
+    """Tokenizer, configuration and a way to load the weights, of a checkpoint or of a model from
+    scratch.
+    """
     if resume is not None:
         return read_blueprint(replace(recipe.model, path=str(resume), scratch=None))
     if recipe.model.path is not None:
@@ -69,7 +77,8 @@ def blueprint_of(recipe: Recipe, resume: Path | None) -> Blueprint:
     scratch = recipe.model.scratch
     assert scratch is not None
     tokenizer = make_tokenizer(
-        scratch.tokenizer, load_texts(recipe.data, recipe.seed) if scratch.tokenizer.startswith("bpe") else ()
+        scratch.tokenizer,
+        load_texts(recipe.data, recipe.seed) if scratch.tokenizer.startswith("bpe") else (),
     )
     tokenizer = with_chat_template(tokenizer, recipe.model.chat_template)
     model = scratch_model(
@@ -81,27 +90,46 @@ def blueprint_of(recipe: Recipe, resume: Path | None) -> Blueprint:
         seed=recipe.seed,
     )
     if recipe.model.dtype == "bfloat16":
-        # Parameters only, as from_pretrained does: `model.to` would round the rotary frequencies too.
+        # Parameters only, as from_pretrained does: `model.to` would round the rotary frequencies
+        # too.
         for parameter in model.parameters():
             parameter.data = parameter.data.to(torch.bfloat16)
     eos = (int(tokenizer.eos_token_id),)  # type: ignore[arg-type]
-    return Blueprint(tokenizer=tokenizer, config=model.config.to_dict(), eos_ids=eos, context=scratch.context, load=lambda: model)
+    return Blueprint(
+        tokenizer=tokenizer,
+        config=model.config.to_dict(),
+        eos_ids=eos,
+        context=scratch.context,
+        load=lambda: model,
+    )
 
 
 def shared_out(recipe: Recipe, blueprint: Blueprint) -> Recipe:
     """The recipe with `parallel: auto` decided for all models of the run together, by the largest.
 
-    Processes must make the same passes through each: a sharded teacher makes as many as the policy has micro-batches.
-    """
+    Processes must make the same passes through each: a sharded teacher makes as many as the policy
+    has micro-batches."""
     if comm.world().size == 1:
         return recipe
-    return replace(recipe, parallel=fsdp.decided(recipe.parallel, largest_model(recipe, blueprint), comm.world().size))
+    return replace(
+        recipe,
+        parallel=fsdp.decided(recipe.parallel, largest_model(recipe, blueprint), comm.world().size),
+    )
 
 
 def largest_model(recipe: Recipe, blueprint: Blueprint) -> int:
-    """Parameters of the largest model that a run trains or learns from; models of stages that are still to come are left out."""
-    others = [path for path in (recipe.critic.path, recipe.teacher.path) if path is not None and not path.startswith(STAGE)]
-    return max(parameter_count(one) for one in (blueprint, *(read_blueprint(ModelSettings(path=path)) for path in others)))
+    """Parameters of the largest model that a run trains or learns from; models of stages that are
+    still to come are left out.
+    """
+    others = [
+        path
+        for path in (recipe.critic.path, recipe.teacher.path)
+        if path is not None and not path.startswith(STAGE)
+    ]
+    return max(
+        parameter_count(one)
+        for one in (blueprint, *(read_blueprint(ModelSettings(path=path)) for path in others))
+    )
 
 
 def hold(
@@ -112,7 +140,8 @@ def hold(
 ) -> Policy:
     """The policy that `make` makes, as the processes of this run hold it, by `Recipe.parallel`.
 
-    A sharded one is read piece by piece where its checkpoint allows it; else every process reads all and keeps its part.
+    A sharded one is read piece by piece where its checkpoint allows it; else every process reads
+    all and keeps its part.
     resume: where an adapter continues from; other policies come from there by their blueprint.
     """
     parallel = fsdp.decided(recipe.parallel, parameter_count(blueprint), comm.world().size)
@@ -127,51 +156,63 @@ def hold(
 
 
 def _resumed(policy: Policy, folder: Path | None) -> Policy:
-    """The policy, whose adapter, where it has one, continues from a checkpoint's; other policies are read from there."""
+    """The policy, whose adapter, where it has one, continues from a checkpoint's; other policies
+    are read from there.
+    """
     if folder is not None and policy.adapter is not None:
         restore_adapter(policy, folder)
     return policy
 
 
 def reference_of(recipe: Recipe, policy: Policy, folder: Path | None) -> Policy:
-    """The weights before the first step: a copy of the policy, or on resume what was saved then.  Never loaded by name."""
+    """The weights before the first step: a copy of the policy, or on resume what was saved then.
+    Never loaded by name.
+    """
     if folder is None or not folder.exists():
         return frozen_copy(policy)
     settings = replace(recipe.model, path=str(folder), scratch=None)
     frozen = hold(
-        recipe, read_blueprint(settings), lambda _, blueprint: make_policy(blueprint.load(), blueprint.tokenizer, settings)
+        recipe,
+        read_blueprint(settings),
+        lambda _, blueprint: make_policy(blueprint.load(), blueprint.tokenizer, settings),
     )
     frozen.model.requires_grad_(False)
     return frozen
 
 
 def critic_of(recipe: Recipe, policy: Policy, updates: int) -> Critic:
-    """The critic that `Recipe.critic` describes, new or from its checkpoint.   updates: optimizer steps of the run.
+    """The critic that `Recipe.critic` describes, new or from its checkpoint.   updates: optimizer
+    steps of the run.
 
-    Raises ConfigError if its model has other tokens than the policy, or if its head would stand on a sharded backbone.
-    """
+    Raises ConfigError if its model has other tokens than the policy, or if its head would stand on
+    a sharded backbone."""
     settings = recipe.critic
     if settings.path is None:
         if policy.sharded:
             raise ConfigError(
-                "critic.path: the weights are sharded, and a head on the policy's backbone is not: give the critic a "
-                "backbone of its own (critic.path), or set parallel: ddp"
+                "critic.path: the weights are sharded, and a head on the policy's backbone is not:"
+                " give the critic a backbone of its own (critic.path), or set parallel: ddp"
             )
         return Critic.on(policy, settings, recipe.optimizer, updates)
     model = replace(recipe.model, path=settings.path, scratch=None, lora=None)
     blueprint = read_blueprint(model)
-    check_same_tokens(policy.tokenizer, blueprint.tokenizer, f"critic.path: {settings.path}", further=True)
+    check_same_tokens(
+        policy.tokenizer, blueprint.tokenizer, f"critic.path: {settings.path}", further=True
+    )
     pooling = blueprint.config.get("pooling", "last") if is_scorer(blueprint.config) else "last"
     scorer = hold(
         replace(recipe, model=model),
         blueprint,
-        lambda recipe, blueprint: make_scorer(blueprint, recipe.model, pooling=pooling, seed=recipe.seed),
+        lambda recipe, blueprint: make_scorer(
+            blueprint, recipe.model, pooling=pooling, seed=recipe.seed
+        ),
     )
     return Critic.of(scorer, settings, recipe.optimizer, updates)
 
 
 def teacher_of(recipe: Recipe, policy: Policy) -> Teacher:
-    """The teacher that `Recipe.teacher` describes: a checkpoint, servers, or the policy, as it is now or as it will be.
+    """The teacher that `Recipe.teacher` describes: a checkpoint, servers, or the policy, as it is
+    now or as it will be.
 
     Raises ConfigError or DataError, for a model with other tokens than the policy too.
     """
@@ -204,13 +245,18 @@ def _hint(text: str | None, policy: Policy) -> Callable[[Prompt], np.ndarray] | 
         return None
 
     def ids(prompt: Prompt) -> np.ndarray:
-        return np.asarray(policy.tokenizer(hint_of(text, prompt.row), add_special_tokens=False)["input_ids"], dtype=np.int64)
+        return np.asarray(
+            policy.tokenizer(hint_of(text, prompt.row), add_special_tokens=False)["input_ids"],
+            dtype=np.int64,
+        )
 
     return ids
 
 
 def hint_of(text: str, row: Mapping[str, Any]) -> str:
-    """`teacher.hint` filled in with a row; empty for a row that lacks what it reads, or has nothing there."""
+    """`teacher.hint` filled in with a row; empty for a row that lacks what it reads, or has nothing
+    there.
+    """
     try:
         return formatted(text, row, "row")
     except DataError:
@@ -221,10 +267,26 @@ def _shown(recipe: Recipe, policy: Policy) -> Demonstrations | None:
     settings = recipe.teacher.demonstrations
     if settings is None:
         return None
-    data = replace(recipe.data, path=settings.path, task=None, task_args={}, eval_path=None, eval_fraction=0.0, limit=None)
+    data = replace(
+        recipe.data,
+        path=settings.path,
+        task=None,
+        task_args={},
+        eval_path=None,
+        eval_fraction=0.0,
+        limit=None,
+    )
     tokenizer, eos_ids = policy.tokenizer, policy.eos_ids
-    rows = load_records(DEMONSTRATIONS, data, tokenizer, context=policy.context, eos_ids=eos_ids, seed=recipe.seed).train
-    return Demonstrations(rows=rows, count=settings.rows, seed=recipe.seed, lm=settings.lm, divergence=settings.divergence)
+    rows = load_records(
+        DEMONSTRATIONS, data, tokenizer, context=policy.context, eos_ids=eos_ids, seed=recipe.seed
+    ).train
+    return Demonstrations(
+        rows=rows,
+        count=settings.rows,
+        seed=recipe.seed,
+        lm=settings.lm,
+        divergence=settings.divergence,
+    )
 
 
 def parameter_count(blueprint: Blueprint) -> int:
@@ -238,7 +300,9 @@ def shape_of(blueprint: Blueprint, dtype: str = "float32") -> Shape:
 
 
 def weightless(blueprint: Blueprint) -> PreTrainedModel:
-    """A language model's modules on the meta device, by its configuration alone.  Raises ConfigError if it describes none."""
+    """A language model's modules on the meta device, by its configuration alone.  Raises
+    ConfigError if it describes none.
+    """
     keys = {key: value for key, value in blueprint.config.items() if key != "model_type"}
     try:
         config = AutoConfig.for_model(blueprint.config["model_type"], **keys)

@@ -1,7 +1,7 @@
 """What is known of a run before weights are loaded: model, data, reward functions and the plan.
 
-Everything cheap comes first, so that a recipe which cannot run fails before anything large is loaded.  `plan_of` is all that
-`groupwise train --dry-run` needs.
+Everything cheap comes first, so that a recipe which cannot run fails before anything large is
+loaded.  `plan_of` is all that `groupwise train --dry-run` needs.
 """
 
 from __future__ import annotations
@@ -38,31 +38,58 @@ from groupwise.rewards.user_functions import NO_COLUMN
 from groupwise.runs.engines import (
     sampled_elsewhere,
 )
-from groupwise.runs.environments import make_runtime, make_world, tools_of, with_environment_data, with_own_reward, world_lines
-from groupwise.runs.plan import Lines, algorithm_line, fitted, load_of, mean_length, model_lines, offline_plan, online_plan
+from groupwise.runs.environments import (
+    make_runtime,
+    make_world,
+    tools_of,
+    with_environment_data,
+    with_own_reward,
+    world_lines,
+)
+from groupwise.runs.plan import (
+    Lines,
+    algorithm_line,
+    fitted,
+    load_of,
+    mean_length,
+    model_lines,
+    offline_plan,
+    online_plan,
+)
 from groupwise.runs.policies import blueprint_of, hint_of, shape_of, shared_out
 from groupwise.training.objectives import OBJECTIVES, Kind
 
 
 def plan_of(
-    recipe: Recipe, scorers: Sequence[Recipe] = (), *, world: int | None = None, config: Mapping[str, Any] | None = None
+    recipe: Recipe,
+    scorers: Sequence[Recipe] = (),
+    *,
+    world: int | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> Lines:
     """The plan of a run, without loading its weights.
 
-    scorers: recipes of reward models that it will use and that do not exist yet; `recipe.rewards` then leaves them out.
-    world: so many processes instead of those that are running.   config: of another model (transformers', as a mapping).
-    """
+    scorers: recipes of reward models that it will use and that do not exist yet; `recipe.rewards`
+        then leaves them out.
+    world: so many processes instead of those that are running.   config: of another model
+        (transformers', as a mapping)."""
     prepared = Prepared.of(recipe, scorers=scorers, world=world, config=config)
     prepared.close()
     return prepared.plan
 
 
 def modelled(
-    recipe: Recipe, resume: Path | None = None, *, shared: bool = True, config: Mapping[str, Any] | None = None
+    recipe: Recipe,
+    resume: Path | None = None,
+    *,
+    shared: bool = True,
+    config: Mapping[str, Any] | None = None,
 ) -> tuple[Recipe, Blueprint]:
-    """How to load the model of a recipe, and the recipe with the sharding and the micro-batches that this model needs.
+    """How to load the model of a recipe, and the recipe with the sharding and the micro-batches
+    that this model needs.
 
-    resume: a policy folder to continue with instead of the recipe's model; of an adapter only what was trained is there.
+    resume: a policy folder to continue with instead of the recipe's model; of an adapter only what
+        was trained is there.
     shared: decide the sharding for the processes that are running.   config: see `plan_of`.
     """
     blueprint = blueprint_of(recipe, resume if recipe.model.lora is None else None)
@@ -87,7 +114,9 @@ def sampling_of(settings: RolloutSettings) -> Sampling:
 def eval_sampling(recipe: Recipe) -> Sampling:
     """The sampling of a recipe's evaluations: nothing is truncated."""
     length = recipe.eval.max_new_tokens or recipe.rollout.max_new_tokens
-    return Sampling(temperature=recipe.eval.temperature, max_new_tokens=length, stop=recipe.rollout.stop)
+    return Sampling(
+        temperature=recipe.eval.temperature, max_new_tokens=length, stop=recipe.rollout.stop
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +127,9 @@ class Prepared:
     """With what its environment brings, its sharding and its micro-batches."""
     blueprint: Blueprint
     prompts: Data[Prompt] | None
-    """Of an online objective, an evaluation, or a data-set objective whose model is judged by what it samples."""
+    """Of an online objective, an evaluation, or a data-set objective whose model is judged by what
+    it samples.
+    """
     rows: Data[Any]
     """What is trained on: the prompts, or rows of a data set."""
     rewards: Rewards | None
@@ -114,7 +145,10 @@ class Prepared:
     def warnings(self) -> list[str]:
         """What to know before training, for whoever does not read the plan."""
         lost = self.rows.report.left_out
-        return [*([lost] if lost else []), *(text for label, text in self.plan if label == "warning")]
+        return [
+            *([lost] if lost else []),
+            *(text for label, text in self.plan if label == "warning"),
+        ]
 
     def close(self) -> None:
         """End everything that was started; each of it, also if another one raises."""
@@ -131,13 +165,16 @@ class Prepared:
         config: Mapping[str, Any] | None = None,
         train: bool = True,
     ) -> Prepared:
-        """Read model, data and environment, make the reward functions and write the plan.   resume: see `modelled`.
+        """Read model, data and environment, make the reward functions and write the plan.   resume:
+        see `modelled`.
 
-        scorers, world, config: see `plan_of`.   train: False prepares an evaluation of the recipe's model on what is held out.
-        Whoever calls it calls `close`.   Raises ConfigError, DataError.
+        scorers, world, config: see `plan_of`.   train: False prepares an evaluation of the recipe's
+        model on what is held out. Whoever calls it calls `close`.   Raises ConfigError, DataError.
         """
         demand_values(recipe)
-        recipe, blueprint = modelled(with_environment_data(recipe), resume, shared=world is None, config=config)
+        recipe, blueprint = modelled(
+            with_environment_data(recipe), resume, shared=world is None, config=config
+        )
         with ExitStack() as started:
             if (runtime := make_runtime(recipe.environment)) is not None:
                 started.callback(runtime.close)
@@ -155,15 +192,29 @@ class Prepared:
             plan = Lines()
             if train:
                 others = [blueprint_of(scorer, None) for scorer in scorers]
-                plan = [*lines, *model_lines(recipe, blueprint, load_of(recipe, blueprint, algorithm, rows, others), world)]
+                plan = [
+                    *lines,
+                    *model_lines(
+                        recipe,
+                        blueprint,
+                        load_of(recipe, blueprint, algorithm, rows, others),
+                        world,
+                    ),
+                ]
             rewards = _make_rewards(recipe, blueprint, algorithm, prompts, awaited=bool(scorers))
             if rewards is not None:
                 started.callback(rewards.close)
                 _check_credit(algorithm, rewards, runtime)
                 plan += [("reward", line) for line in rewards.plan()]
-            plan += [("read", str(rows.report)), *(("warning", text) for text in rows.report.warnings), *hints]
+            plan += [
+                ("read", str(rows.report)),
+                *(("warning", text) for text in rows.report.warnings),
+                *hints,
+            ]
             plan += world_lines(recipe, runtime)
-            if (answering := make_world(recipe, blueprint, runtime, sampling_of(recipe.rollout))) is not None:
+            if (
+                answering := make_world(recipe, blueprint, runtime, sampling_of(recipe.rollout))
+            ) is not None:
                 started.callback(answering.close)
             return cls(
                 recipe=recipe,
@@ -184,11 +235,15 @@ class Prepared:
 
 def algorithm_of(recipe: Recipe) -> Algorithm:
     """The algorithm of an online recipe, as its engine's samples need it.  Raises ConfigError."""
-    algorithm = resolve(recipe.objective, recipe.group, recipe.rollout.max_new_tokens, recipe.critic)
+    algorithm = resolve(
+        recipe.objective, recipe.group, recipe.rollout.max_new_tokens, recipe.critic
+    )
     return sampled_elsewhere(algorithm, recipe.rollout)
 
 
-def load_prompts(recipe: Recipe, blueprint: Blueprint, runtime: ToolRuntime | None, *, train: bool = True) -> Data[Prompt]:
+def load_prompts(
+    recipe: Recipe, blueprint: Blueprint, runtime: ToolRuntime | None, *, train: bool = True
+) -> Data[Prompt]:
     """The prompts of a recipe.   train: False leaves out those to train on."""
     return load_data(
         recipe.data,
@@ -201,7 +256,9 @@ def load_prompts(recipe: Recipe, blueprint: Blueprint, runtime: ToolRuntime | No
     )
 
 
-def _read_online(recipe: Recipe, blueprint: Blueprint, runtime: ToolRuntime | None) -> tuple[Algorithm, Data[Prompt], Lines, Lines]:
+def _read_online(
+    recipe: Recipe, blueprint: Blueprint, runtime: ToolRuntime | None
+) -> tuple[Algorithm, Data[Prompt], Lines, Lines]:
     """Algorithm and prompts, the first lines of the plan, and those about hints.
 
     Raises everything that is wrong with the recipe at once, its reward functions included.
@@ -231,7 +288,9 @@ def _read_online(recipe: Recipe, blueprint: Blueprint, runtime: ToolRuntime | No
 def _read_dataset(
     recipe: Recipe, blueprint: Blueprint, runtime: ToolRuntime | None, kind: Kind
 ) -> tuple[Data[Any], Data[Prompt] | None, Lines, int]:
-    """Rows, held-out prompts where rewards judge the model, the first lines of the plan, and the number of steps."""
+    """Rows, held-out prompts where rewards judge the model, the first lines of the plan, and the
+    number of steps.
+    """
     wrong, rows = Findings(), None
     with wrong.of(_data_key(recipe)):
         rows = kind.load(recipe, blueprint, tools_of(runtime))
@@ -239,7 +298,11 @@ def _read_dataset(
         _try_rewards(recipe, None, blueprint, wrong)
     wrong.settle()
     assert rows is not None
-    prompts = load_prompts(recipe, blueprint, runtime, train=False) if recipe.rewards and kind.samples else None
+    prompts = (
+        load_prompts(recipe, blueprint, runtime, train=False)
+        if recipe.rewards and kind.samples
+        else None
+    )
     judged, tokens = prompts or rows, mean_length(rows)
     counts = len(judged.held_out), tokens, len(judged.validation)
     lines, steps = offline_plan(recipe, len(rows.train), *counts, rows.report.left_out)
@@ -247,11 +310,19 @@ def _read_dataset(
 
 
 def _data_key(recipe: Recipe) -> str:
-    return "data.path" if recipe.data.path is not None else "data.task" if recipe.data.task is not None else "data"
+    return (
+        "data.path"
+        if recipe.data.path is not None
+        else "data.task"
+        if recipe.data.task is not None
+        else "data"
+    )
 
 
 def _with_room(recipe: Recipe, blueprint: Blueprint, wrong: Findings) -> Recipe:
-    """The recipe.  Where prompt and completion cannot fit into the context, note that, and return one whose data can be read."""
+    """The recipe.  Where prompt and completion cannot fit into the context, note that, and return
+    one whose data can be read.
+    """
     context, settings = blueprint.context, recipe.rollout
     with wrong.of("rollout.max_new_tokens"):
         prompt_limit(context, settings.max_new_tokens, recipe.data.max_prompt_tokens)
@@ -260,14 +331,18 @@ def _with_room(recipe: Recipe, blueprint: Blueprint, wrong: Findings) -> Recipe:
 
 
 def _check_sections(recipe: Recipe, algorithm: Algorithm, wrong: Findings) -> None:
-    """Note sections of the recipe that the algorithm does not read, and a teacher that cannot say what it reads of one."""
+    """Note sections of the recipe that the algorithm does not read, and a teacher that cannot say
+    what it reads of one.
+    """
     for section, plain, needed in (
         ("critic", CriticSettings(), algorithm.needs_value),
         ("teacher", TeacherSettings(), algorithm.needs_teacher),
     ):
         with wrong.of(section):
             if not needed and getattr(recipe, section) != plain:
-                raise ConfigError(f"{section}: nothing that is learnt from reads one: leave the section out")
+                raise ConfigError(
+                    f"{section}: nothing that is learnt from reads one: leave the section out"
+                )
     with wrong.of("teacher.path"):
         if algorithm.needs_teacher and (message := without_teacher(recipe.teacher)):
             raise ConfigError(message)
@@ -276,20 +351,30 @@ def _check_sections(recipe: Recipe, algorithm: Algorithm, wrong: Findings) -> No
             raise ConfigError(message)
 
 
-def _try_rewards(recipe: Recipe, prompts: Data[Prompt] | None, blueprint: Blueprint, wrong: Findings) -> None:
-    """Of a recipe that is refused anyway: what is wrong with its reward functions too.  Reward models are not loaded for it."""
+def _try_rewards(
+    recipe: Recipe, prompts: Data[Prompt] | None, blueprint: Blueprint, wrong: Findings
+) -> None:
+    """Of a recipe that is refused anyway: what is wrong with its reward functions too.  Reward
+    models are not loaded for it.
+    """
     columns: list[str] | None = None if prompts is None else columns_of(prompts.train)
     if columns is None and recipe.data.path is not None:
         with suppress(ConfigError, DataError, OSError):
             ours = {theirs: ours for ours, theirs in recipe.data.columns.items()}
-            names = dict.fromkeys(str(name) for row in read_rows(recipe.data.path, recipe.data.split) for name in row)
+            names = dict.fromkeys(
+                str(name) for row in read_rows(recipe.data.path, recipe.data.split) for name in row
+            )
             columns = [ours.get(name, name) for name in names]
-    functions = {place: reward for place, reward in enumerate(recipe.rewards) if reward.function != MODEL}
+    functions = {
+        place: reward for place, reward in enumerate(recipe.rewards) if reward.function != MODEL
+    }
     if not functions:
         return
     further = Findings()
     with further.of("rewards"):
-        build_rewards(list(functions.values()), columns=columns or (), tokenizer=blueprint.tokenizer).close()
+        build_rewards(
+            list(functions.values()), columns=columns or (), tokenizer=blueprint.tokenizer
+        ).close()
     for error in further.errors:
         first, _, rest = error.key.removeprefix("rewards.").partition(".")
         if first.isdigit():
@@ -299,7 +384,9 @@ def _try_rewards(recipe: Recipe, prompts: Data[Prompt] | None, blueprint: Bluepr
 
 
 def _with_judge(recipe: Recipe, prompts: Data[Prompt]) -> Recipe:
-    """The recipe of an evaluation: judged by the built-in accuracy where it names no reward, and the data have answers."""
+    """The recipe of an evaluation: judged by the built-in accuracy where it names no reward, and
+    the data have answers.
+    """
     if not prompts.held_out:
         raise ConfigError("no held-out prompt is left to evaluate on: give data=FILE or task=NAME")
     if recipe.rewards:
@@ -310,39 +397,79 @@ def _with_judge(recipe: Recipe, prompts: Data[Prompt]) -> Recipe:
 
 
 def _make_rewards(
-    recipe: Recipe, blueprint: Blueprint, algorithm: Algorithm | None, prompts: Data[Prompt] | None, *, awaited: bool
+    recipe: Recipe,
+    blueprint: Blueprint,
+    algorithm: Algorithm | None,
+    prompts: Data[Prompt] | None,
+    *,
+    awaited: bool,
 ) -> Rewards | None:
-    """The reward functions; None where nothing is judged.   awaited: reward models are still to be trained."""
+    """The reward functions; None where nothing is judged.   awaited: reward models are still to be
+    trained.
+    """
     if algorithm is not None and not recipe.rewards and not algorithm.needs_reward:
         return no_rewards()
-    columns = [] if prompts is None else columns_of(prompts.held_out if algorithm is None else prompts.train)
+    columns = (
+        []
+        if prompts is None
+        else columns_of(prompts.held_out if algorithm is None else prompts.train)
+    )
     if prompts is None or not (columns if algorithm is None else recipe.rewards or not awaited):
         return None
-    return build_rewards(recipe.rewards, columns=columns, tokenizer=blueprint.tokenizer, verdict=recipe.verdict)
+    return build_rewards(
+        recipe.rewards, columns=columns, tokenizer=blueprint.tokenizer, verdict=recipe.verdict
+    )
 
 
-def _check_credit(algorithm: Algorithm | None, rewards: Rewards, runtime: ToolRuntime | None) -> None:
-    """Raises ConfigError if a part reads rewards of steps and there are none: of functions, or of an environment's turns."""
+def _check_credit(
+    algorithm: Algorithm | None, rewards: Rewards, runtime: ToolRuntime | None
+) -> None:
+    """Raises ConfigError if a part reads rewards of steps and there are none: of functions, or of
+    an environment's turns.
+    """
     if algorithm is not None and algorithm.needs_steps and not rewards.process and runtime is None:
-        by = "group.credit" if "process" in fact(algorithm.credit, "reads") else "a further term of the loss"
+        by = (
+            "group.credit"
+            if "process" in fact(algorithm.credit, "reads")
+            else "a further term of the loss"
+        )
         raise ConfigError(
-            f"{by} reads rewards of steps, but none of the rewards ({', '.join(rewards.names)}) rewards any: use a function marked "
-            "with @process_reward, the reward model with args: {steps: newline}, or an environment that rewards turns"
+            f"{by} reads rewards of steps, but none of the rewards ({', '.join(rewards.names)})"
+            " rewards any: use a function marked with @process_reward, the reward model with args:"
+            " {steps: newline}, or an environment that rewards turns"
         )
 
 
 def hint_lines(text: str | None, prompts: Sequence[Prompt]) -> Lines:
     """For the plan: the rows that get no hint.  Raises ConfigError if none gets one."""
-    without = [] if text is None else [prompt.id for prompt in prompts if not hint_of(text, prompt.row)]
+    without = (
+        [] if text is None else [prompt.id for prompt in prompts if not hint_of(text, prompt.row)]
+    )
     if len(without) == len(prompts):
         columns = ", ".join(columns_of(prompts)) or "none"
-        raise ConfigError(f"teacher.hint: {text!r} does not fit the rows, whose columns are {columns}")
+        raise ConfigError(
+            f"teacher.hint: {text!r} does not fit the rows, whose columns are {columns}"
+        )
     if not without:
         return []
-    return [("warning", f"{len(without)} of {len(prompts)} rows (first: {without[0]}) lack what teacher.hint reads: no hint there")]
+    return [
+        (
+            "warning",
+            (
+                f"{len(without)} of {len(prompts)} rows (first: {without[0]}) lack what"
+                " teacher.hint reads: no hint there"
+            ),
+        )
+    ]
 
 
 def longest_of(recipe: Recipe, prompts: Data[Prompt]) -> int:
     """Tokens of the longest text of prompt and completion."""
-    sizes = (prompt.tokens.size for part in (prompts.train, prompts.held_out, prompts.validation) for prompt in part)
-    return max(sizes, default=1) + max(recipe.rollout.max_new_tokens, recipe.eval.max_new_tokens or 0)
+    sizes = (
+        prompt.tokens.size
+        for part in (prompts.train, prompts.held_out, prompts.validation)
+        for prompt in part
+    )
+    return max(sizes, default=1) + max(
+        recipe.rollout.max_new_tokens, recipe.eval.max_new_tokens or 0
+    )

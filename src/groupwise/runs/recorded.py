@@ -1,6 +1,8 @@
-"""What a run recorded of its steps: the lines of metrics.jsonl, and a Parquet file for every step, one row per completion.
+"""What a run recorded of its steps: the lines of metrics.jsonl, and a Parquet file for every step,
+one row per completion.
 
-    rollouts/000312.parquet     `rollout_table.table_of`'s columns and `run`; evaluations/ of the held-out prompts, of the same form
+    rollouts/000312.parquet     `rollout_table.table_of`'s columns and `run`; evaluations/ of the
+    held-out prompts, of the same form
 
 Importing this file does not import torch.
 """
@@ -16,7 +18,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from groupwise.data.rollout_table import bounded_table, check_values, columns_of, family, groups_of, known_columns, table_of
+from groupwise.data.rollout_table import (
+    bounded_table,
+    check_values,
+    columns_of,
+    family,
+    groups_of,
+    known_columns,
+    table_of,
+)
 from groupwise.errors import DataError, RunError
 from groupwise.records import Step
 from groupwise.runs.run_files import RunFiles, bounded_json
@@ -36,9 +46,13 @@ _TOGETHER = re.compile(r"\d+-\d+-\d+\.parquet")
 
 
 def write(run: RunFiles, kind: str, step: Step, name: str) -> None:
-    """Write the completions of a step.  kind: the folder.  name: the run's, a column for those who join runs.  Raises OSError."""
+    """Write the completions of a step.  kind: the folder.  name: the run's, a column for those who
+    join runs.  Raises OSError.
+    """
     table = table_of(step)
-    table = table.append_column("run", pa.array([name] * len(table), pa.string()).dictionary_encode())
+    table = table.append_column(
+        "run", pa.array([name] * len(table), pa.string()).dictionary_encode()
+    )
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", row_group_size=max(len(table), 1))
     (run.folder / kind).mkdir(exist_ok=True)
@@ -46,22 +60,28 @@ def write(run: RunFiles, kind: str, step: Step, name: str) -> None:
 
 
 def steps(run: RunFiles, kind: str = ROLLOUTS) -> tuple[dict[int, str], list[str]]:
-    """Every recorded step and the name of its file, in order; and what lies there and is none.  Raises RunError."""
+    """Every recorded step and the name of its file, in order; and what lies there and is none.
+    Raises RunError.
+    """
     numbered, wrong = {}, []
     for name in run.names(kind):
         if _STEP.fullmatch(name):
             numbered[int(name.partition(".")[0])] = f"{kind}/{name}"
         elif _TOGETHER.fullmatch(name):
             wrong.append(
-                f"{run.folder / kind / name[:80]} holds several steps, as version 0.2 wrote them, and is not read any more"
+                f"{run.folder / kind / name[:80]} holds several steps, as version 0.2 wrote them,"
+                " and is not read any more"
             )
         elif name.endswith(".parquet") and not name.startswith("."):
             wrong.append(f"{run.folder / kind / name[:80]} is not named by a step, and is not read")
     return dict(sorted(numbered.items())), wrong
 
 
-def table(run: RunFiles, step: int, columns: Sequence[str] | None = None, kind: str = ROLLOUTS) -> pa.Table:
-    """The completions of a recorded step, or those of `columns` that it has (`rewards/`: all of the family).
+def table(
+    run: RunFiles, step: int, columns: Sequence[str] | None = None, kind: str = ROLLOUTS
+) -> pa.Table:
+    """The completions of a recorded step, or those of `columns` that it has (`rewards/`: all of the
+    family).
 
     Raises DataError if they are not there, RunError if they are damaged.
     """
@@ -69,10 +89,21 @@ def table(run: RunFiles, step: int, columns: Sequence[str] | None = None, kind: 
     if not run.has(name):
         known, wrong = steps(run, kind)
         have = f"it holds steps {min(known)} to {max(known)}" if known else "it holds none"
-        raise DataError("; ".join([f"the completions of step {step} are not in {run.folder / kind} ({have})", *wrong[:1]]))
+        raise DataError(
+            "; ".join(
+                [
+                    f"the completions of step {step} are not in {run.folder / kind} ({have})",
+                    *wrong[:1],
+                ]
+            )
+        )
 
     def choose(schema: pa.Schema) -> list[str]:
-        return [name for name in known_columns(schema) if columns is None or name in columns or family(name) in columns]
+        return [
+            name
+            for name in known_columns(schema)
+            if columns is None or name in columns or family(name) in columns
+        ]
 
     try:
         rows = bounded_table(run.read(name, LARGEST), choose)
@@ -101,8 +132,8 @@ LARGEST_LOG, MOST_PROBLEMS = 1 << 30, 20
 class LogReader:
     """Reads metrics.jsonl, and on as it grows.
 
-    A line that a run did not write is left out, and named in `problems`.  So is a whole line that is none; a last one that is not
-    whole (the run is writing it, or died there) is left for later.
+    A line that a run did not write is left out, and named in `problems`.  So is a whole line that
+    is none; a last one that is not whole (the run is writing it, or died there) is left for later.
     """
 
     def __init__(self, run: RunFiles) -> None:
@@ -118,7 +149,9 @@ class LogReader:
         """True if the last `read` began at the first line: what was read before holds no more."""
 
     def read(self) -> list[dict[str, Any]]:
-        """The lines that came since the last call; all of them where the file was replaced (a resumed run).  Raises RunError."""
+        """The lines that came since the last call; all of them where the file was replaced (a
+        resumed run).  Raises RunError.
+        """
         self.restarted = False
         if not self._run.has(METRICS):
             return []
@@ -133,14 +166,16 @@ class LogReader:
             fresh = file.read()
         known = self._run.digests(METRICS).keys()
         *lines, tail = fresh.split(b"\n")
-        if known and files.digest_of(tail[:-1]) in known:  # a whole line, whose end is something else
+        if (
+            known and files.digest_of(tail[:-1]) in known
+        ):  # a whole line, whose end is something else
             lines.append(tail)
             tail = b""
         self._offset += len(fresh) - len(tail)
         digests = [files.digest_of(line) for line in lines] if known else []
         self._matched.update(known & set(digests))
-        # A digest that no line has is that of a line which was written otherwise.  Without one, the power went before the digests
-        # of the last lines were on the disk.
+        # A digest that no line has is that of a line which was written otherwise.  Without one, the
+        # power went before the digests of the last lines were on the disk.
         altered = bool(known - self._matched)
         entries = []
         for place, line in enumerate(lines):
@@ -151,7 +186,10 @@ class LogReader:
                 entries.append(_entry(line))
             except ValueError as error:
                 if len(self.problems) < MOST_PROBLEMS:
-                    self.problems.append(f"{self._run.folder / METRICS}:{self._number}: not a line of metrics ({error})")
+                    self.problems.append(
+                        f"{self._run.folder / METRICS}:{self._number}: not a line of metrics"
+                        f" ({error})"
+                    )
         return entries
 
 
@@ -165,11 +203,15 @@ def _entry(line: bytes) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
-    return float(value) if value in ("nan", "inf", "-inf", "NaN", "Infinity", "-Infinity") else value
+    return (
+        float(value) if value in ("nan", "inf", "-inf", "NaN", "Infinity", "-Infinity") else value
+    )
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl as dicts, in order; empty if there is none yet.  A warning names lines that are left out."""
+    """The lines of metrics.jsonl as dicts, in order; empty if there is none yet.  A warning names
+    lines that are left out.
+    """
     reader = LogReader(RunFiles(folder))
     lines = reader.read()
     for problem in reader.problems:
@@ -182,7 +224,9 @@ TAIL = 1 << 16
 
 
 def last_metrics(run: RunFiles) -> dict[str, Any]:
-    """The last whole line of metrics.jsonl; empty if there is none.  Raises RunError if it is no line of metrics."""
+    """The last whole line of metrics.jsonl; empty if there is none.  Raises RunError if it is no
+    line of metrics.
+    """
     if not run.has(METRICS):
         return {}
     with run.open(METRICS) as file:
@@ -193,7 +237,9 @@ def last_metrics(run: RunFiles) -> dict[str, Any]:
     try:
         return _entry(whole.rpartition(b"\n")[2])
     except ValueError as error:
-        raise RunError(f"{run.folder / METRICS}: its last line is not one of metrics ({error})") from error
+        raise RunError(
+            f"{run.folder / METRICS}: its last line is not one of metrics ({error})"
+        ) from error
 
 
 def list_rollouts(folder: Path) -> list[int]:
@@ -212,12 +258,22 @@ def read_step(folder: Path, step: int) -> Step:
         groups, advantages, current = groups_of(rows)
         columns = columns_of(rows)
     except KeyError as error:
-        raise RunError(f"step {step} of {folder}: the recorded completions have no column {error.args[0]!r}") from error
+        raise RunError(
+            f"step {step} of {folder}: the recorded completions have no column {error.args[0]!r}"
+        ) from error
     except (TypeError, ValueError, AttributeError, AssertionError, RecursionError) as error:
-        raise RunError(f"step {step} of {folder}: the recorded completions are damaged: {error}") from error
+        raise RunError(
+            f"step {step} of {folder}: the recorded completions are damaged: {error}"
+        ) from error
     lines = {line["step"]: line for line in read_metrics(folder)}
-    flat = {name: value for name, value in lines.get(step, {}).items() if name not in ("step", "wall")}
-    timings = {name.removeprefix("time/"): flat.pop(name) for name in list(flat) if name.startswith("time/")}
+    flat = {
+        name: value for name, value in lines.get(step, {}).items() if name not in ("step", "wall")
+    }
+    timings = {
+        name.removeprefix("time/"): flat.pop(name)
+        for name in list(flat)
+        if name.startswith("time/")
+    }
     evaluation = {name: flat.pop(name) for name in list(flat) if name.startswith("eval/")}
     return Step(
         number=step,

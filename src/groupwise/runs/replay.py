@@ -1,8 +1,10 @@
-"""Replaying a recorded step from its run folder alone: the same numbers again, or another algorithm on the same completions.
+"""Replaying a recorded step from its run folder alone: the same numbers again, or another algorithm
+on the same completions.
 
-Without a model: rewards -> advantages -> weights -> loss and its gradient with respect to every log-prob.  With the weights before
-the step, which come from the newest checkpoint before it and the recorded steps between: everything that the step computed, by the
-loop that trains (`online.train_online`), which gets the recorded groups.
+Without a model: rewards -> advantages -> weights -> loss and its gradient with respect to every
+    log-prob.  With the weights before the step, which come from the newest checkpoint before it and
+    the recorded steps between: everything that the step computed, by the loop that trains
+    (`online.train_online`), which gets the recorded groups.
 
 Nothing is sampled, no reward function is called, nothing in the run folder is changed.
 """
@@ -27,7 +29,16 @@ from groupwise.errors import CheckpointError, ConfigError, DataError, RunError
 from groupwise.records import Scored, Step
 from groupwise.rewards.compose import combine
 from groupwise.runs import checkpoint
-from groupwise.runs.folder import ENVIRONMENT, FINAL, REFERENCE, attempts_of, check_reference, environment, overridden, run_of
+from groupwise.runs.folder import (
+    ENVIRONMENT,
+    FINAL,
+    REFERENCE,
+    attempts_of,
+    check_reference,
+    environment,
+    overridden,
+    run_of,
+)
 from groupwise.runs.job import Learner, make_learner
 from groupwise.runs.policies import blueprint_of, hold
 from groupwise.runs.prepared import algorithm_of, modelled
@@ -42,22 +53,42 @@ from groupwise.training.samples import minibatches, weigh
 from groupwise.utils.spelling import counted
 
 Columns = list[list[np.ndarray]]
-"""Of each group and each of its completions, a number per token; empty where nothing was computed."""
+"""Of each group and each of its completions, a number per token; empty where nothing was computed.
+"""
 
 ROUNDING = 1e-5
-"""Share of `ClosedForm.scale` by which a recorded loss, a sum in float32, may differ from the same sum in float64."""
+"""Share of `ClosedForm.scale` by which a recorded loss, a sum in float32, may differ from the same
+sum in float64.
+"""
 ELSEWHERE, ELSEWHERE_LOW = 1e-3, 0.25
-"""Largest difference on another machine, relative to numbers above 1, in float32 and where products are in bfloat16."""
+"""Largest difference on another machine, relative to numbers above 1, in float32 and where products
+are in bfloat16.
+"""
 MISMATCH, MISMATCH_LOW = 1e-4, 0.05
-"""Mean difference of sampled and scored log-probs (nats) that rounding explains, in float32 and with bfloat16 products."""
+"""Mean difference of sampled and scored log-probs (nats) that rounding explains, in float32 and
+with bfloat16 products.
+"""
 REACH = 20
 """Recorded steps that are trained again, at most, on the way to the weights before a step."""
 TIMES = (
-    *("tokens/per_second", "flops/per_second", "tokens/shared", "tokens/dead", "tokens/recomputed", "tokens/discarded"),
+    *(
+        "tokens/per_second",
+        "flops/per_second",
+        "tokens/shared",
+        "tokens/dead",
+        "tokens/recomputed",
+        "tokens/discarded",
+    ),
     *("ranks/", "prompts/"),
 )
 """Metrics that say how a step was computed, not what."""
-FIXED = ("group.group_size", "group.prompts_per_step", "group.max_refills", "group.reference_refresh", "group.reference_mix")
+FIXED = (
+    "group.group_size",
+    "group.prompts_per_step",
+    "group.max_refills",
+    "group.reference_refresh",
+    "group.reference_mix",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +118,13 @@ class ReplayedStep:
     groups: Sequence[Scored]
     advantages: Columns
     parts: list[ClosedForm]
-    """The optimizer steps of a pass, by the log-probs that its updates saw; none if `without` says why."""
+    """The optimizer steps of a pass, by the log-probs that its updates saw; none if `without` says
+    why.
+    """
     which: str
-    """The pass: `last`; `first` if the last one's log-probs were not recorded, or a loss reads entropies, which are the first's."""
+    """The pass: `last`; `first` if the last one's log-probs were not recorded, or a loss reads
+    entropies, which are the first's.
+    """
     without: str | None
     step: Step | None
     """What the training loop yielded; None without a model."""
@@ -105,12 +140,18 @@ class ReplayedStep:
         """`gradient` or `ratio`, in the order of the groups."""
         merged = {key: values for part in self.parts for key, values in getattr(part, name).items()}
         nothing = np.zeros(0)
-        return [[merged.get((group.prompt.id, one.index), nothing) for one in group.rollouts] for group in self.groups]
+        return [
+            [merged.get((group.prompt.id, one.index), nothing) for one in group.rollouts]
+            for group in self.groups
+        ]
 
     @property
     def gradient(self) -> list[float]:
         """Sum of |dLoss / dlog-prob| over the tokens of each group."""
-        return [float(sum(np.abs(column).sum() for column in group)) for group in self.column("gradient")]
+        return [
+            float(sum(np.abs(column).sum() for column in group))
+            for group in self.column("gradient")
+        ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -124,13 +165,17 @@ class Replay:
     """With the recorded configuration."""
     figures: list[Figure]
     begun: int | None
-    """The step whose weights the replay began with, 0 for the model that the run began with; None without a model."""
+    """The step whose weights the replay began with, 0 for the model that the run began with; None
+    without a model.
+    """
     apart: str | None
     """Why bit-for-bit sameness cannot be asked for; None if it is."""
     notes: list[str] = field(default_factory=list)
     """What could not be computed, and why."""
     mismatch: str | None = None
-    """What the mismatch meter says, where sampled and scored log-probs differ by more than rounding explains."""
+    """What the mismatch meter says, where sampled and scored log-probs differ by more than rounding
+    explains.
+    """
     changed: ReplayedStep | None = None
     """With the changes that were asked for."""
 
@@ -140,13 +185,22 @@ class Replay:
         return all(figure.same for figure in self.figures)
 
 
-def replay(folder: Path | str, number: int, changes: Sequence[str] = (), *, model: bool = True, reach: int = REACH) -> Replay:
-    """Compute a recorded step again, and with `changes` (overrides, `group.surrogate.high=0.28`) a second time.
+def replay(
+    folder: Path | str,
+    number: int,
+    changes: Sequence[str] = (),
+    *,
+    model: bool = True,
+    reach: int = REACH,
+) -> Replay:
+    """Compute a recorded step again, and with `changes` (overrides, `group.surrogate.high=0.28`) a
+    second time.
 
-    model: False leaves out what needs the weights.   reach: recorded steps that are trained again, at most, on the way from the
-    nearest checkpoint to the weights before the step.   Raises DataError for a step that is not there or damaged, ConfigError for a
-    run without completions and for changes of what was sampled, CheckpointError if the weights cannot be had although `changes`
-    need them.
+    model: False leaves out what needs the weights.   reach: recorded steps that are trained again,
+        at most, on the way from the nearest checkpoint to the weights before the step.   Raises
+        DataError for a step that is not there or damaged, ConfigError for a run without completions
+        and for changes of what was sampled, CheckpointError if the weights cannot be had although
+        `changes` need them.
     """
     run = RecordedRun.of(Path(folder))
     change = RecordedRun.of(run.folder, changes) if changes else None
@@ -159,13 +213,20 @@ def replay(folder: Path | str, number: int, changes: Sequence[str] = (), *, mode
     torch.set_num_threads(threads)
     try:
         again = _computed(run, recorded, begun, first=first)
-        figures = [*_closed_figures(run, recorded, again, apart), *_figures(run, recorded, again, apart)]
+        figures = [
+            *_closed_figures(run, recorded, again, apart),
+            *_figures(run, recorded, again, apart),
+        ]
         mismatch = _mismatch(run, again, begun)
         changed = None if change is None else _computed(change, recorded, begun, run, first=first)
     finally:
         torch.set_num_threads(threads_before)
     if again.step is not None:
-        lost = [name for name in recorded.metrics.keys() - again.step.metrics.keys() if not name.startswith(TIMES)]
+        lost = [
+            name
+            for name in recorded.metrics.keys() - again.step.metrics.keys()
+            if not name.startswith(TIMES)
+        ]
         notes += [f"{', '.join(sorted(lost))}: no metrics that a replay computes"] if lost else []
     notes += [f"loss and gradient of every log-prob: {again.without}"] if again.without else []
     return Replay(
@@ -189,7 +250,10 @@ def read_recorded(folder: Path, number: int) -> Step:
     """A recorded step with all that a replay needs.  Raises DataError with what is missing."""
     step = read_step(folder, number)
     if "loss" not in step.metrics:
-        raise DataError(f"metrics.jsonl of {folder} has no line of step {number}: there is nothing to compare with")
+        raise DataError(
+            f"metrics.jsonl of {folder} has no line of step {number}: there is nothing to compare"
+            " with"
+        )
     if [len(one) for one in step.advantages] != [len(group.rollouts) for group in step.groups]:
         raise DataError(f"step {number} of {folder}: the recorded completions have no advantages")
     return step
@@ -205,42 +269,65 @@ class RecordedRun:
 
     @classmethod
     def of(cls, folder: Path, changes: Sequence[str] = ()) -> RecordedRun:
-        """Raises ConfigError for what is no run, is not trusted, or cannot be replayed, and for changes of what was sampled."""
+        """Raises ConfigError for what is no run, is not trusted, or cannot be replayed, and for
+        changes of what was sampled.
+        """
         origin = run_of(folder)
         for change in changes:
             key = change.partition("=")[0].strip()
             weight = key.startswith("rewards.") and key.endswith(".weight")
-            if key in FIXED or not (weight or key == "objective" or key.partition(".")[0] in ("group", "optimizer")):
+            if key in FIXED or not (
+                weight or key == "objective" or key.partition(".")[0] in ("group", "optimizer")
+            ):
                 raise ConfigError(
-                    f"--set {key}: the completions are those that were recorded, so only what is computed from them can change: "
-                    f"objective, rewards.N.weight, optimizer.* and group.* without "
-                    f"{', '.join(key.partition('.')[2] for key in FIXED)}"
+                    f"--set {key}: the completions are those that were recorded, so only what is"
+                    " computed from them can change: objective, rewards.N.weight, optimizer.* and"
+                    f" group.* without {', '.join(key.partition('.')[2] for key in FIXED)}"
                 )
         demand_trust(origin, ("objective", "model", "group", "rollout"))
         folder, recipe = origin.folder, overridden(origin, changes).recipe
         if not is_online(recipe.objective):
-            raise ConfigError(f"replay is for runs that sample completions, not for {recipe.objective!r}")
+            raise ConfigError(
+                f"replay is for runs that sample completions, not for {recipe.objective!r}"
+            )
         path = recipe.model.path
-        if path is not None and path.startswith(STAGE):  # the stages of a run lie side by side, wherever that was moved
-            recipe = replace(recipe, model=replace(recipe.model, path=str(folder.parent / path.removeprefix(STAGE) / FINAL)))
+        if path is not None and path.startswith(
+            STAGE
+        ):  # the stages of a run lie side by side, wherever that was moved
+            recipe = replace(
+                recipe,
+                model=replace(
+                    recipe.model, path=str(folder.parent / path.removeprefix(STAGE) / FINAL)
+                ),
+            )
         algorithm = algorithm_of(recipe)
         if algorithm.needs_value or algorithm.needs_teacher:
             other = "a critic" if algorithm.needs_value else "a teacher"
             raise ConfigError(
-                f"{algorithm.name} learns from {other}, whose part in a step cannot be computed again yet: replay takes runs of "
-                "algorithms that need none (`groupwise view` shows what was recorded)"
+                f"{algorithm.name} learns from {other}, whose part in a step cannot be computed"
+                " again yet: replay takes runs of algorithms that need none (`groupwise view`"
+                " shows what was recorded)"
             )
         return cls(folder, recipe, algorithm)
 
     def learner(self, step: int) -> Learner:
-        """Policy, reference and optimizer after a step whose checkpoint is there; 0: before the first."""
+        """Policy, reference and optimizer after a step whose checkpoint is there; 0: before the
+        first.
+        """
         saved = checkpoint.place(self.folder, step) if step else None
         resume, before = None if saved is None else saved / "policy", self.folder / REFERENCE
         recipe, blueprint = modelled(self.recipe, resume)
         check_reference(self.folder)
         reference = before if before.is_dir() else None
-        learner = make_learner(recipe, blueprint, self.algorithm, reference=reference, resume=resume)
-        if learner.reference is not None and recipe.model.lora is None and reference is None and saved is not None:
+        learner = make_learner(
+            recipe, blueprint, self.algorithm, reference=reference, resume=resume
+        )
+        if (
+            learner.reference is not None
+            and recipe.model.lora is None
+            and reference is None
+            and saved is not None
+        ):
             # The run kept none, because it needed none: the weights that it began with.
             learner.reference = hold(recipe, blueprint_of(recipe, None))
             learner.reference.model.requires_grad_(False)
@@ -248,7 +335,9 @@ class RecordedRun:
             learner.restore(checkpoint.load(saved, verify=False), checkpoint.reader(saved))
         return learner
 
-    def steps(self, learner: Learner, numbers: range, groups: Sequence[Scored] | None = None) -> Iterator[Step]:
+    def steps(
+        self, learner: Learner, numbers: range, groups: Sequence[Scored] | None = None
+    ) -> Iterator[Step]:
         """Train a learner on recorded steps.   groups: in place of the recorded ones."""
 
         def read(number: int) -> Collected:
@@ -268,11 +357,19 @@ class RecordedRun:
 
     @property
     def routed(self) -> bool:
-        """True if the model has experts whose load its loss balances: a part of the loss that no log-prob decides."""
-        for place in (self.folder / FINAL, Path(str(self.recipe.model.path)), *_checkpoints(self.folder, "*/policy")):
+        """True if the model has experts whose load its loss balances: a part of the loss that no
+        log-prob decides.
+        """
+        for place in (
+            self.folder / FINAL,
+            Path(str(self.recipe.model.path)),
+            *_checkpoints(self.folder, "*/policy"),
+        ):
             with suppress(RunError):
                 if isinstance(config := RunFiles(place).json("config.json"), dict):
-                    return bool(config.get("output_router_logits") and config.get("router_aux_loss_coef"))
+                    return bool(
+                        config.get("output_router_logits") and config.get("router_aux_loss_coef")
+                    )
         return False
 
 
@@ -294,7 +391,10 @@ def _beginning(folder: Path, number: int, reach: int) -> tuple[int | None, list[
             reasons.append(f"from checkpoint {step}, which is damaged: {wrong}")
             continue
         if number - 1 - step > reach:
-            far = f"{counted(number - 1 - step, 'step')} behind step {step}, farther than --reach {reach}"
+            far = (
+                f"{counted(number - 1 - step, 'step')} behind step {step}, farther than --reach"
+                f" {reach}"
+            )
             return None, [*reasons, f"the weights before the step: {far}"]
         try:
             for between in range(step + 1, number):
@@ -306,49 +406,81 @@ def _beginning(folder: Path, number: int, reach: int) -> tuple[int | None, list[
 
 
 def _apart(folder: Path, number: int, recorded: Step) -> tuple[str | None, int]:
-    """What differs between the machine that took a step and this one, and the threads it took it with."""
+    """What differs between the machine that took a step and this one, and the threads it took it
+    with.
+    """
     try:
-        then = next(attempt for attempt in reversed(attempts_of(RunFiles(folder))) if attempt["after_step"] < number)
+        then = next(
+            attempt
+            for attempt in reversed(attempts_of(RunFiles(folder)))
+            if attempt["after_step"] < number
+        )
         versions = dict(then["versions"])
     except (RunError, ValueError, KeyError, TypeError, StopIteration):
         return f"{ENVIRONMENT} does not say where the step was taken", torch.get_num_threads()
     now = environment()
-    facts = [(name, versions.get(name), now["versions"][name]) for name in ("groupwise", "torch", "transformers", "numpy")]
+    facts = [
+        (name, versions.get(name), now["versions"][name])
+        for name in ("groupwise", "torch", "transformers", "numpy")
+    ]
     facts += [(name, then.get(name), now.get(name)) for name in ("cpu", "gpus", "kernels")]
-    different = [f"{name} {before} then, {after} now" for name, before, after in facts if before != after]
+    different = [
+        f"{name} {before} then, {after} now" for name, before, after in facts if before != after
+    ]
     different += ["a GPU adds up in an order of its own"] if now["gpus"] else []
-    different += ["several processes shared the step"] if any(name.startswith("ranks/") for name in recorded.metrics) else []
+    different += (
+        ["several processes shared the step"]
+        if any(name.startswith("ranks/") for name in recorded.metrics)
+        else []
+    )
     threads = then.get("torch_threads")
-    return "; ".join(different) or None, threads if isinstance(threads, int) and threads > 0 else torch.get_num_threads()
+    return "; ".join(different) or None, (
+        threads if isinstance(threads, int) and threads > 0 else torch.get_num_threads()
+    )
 
 
 # ---------------------------------------------------------------- computing
 
 
-def _computed(run: RecordedRun, recorded: Step, begun: int | None, was: RecordedRun | None = None, *, first: bool) -> ReplayedStep:
-    """The step by a configuration.   was: the recorded one, where this is another.   first: its first pass, else its last."""
+def _computed(
+    run: RecordedRun,
+    recorded: Step,
+    begun: int | None,
+    was: RecordedRun | None = None,
+    *,
+    first: bool,
+) -> ReplayedStep:
+    """The step by a configuration.   was: the recorded one, where this is another.   first: its
+    first pass, else its last.
+    """
     algorithm = run.algorithm
     groups = recorded.groups if was is None else _weighted(recorded.groups, run.recipe)
     step, learner = None, None
     if begun is not None:
         learner = run.learner(begun)
         if was is None:
-            (*_, step) = run.steps(learner, range(begun + 1, recorded.number + 1))
+            *_, step = run.steps(learner, range(begun + 1, recorded.number + 1))
         else:
             _train_to(was, begun, recorded.number - 1, learner)
             (step,) = run.steps(learner, range(recorded.number, recorded.number + 1), groups)
         groups = step.groups
-    elif algorithm.needs_reference and any("reference_logp" not in group.signals for group in groups):
+    elif algorithm.needs_reference and any(
+        "reference_logp" not in group.signals for group in groups
+    ):
         raise CheckpointError(
-            f"{algorithm.name} with beta {algorithm.beta:g} needs log-probs of a reference, which the run did not record: "
-            "that takes the weights before the step"
+            f"{algorithm.name} with beta {algorithm.beta:g} needs log-probs of a reference, which"
+            " the run did not record: that takes the weights before the step"
         )
     advantages, seen = algorithm.advantages(groups), step or recorded
     steps = [
-        weigh([groups[i] for i in part], [advantages[i] for i in part], algorithm) for part in minibatches(groups, run.recipe.group)
+        weigh([groups[i] for i in part], [advantages[i] for i in part], algorithm)
+        for part in minibatches(groups, run.recipe.group)
     ]
     last = () if first else seen.columns.get("last_logp", ())
-    logp, entropy = (_by_name(groups, columns) for columns in (last or seen.current_logp, seen.columns.get("entropy", ())))
+    logp, entropy = (
+        _by_name(groups, columns)
+        for columns in (last or seen.current_logp, seen.columns.get("entropy", ()))
+    )
     parts, without = [], None
     try:
         parts = [closed_form(algorithm, samples, logp, entropy or None) for samples in steps]
@@ -380,7 +512,9 @@ def _train_to(run: RecordedRun, begun: int, step: int, other: Learner) -> None:
             into[name].copy_(tensors[name])
 
     with torch.no_grad():
-        for new, old in zip(other.policy.model.parameters(), learner.policy.model.parameters(), strict=True):
+        for new, old in zip(
+            other.policy.model.parameters(), learner.policy.model.parameters(), strict=True
+        ):
             new.copy_(old)
         other.restore({"optimizer": learner.optimizer.numbers()}, read)
 
@@ -394,9 +528,12 @@ def _weighted(groups: Sequence[Scored], recipe: Recipe) -> Sequence[Scored]:
         return groups
     if any("process" in group.signals for group in groups):
         raise ConfigError(
-            "--set rewards.N.weight: the rewards of steps were recorded as their weighted sum; it cannot be taken apart"
+            "--set rewards.N.weight: the rewards of steps were recorded as their weighted sum; it"
+            " cannot be taken apart"
         )
-    return [replace(group, weights=weights, reward=combine(group.rewards, weights)) for group in groups]
+    return [
+        replace(group, weights=weights, reward=combine(group.rewards, weights)) for group in groups
+    ]
 
 
 def _by_name(groups: Sequence[Scored], columns: Sequence[Sequence[np.ndarray]]) -> Tokens:
@@ -410,18 +547,32 @@ def _by_name(groups: Sequence[Scored], columns: Sequence[Sequence[np.ndarray]]) 
 # ---------------------------------------------------------------- comparing
 
 
-def _closed_figures(run: RecordedRun, recorded: Step, again: ReplayedStep, apart: str | None) -> Iterator[Figure]:
+def _closed_figures(
+    run: RecordedRun, recorded: Step, again: ReplayedStep, apart: str | None
+) -> Iterator[Figure]:
     limit = 0.0 if apart is None else 1e-9
     rewards = [combine(group.rewards, group.weights) for group in recorded.groups]
     yield _figure("rewards, added up", [group.reward for group in recorded.groups], rewards, limit)
     # By what was recorded of a reference, not by what a model says now.
-    yield _figure("advantages", _flat(recorded.advantages), _flat(run.algorithm.advantages(recorded.groups)), limit)
+    yield _figure(
+        "advantages",
+        _flat(recorded.advantages),
+        _flat(run.algorithm.advantages(recorded.groups)),
+        limit,
+    )
     if again.parts and run.recipe.group.updates_per_rollout == 1 and not run.routed:
         allowed = ROUNDING * max(part.scale for part in again.parts)
-        yield _figure("loss, closed form", [np.array([recorded.metrics["loss"]])], [np.array([again.loss])], allowed)
+        yield _figure(
+            "loss, closed form",
+            [np.array([recorded.metrics["loss"]])],
+            [np.array([again.loss])],
+            allowed,
+        )
 
 
-def _figures(run: RecordedRun, recorded: Step, again: ReplayedStep, apart: str | None) -> Iterator[Figure]:
+def _figures(
+    run: RecordedRun, recorded: Step, again: ReplayedStep, apart: str | None
+) -> Iterator[Figure]:
     """The figures that need a model."""
     step, learner = again.step, again.learner
     if step is None or learner is None:
@@ -430,17 +581,32 @@ def _figures(run: RecordedRun, recorded: Step, again: ReplayedStep, apart: str |
     yield _figure("log-probs", _flat(recorded.current_logp), _flat(step.current_logp), limit)
     for name in COMPUTED:
         if any(name in group.signals for group in recorded.groups):
-            then, now = ([c for group in one.groups for c in group.signals.get(name, ())] for one in (recorded, step))
+            then, now = (
+                [c for group in one.groups for c in group.signals.get(name, ())]
+                for one in (recorded, step)
+            )
             yield _figure(name, then, now, limit)
     for name, value in recorded.metrics.items():
         if not name.startswith(TIMES) and name in step.metrics:
-            yield _figure(name, [np.array([value])], [np.array([step.metrics[name]])], limit * max(1.0, abs(value)))
+            yield _figure(
+                name,
+                [np.array([value])],
+                [np.array([step.metrics[name]])],
+                limit * max(1.0, abs(value)),
+            )
     saved = checkpoint.place(run.folder, recorded.number)
     if saved.is_dir() and not checkpoint.damage(saved):
         written = run.learner(recorded.number)
-        then, now = (_numbers(dict(one.policy.model.named_parameters())) for one in (written, learner))
+        then, now = (
+            _numbers(dict(one.policy.model.named_parameters())) for one in (written, learner)
+        )
         yield _figure("weights after the step", then, now, limit)
-        yield _figure("optimizer after the step", _numbers(written.tensors()), _numbers(learner.tensors()), limit)
+        yield _figure(
+            "optimizer after the step",
+            _numbers(written.tensors()),
+            _numbers(learner.tensors()),
+            limit,
+        )
 
 
 def _is_low(learner: Learner) -> bool:
@@ -453,16 +619,25 @@ def _numbers(tensors: Mapping[str, Tensor]) -> list[np.ndarray]:
 
 
 def _mismatch(run: RecordedRun, again: ReplayedStep, begun: int | None) -> str | None:
-    """What the mismatch meter says by the weights before the step; None if all is well, or without a model."""
+    """What the mismatch meter says by the weights before the step; None if all is well, or without
+    a model.
+    """
     step, after = again.step, again.learner
     if step is None or after is None or begun is None:
         return None
     if not step.metrics.get("mismatch/mean", 0.0) > (MISMATCH_LOW if _is_low(after) else MISMATCH):
         return None
     if begun != step.number - 1:
-        return f"sampled and scored log-probs differ; where from, only a checkpoint of step {step.number - 1} can tell"
+        return (
+            "sampled and scored log-probs differ; where from, only a checkpoint of step"
+            f" {step.number - 1} can tell"
+        )
     before = run.learner(begun)
-    usable = [n for n in _saved_before(run.folder, begun) if not checkpoint.damage(checkpoint.place(run.folder, n))]
+    usable = [
+        n
+        for n in _saved_before(run.folder, begun)
+        if not checkpoint.damage(checkpoint.place(run.folder, n))
+    ]
     older = {f"those after step {n}": run.learner(n).policy for n in usable}
     older |= {"those that the run began with": run.learner(0).policy} if begun else {}
     pairs = [
@@ -471,7 +646,9 @@ def _mismatch(run: RecordedRun, again: ReplayedStep, begun: int | None) -> str |
         for rollout, logp in zip(group.rollouts, columns, strict=True)
         if logp.size and (rollout.version == before.optimizer.taken).all()
     ]
-    diagnosis = diagnose(before.policy, [rollout for rollout, _ in pairs], [logp for _, logp in pairs], older=older)
+    diagnosis = diagnose(
+        before.policy, [rollout for rollout, _ in pairs], [logp for _, logp in pairs], older=older
+    )
     return None if diagnosis is None else str(diagnosis)
 
 
@@ -479,7 +656,9 @@ def _flat(columns: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
     return [column for group in columns for column in group]
 
 
-def _figure(name: str, recorded: Sequence[np.ndarray], replayed: Sequence[Any], limit: float) -> Figure:
+def _figure(
+    name: str, recorded: Sequence[np.ndarray], replayed: Sequence[Any], limit: float
+) -> Figure:
     """Compare many numbers.  Those that are not finite must be the same."""
     if [len(column) for column in recorded] != [len(column) for column in replayed]:
         return Figure(name, _mean(recorded), _mean(replayed), math.nan, limit)

@@ -1,6 +1,7 @@
 """A run from its recipe to its final model: resume, log, save, evaluate, export.
 
-`train` yields every `Step`.  What the command does with it, for every stage of a recipe: `api/stages.py`.
+`train` yields every `Step`.  What the command does with it, for every stage of a recipe:
+`api/stages.py`.
 """
 
 from __future__ import annotations
@@ -58,16 +59,28 @@ class RunResult:
 
     def __repr__(self) -> str:
         """A few lines: where the run lies and what it came to."""
-        held = [(f"before: {self.before!r}" if self.before else ""), (f"after: {self.after!r}" if self.after else "")]
-        return "\n".join([f"RunResult({counted(self.steps, 'step')}, in {self.folder})", *(f"  {line}" for line in held if line)])
+        held = [
+            (f"before: {self.before!r}" if self.before else ""),
+            (f"after: {self.after!r}" if self.after else ""),
+        ]
+        return "\n".join(
+            [
+                f"RunResult({counted(self.steps, 'step')}, in {self.folder})",
+                *(f"  {line}" for line in held if line),
+            ]
+        )
 
 
 def train(recipe: Recipe, *, accept_changes: bool = False) -> Iterator[Step]:
-    """Run a recipe and yield its steps; the run folder is written on the way.  Running it again resumes it.
+    """Run a recipe and yield its steps; the run folder is written on the way.  Running it again
+    resumes it.
 
-    A step numbered 0 carries the evaluation before training.  Leaving the loop, or the program, between two steps saves the last.
-    accept_changes: resume although data, functions or models that the run names have changed since it began.
-    Raises ConfigError, DataError, RewardError, EngineError, CheckpointError, StorageError, Diverged.
+    A step numbered 0 carries the evaluation before training.  Leaving the loop, or the program,
+    between two steps saves the last.
+    accept_changes: resume although data, functions or models that the run names have changed since
+        it began.
+    Raises ConfigError, DataError, RewardError, EngineError, CheckpointError, StorageError,
+    Diverged.
 
     >>> from groupwise.config.recipes import load_recipe
     >>> for step in train(load_recipe("recipes/demo.yaml")):  # doctest: +SKIP
@@ -98,7 +111,9 @@ def _leave_one(steps: Generator[Step]) -> None:
 
 
 class _ProgramEnds(Ended):
-    """The program of several processes ends, and some of them may have failed: nothing is exchanged any more."""
+    """The program of several processes ends, and some of them may have failed: nothing is exchanged
+    any more.
+    """
 
 
 def _train(recipe: Recipe, accept_changes: bool) -> Generator[Step]:
@@ -111,15 +126,17 @@ def _train(recipe: Recipe, accept_changes: bool) -> Generator[Step]:
 
 
 def join(recipe: Recipe, timeout: float = comm.TIMEOUT) -> comm.World:
-    """Meet the other processes of the run, if a launcher started several.  timeout: see `comm.join`."""
+    """Meet the other processes of the run, if a launcher started several.  timeout: see
+    `comm.join`.
+    """
     return comm.join(timeout, cuda=resolve_device(recipe.model).type == "cuda")
 
 
 class Run:
     """A recipe in its folder, locked for this process.
 
-    Use it as a context manager; `steps()` trains, and `before`, `after` and `job` are there to look at.  Of several processes
-    only the first writes; all of them must take the same steps.
+    Use it as a context manager; `steps()` trains, and `before`, `after` and `job` are there to look
+    at.  Of several processes only the first writes; all of them must take the same steps.
     """
 
     def __init__(self, recipe: Recipe, folder: Path, *, accept_changes: bool = False) -> None:
@@ -147,7 +164,8 @@ class Run:
             self.job: Job = resumed_job(meant, folder, newest)
             fit_threads(self.job.policy, recipe.threads)
             self.saver = Saver(folder, self.job, recipe.save.keep)
-            # The last whole step: its number, the optimizer steps taken by then, and where the data stood.
+            # The last whole step: its number, the optimizer steps taken by then, and where the data
+            # stood.
             self._whole = (self.done, self.job.taken, self.job.place())
             self._writing = self._begun = False
         except BaseException:
@@ -168,21 +186,30 @@ class Run:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
-        lost = isinstance(error, PeerError) or (error is not None and isinstance(error.__cause__, PeerError))
+        lost = isinstance(error, PeerError) or (
+            error is not None and isinstance(error.__cause__, PeerError)
+        )
         try:
             if error is not None and not lost:
-                with suppress(GroupwiseError, OSError, RuntimeError):  # the error itself is what matters
+                with suppress(
+                    GroupwiseError, OSError, RuntimeError
+                ):  # the error itself is what matters
                     self.saver.wait()
             self.job.close()
         finally:
             if isinstance(error, Exception) and self._begun and self.first:
-                record_end(self.folder, scrubbed(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"))
+                record_end(
+                    self.folder,
+                    scrubbed(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"),
+                )
             self._release_lock()
             torch.set_num_threads(self._threads)
         if isinstance(error, (GroupwiseError, Ended, KeyboardInterrupt)):
             error.add_note(comm.advice())
         if isinstance(error, RewardError) and error.of_file and checkpoint.exists(self.folder):
-            error.add_note("with a repaired file of reward functions it continues by accept_changes=True")
+            error.add_note(
+                "with a repaired file of reward functions it continues by accept_changes=True"
+            )
 
     def steps(self) -> Iterator[Step]:
         """Train to the end: log and save each step, evaluate where due, export the final model."""
@@ -194,26 +221,41 @@ class Run:
             comm.from_first(lambda: log.tokens(job.policy.tokenizer))
             logged = comm.from_first(lambda: log.lines.get(0)) if self.done else None
             if self.done == 0 and recipe.eval.at_start:
-                self.before = job.judge("validation" in recipe.data.parts)  # on what the last evaluation will be on
+                self.before = job.judge(
+                    "validation" in recipe.data.parts
+                )  # on what the last evaluation will be on
                 if self.before is not None:
                     first = Step(number=0, metrics={}, evaluation=self.before.metrics())
                     comm.from_first(lambda: log.write(first))
                     comm.from_first(lambda: log.held_out(0, completions(self.before)))
                     yield first
             try:
-                if self.done and self._due(self.done) and comm.from_first(lambda: not log.evaluated(self.done)):
+                if (
+                    self.done
+                    and self._due(self.done)
+                    and comm.from_first(lambda: not log.evaluated(self.done))
+                ):
                     self._evaluate(log)  # a signal or an error interrupted that evaluation
                 for step in job.loop(self.done):
                     with self._undisturbed():
                         self._whole = (step.number, job.taken, job.place())
                         self.done = step.number
                         comm.from_first(lambda step=step: log.write(step))
-                    if step.number == job.steps or (recipe.save.every and step.number % recipe.save.every == 0):
+                    if step.number == job.steps or (
+                        recipe.save.every and step.number % recipe.save.every == 0
+                    ):
                         comm.from_first(lambda: log.sync())
                         self._save()
-                    yield replace(step, evaluation=self._evaluate(log)) if self._due(step.number) else step
+                    yield (
+                        replace(step, evaluation=self._evaluate(log))
+                        if self._due(step.number)
+                        else step
+                    )
                     end_if_told()
-            except (KeyboardInterrupt, Ended) as end:  # the others may have ended already; with sharded weights all end together
+            except (
+                KeyboardInterrupt,
+                Ended,
+            ) as end:  # the others may have ended already; with sharded weights all end together
                 if not (job.policy.sharded and isinstance(end, _ProgramEnds)):
                     self._save(alone=not job.policy.sharded)
                     self.saver.wait()
@@ -234,7 +276,9 @@ class Run:
 
     @contextmanager
     def _open_log(self) -> Iterator[RunLog]:
-        """The log.  Of several processes only the first opens it, and only the first may call it (`comm.from_first`)."""
+        """The log.  Of several processes only the first opens it, and only the first may call it
+        (`comm.from_first`).
+        """
         self._begun = True
         opened: list[RunLog] = []
 
@@ -246,7 +290,9 @@ class Run:
 
         try:
             comm.from_first(begin)
-            atexit.unregister(_leave)  # it runs before what a dashboard's library has registered: the last is called first
+            atexit.unregister(
+                _leave
+            )  # it runs before what a dashboard's library has registered: the last is called first
             atexit.register(_leave, os.getpid())
             yield opened[0] if opened else None  # type: ignore[misc]
         finally:
@@ -254,7 +300,9 @@ class Run:
                 log.close()
 
     def _evaluate(self, log: RunLog) -> dict[str, float] | None:
-        """Evaluate after the last step, whose line stands in the log already, and add the figures to it."""
+        """Evaluate after the last step, whose line stands in the log already, and add the figures
+        to it.
+        """
         number = self.done
         self.after = judged = self.job.judge(number == self.job.steps)
         if judged is None:
@@ -279,13 +327,15 @@ class Run:
 
     def _due(self, step: int) -> bool:
         """True if an evaluation belongs behind a step."""
-        return step == self.job.steps or bool(self.recipe.eval.every and step % self.recipe.eval.every == 0)
+        return step == self.job.steps or bool(
+            self.recipe.eval.every and step % self.recipe.eval.every == 0
+        )
 
     def _keep(self, error: Exception) -> None:
         """Save the last whole step before an error ends the run.
 
-        The first process can do so by itself, unless the weights are sharded: those need all processes, which take part only if the
-        error is one that all of them raise.
+        The first process can do so by itself, unless the weights are sharded: those need all
+        processes, which take part only if the error is one that all of them raise.
         """
         everywhere = getattr(error, "everywhere", False)
         if self.job.policy.sharded and not everywhere and comm.world().size > 1:
@@ -298,7 +348,8 @@ class Run:
                 error.add_note(f"the last whole step could not be saved: {failed}")
 
     def _save(self, *, alone: bool = False) -> None:
-        """Checkpoint the last whole step; nothing if the step after it has already changed the weights.
+        """Checkpoint the last whole step; nothing if the step after it has already changed the
+        weights.
 
         alone: see `Saver.save`.
         """
@@ -317,14 +368,17 @@ class Run:
             self._writing = False
 
     def _may_end(self) -> bool:
-        """True while the last whole step can be saved from any point of the program, by this process or by the first one."""
+        """True while the last whole step can be saved from any point of the program, by this
+        process or by the first one.
+        """
         apart = not self.job.policy.sharded or comm.world().size == 1
         unchanged = self._whole[1] == self.job.taken and not self.job.exchanging
         return apart and not self._writing and unchanged
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint that is whole; None if the run has saved none.  Raises CheckpointError, StorageError.
+    """The newest checkpoint that is whole; None if the run has saved none.  Raises CheckpointError,
+    StorageError.
 
     An export of the final model that was interrupted is completed or taken back first.
     """
@@ -335,8 +389,12 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def resumed_job(recipe: Recipe, folder: Path, newest: Path | None) -> Job:
-    """The job of a run at its newest checkpoint, whose bytes have just been verified; a new job if that is None."""
-    job = make_job(recipe, resume=None if newest is None else newest / "policy", reference=folder / REFERENCE)
+    """The job of a run at its newest checkpoint, whose bytes have just been verified; a new job if
+    that is None.
+    """
+    job = make_job(
+        recipe, resume=None if newest is None else newest / "policy", reference=folder / REFERENCE
+    )
     if newest is None:
         return job
     try:
@@ -348,9 +406,13 @@ def resumed_job(recipe: Recipe, folder: Path, newest: Path | None) -> Job:
 
 
 def judged_before(line: Mapping[str, Any], recipe: Recipe, after: Judged) -> Judged | None:
-    """The evaluation before the first step, by the figures of its line of the log, in the form of the last one; None if the line
-    holds none."""
-    figures = {name.removeprefix(EVALUATED): float(value) for name, value in line.items() if name.startswith(EVALUATED)}
+    """The evaluation before the first step, by the figures of its line of the log, in the form of
+    the last one; None if the line holds none."""
+    figures = {
+        name.removeprefix(EVALUATED): float(value)
+        for name, value in line.items()
+        if name.startswith(EVALUATED)
+    }
     if not figures:
         return None
 
@@ -358,10 +420,20 @@ def judged_before(line: Mapping[str, Any], recipe: Recipe, after: Judged) -> Jud
         return Estimate(figures.get(name, math.nan), figures.get(f"{name}/half_width", math.nan))
 
     if not isinstance(after, Evaluation):
-        named = {label: figure(name) for label, name in OBJECTIVES[recipe.objective].objective(recipe).headlines.items()}
-        shown = {label: f"{one.mean:.4g}" if math.isnan(one.half) else str(one) for label, one in named.items()}
+        named = {
+            label: figure(name)
+            for label, name in OBJECTIVES[recipe.objective].objective(recipe).headlines.items()
+        }
+        shown = {
+            label: f"{one.mean:.4g}" if math.isnan(one.half) else str(one)
+            for label, one in named.items()
+        }
         rules = after.summary() if "validation" in recipe.data.parts else {}  # of the same rows
-        return replace(after, figures=figures, shown=shown | {label: text for label, text in rules.items() if label not in shown})
+        return replace(
+            after,
+            figures=figures,
+            shown=shown | {label: text for label, text in rules.items() if label not in shown},
+        )
     part = None if "validation" in recipe.data.parts else recipe.eval.prompts
     return replace(
         after,
@@ -374,7 +446,11 @@ def judged_before(line: Mapping[str, Any], recipe: Recipe, after: Judged) -> Jud
         length=figure("completions/mean_length").mean,
         truncated=figure("completions/clipped_ratio").mean,
         by_function={name: figure(f"rewards/{name}") for name in after.by_function},
-        none={name: figures[key] for name in after.by_function if (key := f"rewards/{name}/none") in figures},
+        none={
+            name: figures[key]
+            for name in after.by_function
+            if (key := f"rewards/{name}/none") in figures
+        },
         by_column={},
         groups=(),
         answers=(),
@@ -386,12 +462,16 @@ SHOWN = 32
 
 
 def completions(judged: Judged | None) -> tuple[Scored, ...]:
-    """Sampled completions of the first held-out prompts; none where what is held out is not prompts."""
+    """Sampled completions of the first held-out prompts; none where what is held out is not
+    prompts.
+    """
     return judged.groups[:SHOWN] if isinstance(judged, Evaluation) else ()
 
 
 def _export(policy: Policy, folder: Path, what: str) -> None:
-    """Write a policy as a plain Hugging Face folder, all or nothing; when this returns, every process can read it."""
+    """Write a policy as a plain Hugging Face folder, all or nothing; when this returns, every
+    process can read it.
+    """
 
     def prepare() -> Path:
         with files.storing(folder, what):
@@ -401,7 +481,10 @@ def _export(policy: Policy, folder: Path, what: str) -> None:
         with files.storing(folder, what):
             files.sync_tree(temporary)
             written = sorted(path for path in temporary.rglob("*") if path.is_file())
-            RunFiles(folder.parent).note((f"{folder.name}/{path.relative_to(temporary)}", files.digest(path)) for path in written)
+            RunFiles(folder.parent).note(
+                (f"{folder.name}/{path.relative_to(temporary)}", files.digest(path))
+                for path in written
+            )
             files.place(temporary, folder)
 
     temporary = comm.from_first(prepare)

@@ -1,15 +1,17 @@
 """The files of a run folder: the only way in which they are written and read.
 
-A run folder may come from elsewhere, and disks flip bits.  So only regular files inside of the folder are opened, up to a size.
-JSON is bounded in depth, Parquet in what it unpacks to (`rollout_table`).  What the run wrote is compared with the checksum that it
-took.  Whatever is wrong is a RunError that names the file.
+A run folder may come from elsewhere, and disks flip bits.  So only regular files inside of the
+folder are opened, up to a size. JSON is bounded in depth, Parquet in what it unpacks to
+(`rollout_table`).  What the run wrote is compared with the checksum that it took.  Whatever is
+wrong is a RunError that names the file.
 
-    checksums.txt   a line for every file and every line of metrics.jsonl that the run wrote: CRC-32 of the rest of the line,
-                    xxh3-128 of the content, name.  A name stands there again when its file is replaced, and `- ` before it
-                    takes back the digest of a line that was replaced.
+    checksums.txt   a line for every file and every line of metrics.jsonl that the run wrote: CRC-32
+    of the rest of the line,
+                    xxh3-128 of the content, name.  A name stands there again when its file is
+                    replaced, and `- ` before it takes back the digest of a line that was replaced.
 
-A digest is written before what it is of, so that a reader never meets a file that is newer than its digest.  A file without one (of
-an older version, or put there by somebody) is read unchecked.
+A digest is written before what it is of, so that a reader never meets a file that is newer than its
+digest.  A file without one (of an older version, or put there by somebody) is read unchecked.
 
 Importing this file does not import torch.
 """
@@ -54,14 +56,18 @@ class RunFiles:
         return os.path.lexists(self.folder / name)
 
     def changed(self, name: str) -> int | None:
-        """When a file or folder was changed, in nanoseconds; None if there is none, 0 if that cannot be found out."""
+        """When a file or folder was changed, in nanoseconds; None if there is none, 0 if that
+        cannot be found out.
+        """
         try:
             return os.stat(self.folder / name).st_mtime_ns
         except (OSError, ValueError):
             return 0 if self.has(name) else None
 
     def names(self, folder: str) -> list[str]:
-        """What lies in a folder of the run, sorted; nothing if there is none.  Raises RunError for what is no folder inside."""
+        """What lies in a folder of the run, sorted; nothing if there is none.  Raises RunError for
+        what is no folder inside.
+        """
         if not self.has(folder):
             return []
         place = self._inside(folder)
@@ -73,20 +79,35 @@ class RunFiles:
             raise RunError(f"{self.folder / folder} cannot be read: {error.strerror}") from error
 
     def _inside(self, name: str) -> Path:
-        """The place of a file, links followed.  Raises RunError if that is outside of the run's folder, or not there."""
+        """The place of a file, links followed.  Raises RunError if that is outside of the run's
+        folder, or not there.
+        """
         try:
-            place, root = (self.folder / name).resolve(strict=True), self.folder.resolve(strict=True)
-        except (OSError, RuntimeError, ValueError) as error:  # a link that leads nowhere, or in a circle; a NUL in the name
-            raise RunError(f"{self.folder / name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+            place, root = (
+                (self.folder / name).resolve(strict=True),
+                self.folder.resolve(strict=True),
+            )
+        except (
+            OSError,
+            RuntimeError,
+            ValueError,
+        ) as error:  # a link that leads nowhere, or in a circle; a NUL in the name
+            raise RunError(
+                f"{self.folder / name} cannot be read: {getattr(error, 'strerror', None) or error}"
+            ) from error
         if not place.is_relative_to(root):
-            raise RunError(f"{self.folder / name} is a link out of the run's folder, and is not followed")
+            raise RunError(
+                f"{self.folder / name} is a link out of the run's folder, and is not followed"
+            )
         return place
 
     def open(self, name: str) -> BinaryIO:
         """A regular file inside of the run's folder, open for reading.  Raises RunError."""
         place = self._inside(name)
         try:
-            if not stat.S_ISREG(os.stat(place).st_mode):  # opening a device may do things, opening a FIFO waits
+            if not stat.S_ISREG(
+                os.stat(place).st_mode
+            ):  # opening a device may do things, opening a FIFO waits
                 raise RunError(f"{self.folder / name} is no regular file")
             return os.fdopen(os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
         except OSError as error:
@@ -96,7 +117,10 @@ class RunFiles:
         """The content of a file, as the run wrote it.  Raises RunError."""
         with self.open(name) as file:
             if (size := os.fstat(file.fileno()).st_size) > largest:
-                raise RunError(f"{self.folder / name} has {size:,} bytes, more than the {largest:,} that are read")
+                raise RunError(
+                    f"{self.folder / name} has {size:,} bytes, more than the {largest:,} that are"
+                    " read"
+                )
             try:
                 data = file.read(largest + 1)
             except OSError as error:
@@ -110,7 +134,9 @@ class RunFiles:
             self._compare(name, files.digest_of(file))
 
     def verify_folder(self, folder: str) -> None:
-        """Compare everything that the run wrote below one of its folders.  Raises RunError for the first that is not so."""
+        """Compare everything that the run wrote below one of its folders.  Raises RunError for the
+        first that is not so.
+        """
         for name in self.known(f"{folder}/"):
             if not self.has(name):
                 raise RunError(f"{self.folder / name} is missing")
@@ -120,8 +146,8 @@ class RunFiles:
         known = self.digests(name)
         if known and digest not in known:
             raise RunError(
-                f"{self.folder / name} is not what the run wrote (its checksum differs): restore it, or delete {CHECKSUMS} if you "
-                "changed it"
+                f"{self.folder / name} is not what the run wrote (its checksum differs): restore"
+                f" it, or delete {CHECKSUMS} if you changed it"
             )
 
     def text(self, name: str, largest: int = LARGEST) -> str:
@@ -129,7 +155,9 @@ class RunFiles:
         try:
             return self.read(name, largest).decode("utf-8")
         except UnicodeDecodeError as error:
-            raise RunError(f"{self.folder / name} is no text: byte {error.start} is no UTF-8") from error
+            raise RunError(
+                f"{self.folder / name} is no text: byte {error.start} is no UTF-8"
+            ) from error
 
     def json(self, name: str, largest: int = LARGEST) -> Any:
         """A JSON file; NaN and infinities as text.  Raises RunError."""
@@ -171,7 +199,10 @@ class RunFiles:
             check, _, rest = line.partition(b" ")
             digest, _, name = rest.partition(b" ")
             if check != b"%08x" % zlib.crc32(rest):
-                self.doubtful.append(f"{self.folder / CHECKSUMS}:{number} is damaged: what it is of is read unchecked")
+                self.doubtful.append(
+                    f"{self.folder / CHECKSUMS}:{number} is damaged: what it is of is read"
+                    " unchecked"
+                )
             else:
                 text = name.decode("utf-8", "replace")
                 known = self._digests.setdefault(text.removeprefix(REPLACED), {})
@@ -192,7 +223,9 @@ class RunFiles:
             file.write(b"".join(_lines(digests)))
 
     def note_lines(self, name: str, lines: Iterable[bytes]) -> None:
-        """Keep the checksums of lines, each with its end, that are about to stand in a file.  Raises OSError."""
+        """Keep the checksums of lines, each with its end, that are about to stand in a file.
+        Raises OSError.
+        """
         self.note((name, files.digest_of(line.removesuffix(b"\n"))) for line in lines)
 
     def note_replaced(self, name: str, line: bytes) -> None:
@@ -200,9 +233,15 @@ class RunFiles:
         self.note_lines(f"{REPLACED}{name}", [line])
 
     def begin(self, without: Sequence[str] = ()) -> None:
-        """Write the checksums anew: of files that are there, the names in `without` left out.  Raises OSError."""
+        """Write the checksums anew: of files that are there, the names in `without` left out.
+        Raises OSError.
+        """
         self._refresh()
-        there = {name: known for name, known in self._digests.items() if name not in without and self.has(name)}
+        there = {
+            name: known
+            for name, known in self._digests.items()
+            if name not in without and self.has(name)
+        }
         digests = [(name, digest) for name, known in there.items() for digest in known]
         files.write(self.folder / CHECKSUMS, b"".join(_lines(digests)))
 
@@ -229,7 +268,11 @@ def bounded_json(text: str) -> Any:
         raise ValueError("it is nested too deeply") from None
     level: list[Any] = [value]
     for _ in range(DEPTH):
-        inside = [list(one.values()) if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        inside = [
+            list(one.values()) if isinstance(one, dict) else one
+            for one in level
+            if isinstance(one, dict | list)
+        ]
         if not inside:
             return value
         level = [one for several in inside for one in several]

@@ -1,6 +1,8 @@
-"""Whose run it is: code that a run's recipe names is run for the user who made the run, or who has trusted it.
+"""Whose run it is: code that a run's recipe names is run for the user who made the run, or who has
+trusted it.
 
-    .seal     HMAC-SHA256 of `config.yaml`, with a key that lies in the user's cache folder and nowhere else
+    .seal     HMAC-SHA256 of `config.yaml`, with a key that lies in the user's cache folder and
+    nowhere else
 
 A run folder from elsewhere, or one whose recipe somebody has changed, has no seal of this user's.
 
@@ -64,12 +66,17 @@ def _key() -> bytes:
 
 
 def named_code(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Dotted keys of a recipe that name code of somebody's own (`module:NAME`, `file.py:NAME`) or a program, and what they name.
+    """Dotted keys of a recipe that name code of somebody's own (`module:NAME`, `file.py:NAME`) or a
+    program, and what they name.
 
     Objects of the running program are left out.
     """
     environment = recipe.environment
-    factories = environment.factory if isinstance(environment.factory, Mapping) else {"": environment.factory}
+    factories = (
+        environment.factory
+        if isinstance(environment.factory, Mapping)
+        else {"": environment.factory}
+    )
     named: dict[str, object] = {
         "objective": recipe.objective,
         "data.task": recipe.data.task,
@@ -78,10 +85,18 @@ def named_code(recipe: Recipe) -> Iterator[tuple[str, str]]:
     }
     for kind in PARTS:
         part = getattr(recipe.group, kind)
-        named |= {f"group.{kind}.name": part.get("name")} if isinstance(part, Mapping) else {f"group.{kind}": part}
-    named |= {f"rewards.{place}.function": reward.function for place, reward in enumerate(recipe.rewards)}
+        named |= (
+            {f"group.{kind}.name": part.get("name")}
+            if isinstance(part, Mapping)
+            else {f"group.{kind}": part}
+        )
+    named |= {
+        f"rewards.{place}.function": reward.function for place, reward in enumerate(recipe.rewards)
+    }
     named |= {f"environment.tools.{place}": tool for place, tool in enumerate(environment.tools)}
-    named |= {f"environment.factory.{name}".rstrip("."): factory for name, factory in factories.items()}
+    named |= {
+        f"environment.factory.{name}".rstrip("."): factory for name, factory in factories.items()
+    }
     for key, text in named.items():
         if isinstance(text, str) and ":" in text and not text.startswith(LIVE):
             yield key, text
@@ -97,12 +112,19 @@ def named_code(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def demand_trust(origin: Origin, parts: Iterable[str]) -> None:
-    """Raises ConfigError for a run that is not this user's and whose recipe names code in one of `parts` (its first keys)."""
+    """Raises ConfigError for a run that is not this user's and whose recipe names code in one of
+    `parts` (its first keys).
+    """
     wanted = tuple(parts)
-    code = [f"{key}: {text}" for key, text in named_code(origin.recipe) if key.partition(".")[0] in wanted]
+    code = [
+        f"{key}: {text}"
+        for key, text in named_code(origin.recipe)
+        if key.partition(".")[0] in wanted
+    ]
     if code and not sealed(RunFiles(origin.folder)):
         lines = "\n".join(f"  {line}" for line in code)
         raise ConfigError(
-            f"{origin.folder} was not made by you on this machine, or its {CONFIG} has changed since, and its recipe names code "
-            f"that would run with your rights. Read it, then: groupwise trust {origin.folder}\n{lines}"
+            f"{origin.folder} was not made by you on this machine, or its {CONFIG} has changed"
+            " since, and its recipe names code that would run with your rights. Read it, then:"
+            f" groupwise trust {origin.folder}\n{lines}"
         )

@@ -1,4 +1,5 @@
-"""Simple rules that tell a pair's better text without a language model: what a reward model has to beat.
+"""Simple rules that tell a pair's better text without a language model: what a reward model has to
+beat.
 
 R pairs   W words
 """
@@ -21,7 +22,9 @@ WORD = re.compile(r"\w+|[^\w\s]")
 WORDS = 3000
 
 
-def simple_rules(policy: Policy, train: Sequence[Pair], held_out: Sequence[Pair]) -> Mapping[str, Estimate]:
+def simple_rules(
+    policy: Policy, train: Sequence[Pair], held_out: Sequence[Pair]
+) -> Mapping[str, Estimate]:
     """Held-out pair accuracy of two rules, by name.  `policy` only decodes."""
     before, texts = texts_of(policy, train), texts_of(policy, held_out)
     return {"length rule": length_rule(texts), "bag of words": _right(bag_of_words(before, texts))}
@@ -33,7 +36,10 @@ Texts = Sequence[tuple[str, str]]
 
 def texts_of(policy: Policy, pairs: Sequence[Pair]) -> Texts:
     """The completions of pairs as texts."""
-    return [(policy.decode(pair.chosen.tolist()), policy.decode(pair.rejected.tolist())) for pair in pairs]
+    return [
+        (policy.decode(pair.chosen.tolist()), policy.decode(pair.rejected.tolist()))
+        for pair in pairs
+    ]
 
 
 def length_rule(held_out: Texts) -> Estimate:
@@ -45,8 +51,8 @@ def length_rule(held_out: Texts) -> Estimate:
 def bag_of_words(train: Texts, held_out: Texts) -> np.ndarray:
     """Score of the chosen less that of the rejected side, for each held-out pair.
 
-    Bradley-Terry on counts of the 3,000 most frequent words and marks, lower case (Adam 0.05, 300 full steps, L2 1e-3).
-    """
+    Bradley-Terry on counts of the 3,000 most frequent words and marks, lower case (Adam 0.05, 300
+    full steps, L2 1e-3)."""
     counts = Counter(word for pair in train for text in pair for word in _words(text))
     place = {word: i for i, (word, _) in enumerate(counts.most_common(WORDS))}
     x_RW = torch.from_numpy(np.stack([_difference(pair, place) for pair in train]))
@@ -54,7 +60,10 @@ def bag_of_words(train: Texts, held_out: Texts) -> np.ndarray:
     adam = torch.optim.Adam([weight_W], lr=0.05)
     for _ in range(300):
         adam.zero_grad()
-        (bradley_terry(x_RW @ weight_W, torch.zeros(len(train))).mean() + 1e-3 * weight_W.square().sum()).backward()
+        (
+            bradley_terry(x_RW @ weight_W, torch.zeros(len(train))).mean()
+            + 1e-3 * weight_W.square().sum()
+        ).backward()
         adam.step()
     return np.stack([_difference(pair, place) for pair in held_out]) @ weight_W.detach().numpy()
 

@@ -1,8 +1,9 @@
 """Critics: value functions for credits that need one (`gae`).
 
-A critic computes V, one number per state, from hidden states: either of the policy's backbone, which then learns from both losses
-in one backward pass, or of a backbone of its own with a score head, as reward models have (`models/reward_head.py`).  V of token t
-is computed at the position that predicts token t, the same row of the packed stream.
+A critic computes V, one number per state, from hidden states: either of the policy's backbone,
+which then learns from both losses in one backward pass, or of a backbone of its own with a score
+head, as reward models have (`models/reward_head.py`).  V of token t is computed at the position
+that predicts token t, the same row of the packed stream.
 
 M trained positions of a batch   D width
 """
@@ -33,36 +34,55 @@ class Critic:
     """A value function and what trains it."""
 
     policy: Policy
-    """Whose hidden states it reads: the policy that is trained, or a model with a score head of its own."""
+    """Whose hidden states it reads: the policy that is trained, or a model with a score head of its
+    own.
+    """
     head: Any
     """A module, D -> 1."""
     optimizer: Optimizer
     """Of the critic's own parameters: its head, and a backbone of its own."""
     settings: CriticSettings
-    """The algorithm has its `clip` and `coefficient` too, in its value loss: give `resolve` the same settings."""
+    """The algorithm has its `clip` and `coefficient` too, in its value loss: give `resolve` the
+    same settings.
+    """
     shared: bool
     """True if it reads the policy's own hidden states."""
 
     @classmethod
-    def on(cls, policy: Policy, settings: CriticSettings, optimizer: OptimizerSettings, updates: int) -> Critic:
-        """A new head on the policy's backbone; its values are 0 at first.   updates: of the run, for the schedule.
+    def on(
+        cls, policy: Policy, settings: CriticSettings, optimizer: OptimizerSettings, updates: int
+    ) -> Critic:
+        """A new head on the policy's backbone; its values are 0 at first.   updates: of the run,
+        for the schedule.
 
-        It reads states of length 1, so that a learning rate means the same for every model.  Its bias is not learnt by gradients
-        but moved in each step, after its values were read (`centre`): learnt with the weights, the mean of the returns would pass
-        through every feature, and values would differ from token to token by nothing that is about the reward.
+        It reads states of length 1, so that a learning rate means the same for every model.  Its
+        bias is not learnt by gradients but moved in each step, after its values were read
+        (`centre`): learnt with the weights, the mean of the returns would pass through every
+        feature, and values would differ from token to token by nothing that is about the reward.
         """
-        width, precision = policy.head.weight_VD.shape[1], torch.promote_types(policy.dtype, torch.float32)
+        width, precision = (
+            policy.head.weight_VD.shape[1],
+            torch.promote_types(policy.dtype, torch.float32),
+        )
         head = nn.Linear(width, 1, device=policy.device, dtype=precision)
         nn.init.zeros_(head.weight)
         nn.init.zeros_(head.bias)
         head.bias.requires_grad_(False)
-        own = Optimizer(head, replace(optimizer, lr=NEW_HEAD if settings.lr is None else settings.lr), updates)
+        own = Optimizer(
+            head, replace(optimizer, lr=NEW_HEAD if settings.lr is None else settings.lr), updates
+        )
         return cls(policy=policy, head=head, optimizer=own, settings=settings, shared=True)
 
     @classmethod
-    def of(cls, scorer: Policy, settings: CriticSettings, optimizer: OptimizerSettings, updates: int) -> Critic:
+    def of(
+        cls, scorer: Policy, settings: CriticSettings, optimizer: OptimizerSettings, updates: int
+    ) -> Critic:
         """A scoring model (`models.reward_head.make_scorer`) as the critic, all of it trained."""
-        own = Optimizer(scorer.model, replace(optimizer, lr=BACKBONE if settings.lr is None else settings.lr), updates)
+        own = Optimizer(
+            scorer.model,
+            replace(optimizer, lr=BACKBONE if settings.lr is None else settings.lr),
+            updates,
+        )
         head: Any = scorer.model.score
         return cls(policy=scorer, head=head, optimizer=own, settings=settings, shared=False)
 
@@ -85,16 +105,28 @@ class Critic:
 
     @torch.no_grad()
     def centre(self, groups: Sequence[Scored]) -> list[Scored]:
-        """Move the values of a new head to where they and their targets have one mean; the groups with `old_value`, V after that.
+        """Move the values of a new head to where they and their targets have one mean; the groups
+        with `old_value`, V after that.
 
-        The value loss bounds how far V moves from `old_value`: measured from `value`, the bias alone could use up the bound.
-        """
-        gaps = [t - v for group in groups for t, v in zip(group.signals["return"], group.signals["value"], strict=True)]
+        The value loss bounds how far V moves from `old_value`: measured from `value`, the bias
+        alone could use up the bound."""
+        gaps = [
+            t - v
+            for group in groups
+            for t, v in zip(group.signals["return"], group.signals["value"], strict=True)
+        ]
         known_N = np.concatenate(gaps)
         known_N = known_N[~np.isnan(known_N)]
         shift = float(known_N.mean()) if self.shared and known_N.size else 0.0
         if self.shared:
             self.head.bias += shift
         return [
-            replace(one, signals={**one.signals, "old_value": tuple(v + shift for v in one.signals["value"])}) for one in groups
+            replace(
+                one,
+                signals={
+                    **one.signals,
+                    "old_value": tuple(v + shift for v in one.signals["value"]),
+                },
+            )
+            for one in groups
         ]

@@ -1,8 +1,10 @@
-"""Evaluation on held-out prompts: greedy accuracy, sampled accuracy, mean reward, pass@k, each with its 95 % interval.
+"""Evaluation on held-out prompts: greedy accuracy, sampled accuracy, mean reward, pass@k, each with
+its 95 % interval.
 
-A completion is right when the recipe's verdict gives it 1 (`records.Scored.right`).  Rates are over the completions that it judged,
-and the others are counted; without a verdict there are no accuracies, only rewards.  Evaluation has its own sampling settings and
-its own random streams; it leaves training exactly as it was.
+A completion is right when the recipe's verdict gives it 1 (`records.Scored.right`).  Rates are over
+the completions that it judged, and the others are counted; without a verdict there are no
+accuracies, only rewards.  Evaluation has its own sampling settings and its own random streams; it
+leaves training exactly as it was.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ class Evaluation:
     sampled: Estimate
     """Share of judged samples that are right, averaged over prompts; NaN without a verdict."""
     pass_at_k: Estimate
-    """Probability that at least one of k samples is right (unbiased estimator of 2107.03374, equation 1), averaged over the prompts
-    with at least k judged samples; NaN without a verdict."""
+    """Probability that at least one of k samples is right (unbiased estimator of 2107.03374,
+    equation 1), averaged over the prompts with at least k judged samples; NaN without a verdict."""
     greedy_reward: Estimate
     """Mean combined reward of the greedy completions."""
     reward: Estimate
@@ -45,9 +47,12 @@ class Evaluation:
     truncated: float
     """Share of samples that hit the length limit."""
     by_function: Mapping[str, Estimate]
-    """Mean of each reward function over the sampled completions, also of functions with weight 0."""
+    """Mean of each reward function over the sampled completions, also of functions with weight 0.
+    """
     none: Mapping[str, float]
-    """Share of the samples that a reward function left out (None), of those functions that left any out."""
+    """Share of the samples that a reward function left out (None), of those functions that left any
+    out.
+    """
     by_column: Mapping[str, Mapping[str, float]]
     """Greedy accuracy by the values of a task's breakdown columns."""
     groups: tuple[Scored, ...] = ()
@@ -63,11 +68,16 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         """Flat names, as the log keeps them under `eval/`.  What could not be computed has none."""
         named = {"greedy": self.greedy, "sampled": self.sampled, f"pass@{self.k}": self.pass_at_k}
-        named = (named if self.verdict is not None else {"greedy_reward": self.greedy_reward}) | {"reward": self.reward}
+        named = (named if self.verdict is not None else {"greedy_reward": self.greedy_reward}) | {
+            "reward": self.reward
+        }
         named |= {f"rewards/{name}": estimate for name, estimate in self.by_function.items()}
         flat = {name: estimate.mean for name, estimate in named.items()}
         flat |= {f"{name}/half_width": estimate.half for name, estimate in named.items()}
-        flat |= {"completions/mean_length": self.length, "completions/clipped_ratio": self.truncated}
+        flat |= {
+            "completions/mean_length": self.length,
+            "completions/clipped_ratio": self.truncated,
+        }
         flat |= {f"rewards/{name}/none": share for name, share in self.none.items()}
         for column, shares in self.by_column.items():
             flat |= {f"greedy/{column}={value}": share for value, share in shares.items()}
@@ -75,16 +85,30 @@ class Evaluation:
 
     def summary(self) -> dict[str, str]:
         """Label -> text, for tables."""
-        right = {"greedy accuracy": self.greedy, "sampled accuracy": self.sampled, f"pass@{self.k}": self.pass_at_k}
+        right = {
+            "greedy accuracy": self.greedy,
+            "sampled accuracy": self.sampled,
+            f"pass@{self.k}": self.pass_at_k,
+        }
         rewards = {"greedy reward": self.greedy_reward} if self.verdict is None else right
-        shown = {label: str(estimate) for label, estimate in (rewards | {"mean reward": self.reward}).items()}
-        several = {name: str(estimate) for name, estimate in self.by_function.items()} if len(self.by_function) > 1 else {}
-        left_out = {f"{name}: None": f"{share:.1%} of the samples" for name, share in self.none.items()}
+        shown = {
+            label: str(estimate)
+            for label, estimate in (rewards | {"mean reward": self.reward}).items()
+        }
+        several = (
+            {name: str(estimate) for name, estimate in self.by_function.items()}
+            if len(self.by_function) > 1
+            else {}
+        )
+        left_out = {
+            f"{name}: None": f"{share:.1%} of the samples" for name, share in self.none.items()
+        }
         return shown | several | left_out | {"tokens": f"{self.length:.1f}"}
 
 
 def pass_at(right: int, count: int, k: int) -> float:
-    """Unbiased estimate of pass@k from `count` samples of which `right` are right (2107.03374, equation 1).
+    """Unbiased estimate of pass@k from `count` samples of which `right` are right (2107.03374,
+    equation 1).
 
     >>> pass_at(1, 4, 2)
     0.5
@@ -109,7 +133,8 @@ def evaluate(
 
     sampling: of the sampled completions; the greedy ones use its length limit and stop strings.
     columns: data columns whose values get their own greedy accuracy.
-    progress: called with the number of groups that this process has sampled and of all that it samples.
+    progress: called with the number of groups that this process has sampled and of all that it
+        samples.
     """
     greedy = replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     answers = _complete(engine, rewards, prompts, 1, greedy, seed, progress)
@@ -118,26 +143,40 @@ def evaluate(
     greedy_right = [float(answer.right[0]) for answer in answers]
     judged = [value for value in greedy_right if not math.isnan(value)]
     lengths = [int(rollout.trained.sum()) for group in groups for rollout in group.rollouts]
-    rewards_NK = np.concatenate([np.zeros((0, len(rewards.names))), *(group.rewards for group in groups)])
+    rewards_NK = np.concatenate(
+        [np.zeros((0, len(rewards.names))), *(group.rewards for group in groups)]
+    )
     verdict = groups[0].verdict if groups else None
-    none = dict(zip(rewards.names, np.isnan(rewards_NK).mean(0).tolist(), strict=True)) if groups else {}
+    none = (
+        dict(zip(rewards.names, np.isnan(rewards_NK).mean(0).tolist(), strict=True))
+        if groups
+        else {}
+    )
     return Evaluation(
         prompts=len(prompts),
         k=k,
         verdict=verdict,
         greedy=proportion(sum(judged), len(judged)),
         sampled=mean([float(one.mean()) for one in right if one.size], shares=True),
-        pass_at_k=mean([pass_at(int(one.sum()), one.size, k) for one in right if one.size >= k], shares=True),
+        pass_at_k=mean(
+            [pass_at(int(one.sum()), one.size, k) for one in right if one.size >= k], shares=True
+        ),
         greedy_reward=mean([float(answer.reward[0]) for answer in answers]),
         reward=mean([_mean(group.reward) for group in groups]),
         length=float(np.mean(lengths)) if lengths else math.nan,
-        truncated=float(np.mean([rollout.truncated for group in groups for rollout in group.rollouts])) if groups else math.nan,
+        truncated=(
+            float(np.mean([rollout.truncated for group in groups for rollout in group.rollouts]))
+            if groups
+            else math.nan
+        ),
         by_function={
             name: mean([_mean(group.rewards[:, place]) for group in groups], shares=name == verdict)
             for place, name in enumerate(rewards.names)
         },
         none={name: share for name, share in none.items() if share > 0.0},
-        by_column={column: _by(column, prompts, greedy_right) for column in columns} if judged else {},
+        by_column=(
+            {column: _by(column, prompts, greedy_right) for column in columns} if judged else {}
+        ),
         groups=tuple(groups),
         answers=tuple(answers),
     )
@@ -155,7 +194,9 @@ def _complete(
     own = comm.share(prompts)
 
     def sampled() -> Iterator[tuple[Rollout, ...]]:
-        for done, group in enumerate(engine.generate(own, group_size=size, sampling=sampling, seed=seed), 1):
+        for done, group in enumerate(
+            engine.generate(own, group_size=size, sampling=sampling, seed=seed), 1
+        ):
             if progress is not None:
                 progress(done, len(own))
             yield group

@@ -1,14 +1,19 @@
-"""What an online loop trains on, step after step: scored groups that are sampled now, or ahead of training, or were recorded.
+"""What an online loop trains on, step after step: scored groups that are sampled now, or ahead of
+training, or were recorded.
 
-The loop cannot tell which: it iterates, and says after each step how many optimizer steps the policy has taken.
+The loop cannot tell which: it iterates, and says after each step how many optimizer steps the
+policy has taken.
 
-Dynamic sampling (DAPO, 2503.14476): with `group.dead_groups: refill` groups that teach nothing are replaced by further prompts.
+Dynamic sampling (DAPO, 2503.14476): with `group.dead_groups: refill` groups that teach nothing are
+replaced by further prompts.
 
-Ahead of training (`rollout.engine.ahead`): rollout j is begun as soon as step j - 1 - `ahead` has been taken, and not before, so no
-token is older than that.  Every token carries the version of the weights that drew it and the log-prob that it was drawn with; the
-importance weight of `Algorithm.correction` does the rest.  In turn: an engine in the trainer's process samples rollout k + `ahead`,
-then step k is trained.  Nothing is gained in time, but it is the same run every time.  Beside: servers sample while the trainer
-computes, and new weights reach completions that are half done.
+Ahead of training (`rollout.engine.ahead`): rollout j is begun as soon as step j - 1 - `ahead` has
+been taken, and not before, so no token is older than that.  Every token carries the version of the
+weights that drew it and the log-prob that it was drawn with; the importance weight of
+`Algorithm.correction` does the rest.  In turn: an engine in the trainer's process samples rollout k
++ `ahead`, then step k is trained.  Nothing is gained in time, but it is the same run every time.
+Beside: servers sample while the trainer computes, and new weights reach completions that are half
+done.
 """
 
 from __future__ import annotations
@@ -36,7 +41,9 @@ from groupwise.utils.spelling import counted
 COMPUTED = ("reference_logp", "scored_logp", "teacher_logp", "value", "old_value", "return")
 """Signals that training computes."""
 IDLE_STEPS = 3
-"""Steps in a row without a single reward, or without a single completion that is trained, after which a run ends."""
+"""Steps in a row without a single reward, or without a single completion that is trained, after
+which a run ends.
+"""
 Collected = tuple[list[Scored], int]
 """The groups of a step, and the number of prompts that were drawn for them."""
 Draw = Callable[[int], Sequence[Prompt]]
@@ -52,7 +59,9 @@ class ObservingDraw(Protocol):
         ...
 
     def seen(self, groups: Sequence[Scored], /) -> None:
-        """Scored groups, in the order in which their prompts were drawn; on every process all of them."""
+        """Scored groups, in the order in which their prompts were drawn; on every process all of
+        them.
+        """
 
 
 class Rollouts(Protocol):
@@ -63,7 +72,9 @@ class Rollouts(Protocol):
         ...
 
     def sync(self, version: int) -> None:
-        """The policy has taken so many optimizer steps: what is sampled from now on is sampled with its weights."""
+        """The policy has taken so many optimizer steps: what is sampled from now on is sampled with
+        its weights.
+        """
         ...
 
 
@@ -80,17 +91,26 @@ class PendingRollout:
     result: Callable[[], Collected]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: all of it, or of one that is still being sampled the ids of its prompts."""
+        """What a checkpoint keeps: all of it, or of one that is still being sampled the ids of its
+        prompts.
+        """
         if self.prompts:
             return {"step": self.step, "prompts": [prompt.id for prompt in self.prompts]}
         groups, drawn = self.result()
-        return {"step": self.step, "version": self.version, "drawn": drawn, "groups": groups_to_bytes(groups)}
+        return {
+            "step": self.step,
+            "version": self.version,
+            "drawn": drawn,
+            "groups": groups_to_bytes(groups),
+        }
 
 
 class PrefetchedRollouts:
     """The rollouts that have been begun.  All processes make the same calls."""
 
-    def __init__(self, steps: int = 0, *, beside: bool = False, find: Callable[[str], Prompt] | None = None) -> None:
+    def __init__(
+        self, steps: int = 0, *, beside: bool = False, find: Callable[[str], Prompt] | None = None
+    ) -> None:
         """steps: that sampling may be ahead.   beside: sample in threads; the engine must allow it.
 
         find: a prompt by its id, to begin again what a checkpoint names.
@@ -100,22 +120,32 @@ class PrefetchedRollouts:
         self._again: dict[int, tuple[Prompt, ...]] = {}
 
     def take(self, step: int, last: int, source: SampledRollouts) -> Collected:
-        """The groups that a step trains on; what may be begun by now has been begun.  last: the last step that there will be.
+        """The groups that a step trains on; what may be begun by now has been begun.  last: the
+        last step that there will be.
 
-        Raises EngineError for a token that is older than `steps` allow, and what sampling or scoring it raised.
+        Raises EngineError for a token that is older than `steps` allow, and what sampling or
+        scoring it raised.
         """
         if not self.steps:
             return source.collect()
-        for number in range(self._begun[-1].step + 1 if self._begun else step, min(step + self.steps, last) + 1):
+        for number in range(
+            self._begun[-1].step + 1 if self._begun else step, min(step + self.steps, last) + 1
+        ):
             self._begun.append(self._begin(number, source))
         begun = self._begun.popleft()
-        assert begun.step == step, f"rollouts come in the order of their steps: {begun.step}, not {step}"
+        assert begun.step == step, (
+            f"rollouts come in the order of their steps: {begun.step}, not {step}"
+        )
         groups, drawn = begun.result()
-        oldest = min((int(r.version.min()) for group in groups for r in group.rollouts if len(r)), default=begun.version)
+        oldest = min(
+            (int(r.version.min()) for group in groups for r in group.rollouts if len(r)),
+            default=begun.version,
+        )
         if oldest < begun.version:
             raise EngineError(
-                f"step {step}: a token was drawn by the weights after {oldest} optimizer steps, though its rollout was begun after "
-                f"{begun.version}: whoever samples has not taken the newer weights"
+                f"step {step}: a token was drawn by the weights after {oldest} optimizer steps,"
+                f" though its rollout was begun after {begun.version}: whoever samples has not"
+                " taken the newer weights"
             )
         return groups, drawn
 
@@ -126,14 +156,21 @@ class PrefetchedRollouts:
             return PendingRollout(step=step, version=version, prompts=(), result=lambda: collected)
         prompts = prompts or tuple(source.prompts())
         own = threads.begin(lambda: source.sample(prompts), f"rollout-{step}")
-        return PendingRollout(step=step, version=version, prompts=prompts, result=lambda: source.collect(prompts, own.result))
+        return PendingRollout(
+            step=step,
+            version=version,
+            prompts=prompts,
+            result=lambda: source.collect(prompts, own.result),
+        )
 
     def pending(self) -> tuple[PendingRollout, ...]:
         """What has been begun and not been trained on."""
         return tuple(self._begun)
 
     def restore(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from the states of `pending`: what was complete is used as it was, the rest begun again with the same prompts."""
+        """Go on from the states of `pending`: what was complete is used as it was, the rest begun
+        again with the same prompts.
+        """
         for state in states:
             if "groups" not in state:
                 assert self._find is not None
@@ -141,7 +178,12 @@ class PrefetchedRollouts:
                 continue
             whole = groups_from_bytes(state["groups"]), int(state["drawn"])
             self._begun.append(
-                PendingRollout(step=state["step"], version=state["version"], prompts=(), result=lambda whole=whole: whole)
+                PendingRollout(
+                    step=state["step"],
+                    version=state["version"],
+                    prompts=(),
+                    result=lambda whole=whole: whole,
+                )
             )
 
 
@@ -164,23 +206,31 @@ class SampledRollouts:
     """What has been sampled already."""
 
     def __iter__(self) -> Iterator[tuple[int, Collected]]:
-        """Raises RewardError after IDLE_STEPS steps in a row of which nothing can be learnt, or in a shorter run after all."""
+        """Raises RewardError after IDLE_STEPS steps in a row of which nothing can be learnt, or in
+        a shorter run after all.
+        """
         silent = masked = 0
         most = min(IDLE_STEPS, self.steps)
         for number in range(1, self.steps + 1) if self.numbers is None else self.numbers:
             groups, drawn = self.ahead.take(number, self.steps, self)
-            unscored = bool(groups[0].names) and all(np.isnan(group.reward).all() for group in groups)
-            cut = self.algorithm.truncated == "mask" and all(one.truncated for group in groups for one in group.rollouts)
+            unscored = bool(groups[0].names) and all(
+                np.isnan(group.reward).all() for group in groups
+            )
+            cut = self.algorithm.truncated == "mask" and all(
+                one.truncated for group in groups for one in group.rollouts
+            )
             silent, masked = silent + 1 if unscored else 0, masked + 1 if cut else 0
             if silent >= IDLE_STEPS:
                 raise RewardError(
-                    f"the reward functions ({', '.join(groups[0].names)}) said None for every completion of {IDLE_STEPS} steps: "
-                    "nothing can be learnt; try them with `groupwise score` on completions that they should reward"
+                    f"the reward functions ({', '.join(groups[0].names)}) said None for every"
+                    f" completion of {IDLE_STEPS} steps: nothing can be learnt; try them with"
+                    " `groupwise score` on completions that they should reward"
                 )
             if masked >= most:
                 raise RewardError(
-                    f"every completion of {counted(masked, 'step')} was truncated and left out of the loss "
-                    "(group.truncated: mask): nothing can be learnt; raise rollout.max_new_tokens, or set group.truncated: keep"
+                    f"every completion of {counted(masked, 'step')} was truncated and left out of"
+                    " the loss (group.truncated: mask): nothing can be learnt; raise"
+                    " rollout.max_new_tokens, or set group.truncated: keep"
                 )
             yield number, (groups, drawn)
 
@@ -193,14 +243,23 @@ class SampledRollouts:
         return list(self.draw(self.group.prompts_per_step))
 
     def sample(self, prompts: Sequence[Prompt]) -> list[Scored]:
-        """This process's share of the prompts as scored groups; finished ones are scored while others are still being sampled."""
+        """This process's share of the prompts as scored groups; finished ones are scored while
+        others are still being sampled.
+        """
         finished: SimpleQueue[tuple[Rollout, ...] | None] = SimpleQueue()
         scored = threads.begin(
-            lambda: [self._whole(one) for rollouts in iter(finished.get, None) for one in self.rewards.score([rollouts])], "rewards"
+            lambda: [
+                self._whole(one)
+                for rollouts in iter(finished.get, None)
+                for one in self.rewards.score([rollouts])
+            ],
+            "rewards",
         )
         mine = comm.share(prompts)
         try:
-            for rollouts in self.engine.generate(mine, group_size=self.group.group_size, sampling=self.sampling, seed=self.seed):
+            for rollouts in self.engine.generate(
+                mine, group_size=self.group.group_size, sampling=self.sampling, seed=self.seed
+            ):
                 finished.put(rollouts)
                 if scored.done():  # it failed
                     break
@@ -212,13 +271,18 @@ class SampledRollouts:
         """A scored group with what the credit reads beside its rewards."""
         return with_turns(group) if self.algorithm.needs_steps else group
 
-    def collect(self, prompts: Sequence[Prompt] = (), own: Callable[[], list[Scored]] | None = None) -> Collected:
-        """Scored groups for one step.  Of several processes each samples and scores its share, and each gets all groups.
+    def collect(
+        self, prompts: Sequence[Prompt] = (), own: Callable[[], list[Scored]] | None = None
+    ) -> Collected:
+        """Scored groups for one step.  Of several processes each samples and scores its share, and
+        each gets all groups.
 
-        With `dead_groups: refill` (dynamic sampling, 2503.14476) prompts whose rewards teach nothing are replaced by further ones,
-        at most `max_refills` x `prompts_per_step` of them; a step that stays short is trained as it is.
+        With `dead_groups: refill` (dynamic sampling, 2503.14476) prompts whose rewards teach
+            nothing are replaced by further ones, at most `max_refills` x `prompts_per_step` of
+            them; a step that stays short is trained as it is.
 
-        prompts: drawn for it already.   own: what `sample` gives for them, where that has been begun already.
+        prompts: drawn for it already.   own: what `sample` gives for them, where that has been
+            begun already.
         """
         refill = self.algorithm.dead_groups == "refill"
         wanted = self.group.prompts_per_step
@@ -232,7 +296,9 @@ class SampledRollouts:
             if isinstance(self.draw, ObservingDraw):
                 self.draw.seen([by_id[prompt.id] for prompt in prompts])
             for prompt in prompts:
-                (dead if refill and not self.algorithm.teaches(by_id[prompt.id]) else live).append(by_id[prompt.id])
+                (dead if refill and not self.algorithm.teaches(by_id[prompt.id]) else live).append(
+                    by_id[prompt.id]
+                )
             more = min(wanted - len(live), limit - len(live) - len(dead))
             if more <= 0:
                 return live or dead[:wanted], len(live) + len(dead)
@@ -257,4 +323,7 @@ class RecordedRollouts:
 
 
 def _without_computed(group: Scored) -> Scored:
-    return replace(group, signals={name: column for name, column in group.signals.items() if name not in COMPUTED})
+    return replace(
+        group,
+        signals={name: column for name, column in group.signals.items() if name not in COMPUTED},
+    )

@@ -1,7 +1,8 @@
-"""Every metric that a run writes, by name: unit, formula, meaning, its usual range, and when it is a warning.
+"""Every metric that a run writes, by name: unit, formula, meaning, its usual range, and when it is
+a warning.
 
-Terminal, viewer, reports and `docs/metrics.md` take it from here, and tests hold every key of a real `metrics.jsonl` against it.  A
-new metric needs a row here.
+Terminal, viewer, reports and `docs/metrics.md` take it from here, and tests hold every key of a
+real `metrics.jsonl` against it.  A new metric needs a row here.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ MOST = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A warning for readers who do not know the metric: what its value means, and what to do about it."""
+    """A warning for readers who do not know the metric: what its value means, and what to do about
+    it.
+    """
 
     title: str
     meaning: str
@@ -32,22 +35,32 @@ class Flag:
     solved: bool = False
     """It also comes of success: where more than half of the groups are solved it is not raised."""
     after: int = 1
-    """Steps with the metric before which it is not raised: what is learnt from nothing takes its time."""
+    """Steps with the metric before which it is not raised: what is learnt from nothing takes its
+    time.
+    """
 
     def wrong(self, value: float) -> bool:
         """True if a mean raises the warning."""
         if self.above is None and self.below is None:
             return math.isnan(value)
-        return value > self.above if self.above is not None else self.below is not None and value < self.below
+        return (
+            value > self.above
+            if self.above is not None
+            else self.below is not None and value < self.below
+        )
 
     def said(self, value: float) -> str:
         """`meaning` with the metric's value in it."""
-        return self.meaning.format(share=f"{value:.0%}", value="NaN" if math.isnan(value) else f"{value:.3g}")
+        return self.meaning.format(
+            share=f"{value:.0%}", value="NaN" if math.isnan(value) else f"{value:.3g}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One row: a metric, or a family of metrics whose names differ in the words written in capitals (`rewards/NAME/mean`)."""
+    """One row: a metric, or a family of metrics whose names differ in the words written in capitals
+    (`rewards/NAME/mean`).
+    """
 
     name: str
     unit: str
@@ -396,13 +409,16 @@ ROWS = {metric.name: metric for section in METRICS for metric in section.metrics
 
 
 def find(key: str) -> Metric | None:
-    """The row of a key of `metrics.jsonl`; None if there is none.  `eval/NAME` of an objective on data is NAME's row.
+    """The row of a key of `metrics.jsonl`; None if there is none.  `eval/NAME` of an objective on
+    data is NAME's row.
 
     >>> find("rewards/accuracy/mean").unit, find("eval/nll").name, find("eval/greedy/half_width").name
     ('yours', 'nll', 'eval/NAME/half_width')
     """
     for name in (key, key.removeprefix("eval/")):
-        row = ROWS.get(name) or next((metric for metric in ROWS.values() if metric.matches(name)), None)
+        row = ROWS.get(name) or next(
+            (metric for metric in ROWS.values() if metric.matches(name)), None
+        )
         if row is not None:
             return row
     return None
@@ -415,9 +431,11 @@ LOOKED_AT = max(RECENT, *(flag.after for _, flag in FLAGGED))
 
 
 def raised(history: Sequence[Mapping[str, float]]) -> list[tuple[Metric, Flag, float]]:
-    """The flags that the last steps raise, each with its metric and the metric's mean over them.   history: oldest step first.
+    """The flags that the last steps raise, each with its metric and the metric's mean over them.
+    history: oldest step first.
 
-    What success looks like (dead groups, the same texts, no entropy) is no warning where half are solved; of flags with one
+    What success looks like (dead groups, the same texts, no entropy) is no warning where half are
+    solved; of flags with one
     cause only one is raised: nothing scored, all groups failed, nothing trained, dead groups.
     """
     means = {}
@@ -430,7 +448,11 @@ def raised(history: Sequence[Mapping[str, float]]) -> list[tuple[Metric, Flag, f
     silent = math.isnan(means.get("reward", 0.0))
     flagged: list[tuple[Metric, Flag, float]] = []
     for metric, flag in FLAGGED:
-        if metric.name not in means or not flag.wrong(mean := means[metric.name]) or (flag.solved and solved):
+        if (
+            metric.name not in means
+            or not flag.wrong(mean := means[metric.name])
+            or (flag.solved and solved)
+        ):
             continue
         untrained = any(one.name == "tokens/trained" for one, _, _ in flagged)
         if metric.name in ("tokens/trained", "groups/dead") and (silent or failed or untrained):
@@ -450,5 +472,7 @@ def flags(history: Sequence[Mapping[str, float]]) -> list[str]:
     lines = []
     for metric, flag, mean in raised(history):
         shown = f"{mean:.0%}" if metric.unit == "share" else f"{mean:.3g}"
-        lines.append(f"{metric.name} {shown}: {flag.title[0].lower()}{flag.title[1:]}. {flag.remedy}")
+        lines.append(
+            f"{metric.name} {shown}: {flag.title[0].lower()}{flag.title[1:]}. {flag.remedy}"
+        )
     return lines

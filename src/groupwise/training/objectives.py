@@ -1,4 +1,5 @@
-"""The table of data-set objectives: the rows that each learns from, the model that it trains, and its loss.
+"""The table of data-set objectives: the rows that each learns from, the model that it trains, and
+its loss.
 
 No code compares an objective's name: adding one is a loss (`offline.Objective`) and one row here.
 """
@@ -21,7 +22,13 @@ from groupwise.models.policy import Policy
 from groupwise.models.reward_head import Pooling, make_scorer
 from groupwise.training.baselines import simple_rules
 from groupwise.training.offline import SFT, Objective
-from groupwise.training.preferences import PROCESS, anchored, dpo_objective, reward_objective, with_replay
+from groupwise.training.preferences import (
+    PROCESS,
+    anchored,
+    dpo_objective,
+    reward_objective,
+    with_replay,
+)
 from groupwise.utils.statistics import Estimate
 
 
@@ -32,7 +39,9 @@ def language_model(recipe: Recipe, blueprint: Blueprint) -> Policy:
 
 def scorer(recipe: Recipe, blueprint: Blueprint, pooling: Pooling) -> Policy:
     """A model with a score head to train, with a new adapter where the recipe asks for one."""
-    return with_adapter(recipe, make_scorer(blueprint, recipe.model, pooling=pooling, seed=recipe.seed))
+    return with_adapter(
+        recipe, make_scorer(blueprint, recipe.model, pooling=pooling, seed=recipe.seed)
+    )
 
 
 def with_adapter(recipe: Recipe, policy: Policy) -> Policy:
@@ -40,7 +49,9 @@ def with_adapter(recipe: Recipe, policy: Policy) -> Policy:
     settings = recipe.model
     if settings.lora is None:
         return policy
-    return adapt(policy, settings.lora, base=checkpoint_folder(str(settings.path)), seed=recipe.seed)
+    return adapt(
+        policy, settings.lora, base=checkpoint_folder(str(settings.path)), seed=recipe.seed
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,19 +68,35 @@ class Kind:
     anchor: Callable[[Recipe, Policy, Sequence[Any]], Sequence[Any]] | None = None
     """Adds to rows what the model says of them before the first step; None: that is not needed."""
     rules: Callable[[Policy, Sequence[Any], Sequence[Any]], Mapping[str, Estimate]] | None = None
-    """(a policy that decodes, training rows, held-out rows) -> what simple rules reach on the latter."""
+    """(a policy that decodes, training rows, held-out rows) -> what simple rules reach on the
+    latter.
+    """
 
 
-def _records(kind: RecordKind[Any], recipe: Recipe, blueprint: Blueprint, tools: Tools | None = None) -> Data[Any]:
+def _records(
+    kind: RecordKind[Any], recipe: Recipe, blueprint: Blueprint, tools: Tools | None = None
+) -> Data[Any]:
     context, eos_ids = blueprint.context, blueprint.eos_ids
-    return load_records(kind, recipe.data, blueprint.tokenizer, context=context, eos_ids=eos_ids, seed=recipe.seed, tools=tools)
+    return load_records(
+        kind,
+        recipe.data,
+        blueprint.tokenizer,
+        context=context,
+        eos_ids=eos_ids,
+        seed=recipe.seed,
+        tools=tools,
+    )
 
 
 def _demonstrations(recipe: Recipe, blueprint: Blueprint, tools: Tools | None = None) -> Data[Any]:
     rows = _records(DEMONSTRATIONS, recipe, blueprint, tools)
     if recipe.data.train_on == "all":
         return replace(
-            rows, **{part: tuple(row.whole for row in getattr(rows, part)) for part in ("train", "held_out", "validation")}
+            rows,
+            **{
+                part: tuple(row.whole for row in getattr(rows, part))
+                for part in ("train", "held_out", "validation")
+            },
         )
     return rows
 
@@ -83,9 +110,17 @@ def _replayed(recipe: Recipe, blueprint: Blueprint, tools: Tools | None = None) 
     if task is None:
         data = replace(data, path=path, task=None, task_args={}, limit=None)
     else:
-        data = replace(data, path=None, task=task, task_args=data.task_args if task == data.task else {}, eval_fraction=0.0)
+        data = replace(
+            data,
+            path=None,
+            task=task,
+            task_args=data.task_args if task == data.task else {},
+            eval_fraction=0.0,
+        )
     old = _records(PAIRS, replace(recipe, data=data), blueprint)
-    return replace(pairs, train=tuple(with_replay(pairs.train, old.train, settings.replay.share, recipe.seed)))
+    return replace(
+        pairs, train=tuple(with_replay(pairs.train, old.train, settings.replay.share, recipe.seed))
+    )
 
 
 OBJECTIVES: dict[str, Kind] = {

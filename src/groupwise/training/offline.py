@@ -1,7 +1,8 @@
-"""The data-set loop: rows -> samples with weights -> packed updates -> a `Step`.  Instruction tuning, and all else from rows.
+"""The data-set loop: rows -> samples with weights -> packed updates -> a `Step`.  Instruction
+tuning, and all else from rows.
 
-An objective says how rows become samples, what the loss of a packed batch is, and what to measure; the loop is the same for all.
-`SFT` is here; objectives with heads or pairs have files of their own.
+An objective says how rows become samples, what the loss of a packed batch is, and what to measure;
+the loop is the same for all. `SFT` is here; objectives with heads or pairs have files of their own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from groupwise.models import backbone
 from groupwise.models.policy import Policy
 from groupwise.records import Sample, Step
 from groupwise.training.optimizer import Optimizer
-from groupwise.training.passes import Assessment, BatchLoss, BatchPass, assess, balance, seen_by, update
+from groupwise.training.passes import (
+    Assessment,
+    BatchLoss,
+    BatchPass,
+    assess,
+    balance,
+    seen_by,
+    update,
+)
 from groupwise.utils.clock import Clock
 from groupwise.utils.statistics import Estimate
 
@@ -46,7 +55,9 @@ class Objective(Generic[Row]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Validation:
-    """An objective's results on held-out rows: the training loss, in its own units, and its further measures."""
+    """An objective's results on held-out rows: the training loss, in its own units, and its further
+    measures.
+    """
 
     rows: int
     figures: Mapping[str, float]
@@ -62,17 +73,44 @@ class Validation:
 
 
 def validate(
-    policy: Policy, objective: Objective[Row], rows: Sequence[Row], *, budget: int, beside: Mapping[str, Estimate] | None = None
+    policy: Policy,
+    objective: Objective[Row],
+    rows: Sequence[Row],
+    *,
+    budget: int,
+    beside: Mapping[str, Estimate] | None = None,
 ) -> Validation:
-    """The objective's own loss and measures on rows, no gradient.  beside: what simple rules reach on the same rows."""
-    assessment = assess(policy, objective.loss, objective.samples(rows), budget=budget, whole_groups=objective.whole_groups)
-    figures = {"loss": assessment.loss, **objective.measure(rows, assessment), **objective.examine(rows, assessment)}
-    halves = {name.removesuffix("/half_width"): half for name, half in figures.items() if name.endswith("/half_width")}
+    """The objective's own loss and measures on rows, no gradient.  beside: what simple rules reach
+    on the same rows.
+    """
+    assessment = assess(
+        policy,
+        objective.loss,
+        objective.samples(rows),
+        budget=budget,
+        whole_groups=objective.whole_groups,
+    )
+    figures = {
+        "loss": assessment.loss,
+        **objective.measure(rows, assessment),
+        **objective.examine(rows, assessment),
+    }
+    halves = {
+        name.removesuffix("/half_width"): half
+        for name, half in figures.items()
+        if name.endswith("/half_width")
+    }
     shown = {
-        label: str(Estimate(figures[name], halves[name])) if name in halves else f"{figures[name]:.4g}"
+        label: (
+            str(Estimate(figures[name], halves[name])) if name in halves else f"{figures[name]:.4g}"
+        )
         for label, name in objective.headlines.items()
     }
-    return Validation(rows=len(rows), figures=figures, shown=shown | {label: str(rule) for label, rule in (beside or {}).items()})
+    return Validation(
+        rows=len(rows),
+        figures=figures,
+        shown=shown | {label: str(rule) for label, rule in (beside or {}).items()},
+    )
 
 
 def train_offline(
@@ -99,7 +137,14 @@ def train_offline(
             rows = draw(batch_size)
             samples = objective.samples(rows)
         with clock.phase("update"), backbone.checkpointing(policy, checkpointing):
-            step = update(policy, objective.loss, samples, optimizer, budget=budget, whole_groups=objective.whole_groups)
+            step = update(
+                policy,
+                objective.loss,
+                samples,
+                optimizer,
+                budget=budget,
+                whole_groups=objective.whole_groups,
+            )
             budget = step.budget
         tokens = sum(sample.completion.size for sample in samples)
         metrics: dict[str, float] = {
@@ -115,7 +160,9 @@ def train_offline(
 
 
 def demonstration_samples(rows: Sequence[Demonstration]) -> list[Sample]:
-    """Demonstrations as samples: every completion token of the step weighs the same (`token_mean`), EOS included."""
+    """Demonstrations as samples: every completion token of the step weighs the same (`token_mean`),
+    EOS included.
+    """
     tokens_R = np.array([row.completion.size for row in rows], dtype=np.int64)
     weight_R = TokenMean()(tokens_R, np.arange(len(rows)))
     return [
@@ -141,7 +188,10 @@ def token_nll(passed: BatchPass) -> tuple[Tensor, Tensor]:
 SFT: Objective[Demonstration] = Objective(
     samples=demonstration_samples,
     loss=token_nll,
-    measure=lambda rows, assessment: {"nll": assessment.loss, "perplexity": float(np.exp(min(assessment.loss, 50.0)))},
+    measure=lambda rows, assessment: {
+        "nll": assessment.loss,
+        "perplexity": float(np.exp(min(assessment.loss, 50.0))),
+    },
     headlines={"held-out nll": "nll", "perplexity": "perplexity"},
 )
 """Supervised fine-tuning on demonstrations."""

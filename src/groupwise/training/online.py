@@ -1,8 +1,10 @@
-"""The reinforcement-learning loop: prompts -> rollouts -> rewards -> credit -> weights -> packed updates -> a `Step`.
+"""The reinforcement-learning loop: prompts -> rollouts -> rewards -> credit -> weights -> packed
+updates -> a `Step`.
 
-`train_online` is the whole algorithm on one screen; every stage it calls is an ordinary function that a loop of your own can call
-too.  It logs and saves nothing: it yields a `Step` after every rollout, and the caller logs, saves and stops.  A critic that is
-trained before the policy has a loop of its own, `pretrain_critic`.
+`train_online` is the whole algorithm on one screen; every stage it calls is an ordinary function
+that a loop of your own can call too.  It logs and saves nothing: it yields a `Step` after every
+rollout, and the caller logs, saves and stops.  A critic that is trained before the policy has a
+loop of its own, `pretrain_critic`.
 
 R completions of an optimizer step   N their trained tokens   M trained positions of a micro-batch
 """
@@ -52,30 +54,51 @@ def train_online(
 ) -> Iterator[Step]:
     """Train `policy` in place on groups; yield a `Step` after every rollout and its updates.
 
-    docs/grpo_in_one_file.py does the same without the library and without packing; `groupwise explain` shows one step in numbers.
+    docs/grpo_in_one_file.py does the same without the library and without packing; `groupwise
+    explain` shows one step in numbers.
     rollouts: the groups of each step: sampled (`groups.SampledRollouts`), recorded, or yours.
     budget: packed positions per forward and backward pass; it cannot change an update.
-    reference, critic, teacher: exactly those that the algorithm needs (`Algorithm.needs`).  The reference is frozen.
-    A critic on the policy's backbone is trained in the policy's pass, a separate critic in a pass after it.
-    Raises ConfigError for a model that is missing or not needed; Diverged, RewardError, EngineError.
+    reference, critic, teacher: exactly those that the algorithm needs (`Algorithm.needs`).  The
+    reference is frozen. A critic on the policy's backbone is trained in the policy's pass, a
+    separate critic in a pass after it.
+    Raises ConfigError for a model that is missing or not needed; Diverged, RewardError,
+    EngineError.
     """
     check_models(algorithm, reference=reference, critic=critic, teacher=teacher)
-    optimizers = [optimizer] if critic is None or not critic.shared else [optimizer, critic.optimizer]
+    optimizers = (
+        [optimizer] if critic is None or not critic.shared else [optimizer, critic.optimizer]
+    )
     for clock, number, (groups, drawn) in timed(rollouts):
         version = optimizer.taken
         with clock.phase("signals"):
             hinted = None if teacher is None else teacher.with_hints(groups)
             scorer = policy if scores_first(algorithm, groups, group, policy) else None
             groups = add_signals(
-                groups, algorithm, reference=reference, scorer=scorer, teacher=hinted, critic=critic, budget=budget
+                groups,
+                algorithm,
+                reference=reference,
+                scorer=scorer,
+                teacher=hinted,
+                critic=critic,
+                budget=budget,
             )
         advantages, one_pass = algorithm.advantages(groups), minibatches(groups, group)
         updates: list[Assessment] = []
         with clock.phase("update"), recomputing(policy, critic, checkpointing):
             for minibatch in one_pass * group.updates_per_rollout:
-                samples = weigh([groups[i] for i in minibatch], [advantages[i] for i in minibatch], algorithm)
+                samples = weigh(
+                    [groups[i] for i in minibatch], [advantages[i] for i in minibatch], algorithm
+                )
                 now = with_entropy_bonus(algorithm, optimizer, samples)
-                loss = step_loss(policy, now, samples, critic=critic, teacher=hinted, number=optimizer.taken, budget=budget)
+                loss = step_loss(
+                    policy,
+                    now,
+                    samples,
+                    critic=critic,
+                    teacher=hinted,
+                    number=optimizer.taken,
+                    budget=budget,
+                )
                 updates.append(update(policy, loss, loss.samples, *optimizers, budget=budget))
                 budget = updates[-1].budget
                 if critic is not None and not critic.shared:
@@ -83,7 +106,17 @@ def train_online(
         with clock.phase("sync"):
             rollouts.sync(optimizer.taken)
             follow(number, group, policy, reference, teacher)
-        yield step_of(number, groups, advantages, updates, algorithm, drawn, clock, first=len(one_pass), version=version)
+        yield step_of(
+            number,
+            groups,
+            advantages,
+            updates,
+            algorithm,
+            drawn,
+            clock,
+            first=len(one_pass),
+            version=version,
+        )
 
 
 def pretrain_critic(
@@ -98,43 +131,63 @@ def pretrain_critic(
     teacher: Teacher | None = None,
     checkpointing: bool = False,
 ) -> Iterator[Step]:
-    """Train a critic alone, on the returns of a policy that stays as it is; yield a `Step` after every rollout.
+    """Train a critic alone, on the returns of a policy that stays as it is; yield a `Step` after
+    every rollout.
 
-    It comes before `train_online`, whose arguments it has but for the optimizer.  The loss in its metrics is the policy's.
-    """
+    It comes before `train_online`, whose arguments it has but for the optimizer.  The loss in its
+    metrics is the policy's."""
     check_models(algorithm, reference=reference, critic=critic, teacher=teacher)
     for clock, number, (groups, drawn) in timed(rollouts):
         with clock.phase("signals"):
             hinted = None if teacher is None else teacher.with_hints(groups)
             scorer = policy if scores_first(algorithm, groups, group, policy) else None
             groups = add_signals(
-                groups, algorithm, reference=reference, scorer=scorer, teacher=hinted, critic=critic, budget=budget
+                groups,
+                algorithm,
+                reference=reference,
+                scorer=scorer,
+                teacher=hinted,
+                critic=critic,
+                budget=budget,
             )
         advantages, one_pass = algorithm.advantages(groups), minibatches(groups, group)
         seen: list[Assessment] = []
         with clock.phase("update"), recomputing(policy, critic, checkpointing):
             for minibatch in one_pass * group.updates_per_rollout:
-                samples = weigh([groups[i] for i in minibatch], [advantages[i] for i in minibatch], algorithm)
+                samples = weigh(
+                    [groups[i] for i in minibatch], [advantages[i] for i in minibatch], algorithm
+                )
                 loss = step_loss(policy, algorithm, samples, teacher=hinted, budget=budget)
                 seen.append(assess(policy, loss, loss.samples, budget=budget))
                 budget = update_critic(critic, loss, budget=seen[-1].budget)
         if teacher is not None:
             reshard(teacher.policy)
-        yield step_of(number, groups, advantages, seen, algorithm, drawn, clock, first=len(one_pass))
+        yield step_of(
+            number, groups, advantages, seen, algorithm, drawn, clock, first=len(one_pass)
+        )
 
 
 def check_models(algorithm: Algorithm, **models: object) -> None:
-    """Raises ConfigError for a model (reference, critic, teacher) that the algorithm needs and that is None, or the reverse."""
+    """Raises ConfigError for a model (reference, critic, teacher) that the algorithm needs and that
+    is None, or the reverse.
+    """
     for (name, model), needed in zip(models.items(), algorithm.needs, strict=True):
         if (model is None) == needed:
-            remedy = f"needs a {name}: pass {name}=" if needed else f"has no use for a {name}: leave {name}= out"
+            remedy = (
+                f"needs a {name}: pass {name}="
+                if needed
+                else f"has no use for a {name}: leave {name}= out"
+            )
             raise ConfigError(f"the algorithm {algorithm.name} {remedy}")
 
 
 @contextmanager
 def recomputing(policy: Policy, critic: Critic | None, on: bool) -> Iterator[None]:
     """The region in which policy and critic recompute activations in the backward pass, if `on`."""
-    with backbone.checkpointing(policy, on), backbone.checkpointing(policy if critic is None else critic.policy, on):
+    with (
+        backbone.checkpointing(policy, on),
+        backbone.checkpointing(policy if critic is None else critic.policy, on),
+    ):
         yield
 
 
@@ -150,18 +203,30 @@ def timed(rollouts: Rollouts) -> Iterator[tuple[Clock, int, Collected]]:
         yield clock, *taken
 
 
-def with_entropy_bonus(algorithm: Algorithm, optimizer: Optimizer, samples: Sequence[Sample]) -> Algorithm:
-    """The algorithm with the entropy bonus of this step, by the sampled entropy (mean of -log p) of its trained tokens."""
+def with_entropy_bonus(
+    algorithm: Algorithm, optimizer: Optimizer, samples: Sequence[Sample]
+) -> Algorithm:
+    """The algorithm with the entropy bonus of this step, by the sampled entropy (mean of -log p) of
+    its trained tokens.
+    """
     if algorithm.entropy_target is None:
         return algorithm
     drawn = [-sample.behavior_logp[sample.weight != 0] for sample in samples]
     if not any(map(len, drawn)):  # nothing is trained: the coefficient stays
         return replace(algorithm, entropy_bonus=0.0)
-    algorithm, optimizer.entropy_bonus = algorithm.with_bonus(optimizer.entropy_bonus, float(np.concatenate(drawn).mean()))
+    algorithm, optimizer.entropy_bonus = algorithm.with_bonus(
+        optimizer.entropy_bonus, float(np.concatenate(drawn).mean())
+    )
     return algorithm
 
 
-def follow(number: int, group: GroupSettings, policy: Policy, reference: Policy | None, teacher: Teacher | None) -> None:
+def follow(
+    number: int,
+    group: GroupSettings,
+    policy: Policy,
+    reference: Policy | None,
+    teacher: Teacher | None,
+) -> None:
     """After step `number`: move the reference, if it is due, and a teacher that follows the policy."""
     if teacher is not None:
         reshard(teacher.policy)
@@ -172,9 +237,13 @@ def follow(number: int, group: GroupSettings, policy: Policy, reference: Policy 
 
 
 def refresh(reference: Policy, policy: Policy, share: float) -> None:
-    """Move the reference to the policy: `ref = share x theta + (1 - share) x ref` (TR-DPO, 2404.09656)."""
+    """Move the reference to the policy: `ref = share x theta + (1 - share) x ref` (TR-DPO,
+    2404.09656).
+    """
     with torch.no_grad():
-        for frozen, trained in zip(reference.model.parameters(), policy.model.parameters(), strict=True):
+        for frozen, trained in zip(
+            reference.model.parameters(), policy.model.parameters(), strict=True
+        ):
             frozen.lerp_(trained.to(frozen.dtype), share)
 
 
@@ -193,7 +262,15 @@ def step_of(
     """The record of a step.   first: optimizer steps of the first pass.   version: see `measure`."""
     return Step(
         number=number,
-        metrics=measure(groups, updates, algorithm, drawn, minibatches=first, seconds=clock.seconds, version=version),
+        metrics=measure(
+            groups,
+            updates,
+            algorithm,
+            drawn,
+            minibatches=first,
+            seconds=clock.seconds,
+            version=version,
+        ),
         timings=clock.seconds | comm.waiting(),
         groups=groups,
         advantages=advantages,
@@ -203,5 +280,14 @@ def step_of(
 
 
 def first_pass(groups: Sequence[Scored], updates: Sequence[Assessment]) -> list[list[np.ndarray]]:
-    """Per group and completion (n_i,): the log-probs that its first update saw; empty where nothing was computed."""
-    return by_completion(groups, [(sample, logp) for one in updates for sample, logp in zip(one.samples, one.seen, strict=True)])
+    """Per group and completion (n_i,): the log-probs that its first update saw; empty where nothing
+    was computed.
+    """
+    return by_completion(
+        groups,
+        [
+            (sample, logp)
+            for one in updates
+            for sample, logp in zip(one.samples, one.seen, strict=True)
+        ],
+    )

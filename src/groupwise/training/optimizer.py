@@ -1,6 +1,8 @@
-"""AdamW with its schedule, gradient clipping, and the rule that a step which is not finite is never taken.
+"""AdamW with its schedule, gradient clipping, and the rule that a step which is not finite is never
+taken.
 
-For bfloat16 weights the optimizer keeps float32 masters and sums the gradients of all micro-batches in float32.
+For bfloat16 weights the optimizer keeps float32 masters and sums the gradients of all micro-batches
+in float32.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from groupwise.utils.spelling import counted
 
 
 def learning_rate(settings: OptimizerSettings, step: int, total: int) -> float:
-    """Learning rate of optimizer step `step` (from 0) of `total`: linear warm-up, then constant, linear or cosine.
+    """Learning rate of optimizer step `step` (from 0) of `total`: linear warm-up, then constant,
+    linear or cosine.
 
     >>> s = OptimizerSettings(lr=0.1, schedule="cosine", warmup_steps=2, min_lr_ratio=0.1)
     >>> [round(learning_rate(s, k, 6), 4) for k in range(6)]
@@ -63,7 +66,11 @@ class Optimizer:
 
     def __init__(self, model: nn.Module, settings: OptimizerSettings, total_steps: int) -> None:
         self.settings, self.total = settings, total_steps
-        named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        named = [
+            (name, parameter)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        ]
         self.parameters = [parameter for _, parameter in named]
         self.names = [name for name, _ in named]
         if not self.parameters:
@@ -76,7 +83,10 @@ class Optimizer:
         decayed = [m for m in self.masters if m.ndim >= 2]
         plain = [m for m in self.masters if m.ndim < 2]
         self.adamw = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": plain, "weight_decay": 0.0}],
+            [
+                {"params": decayed, "weight_decay": settings.weight_decay},
+                {"params": plain, "weight_decay": 0.0},
+            ],
             lr=settings.lr,
             betas=settings.betas,
             eps=settings.eps,
@@ -85,21 +95,24 @@ class Optimizer:
         self.taken = 0
         """Optimizer steps taken or skipped."""
         self.exchanging = False
-        """True while gradients are summed over the processes: another one may have them already and take the step, and would not
-        get to its end without this process."""
+        """True while gradients are summed over the processes: another one may have them already and
+        take the step, and would not get to its end without this process."""
         self.nonfinite = 0
         """Steps in a row that were skipped."""
         self.entropy_bonus = 0.0
-        """Coefficient of an adaptive entropy bonus (`Algorithm.with_bonus`), which moves with every step."""
+        """Coefficient of an adaptive entropy bonus (`Algorithm.with_bonus`), which moves with every
+        step.
+        """
 
     def step(self) -> StepStats:
         """Sum the gradients of all processes, clip, update the weights, clear the gradients.
 
-        A parameter without a gradient had a gradient of 0 (all of the step was skipped; an expert that no token was routed to): it
-        moves by its moments, as it would if what was skipped had been computed.
+        A parameter without a gradient had a gradient of 0 (all of the step was skipped; an expert
+        that no token was routed to): it moves by its moments, as it would if what was skipped had
+        been computed.
 
-        Skips an update whose gradient is not finite.  Raises Diverged after `max_nonfinite_steps` of them in a row.
-        """
+        Skips an update whose gradient is not finite.  Raises Diverged after `max_nonfinite_steps`
+        of them in a row."""
         lr = learning_rate(self.settings, self.taken, self.total)
         for group in self.adamw.param_groups:
             group["lr"] = lr
@@ -126,8 +139,8 @@ class Optimizer:
         if self.nonfinite >= self.settings.max_nonfinite_steps:
             first = ", ".join(broken) or "overflow of the norm"
             raise Diverged(
-                f"the gradient was not finite {counted(self.nonfinite, 'step')} in a row (first of them: {first}); "
-                "lower optimizer.lr, or look at the last rollouts"
+                f"the gradient was not finite {counted(self.nonfinite, 'step')} in a row (first of"
+                f" them: {first}); lower optimizer.lr, or look at the last rollouts"
             )
         return StepStats(norm, lr, not finite, self.entropy_bonus)
 
@@ -144,7 +157,9 @@ class Optimizer:
 
     def _broken(self) -> list[str]:
         graded = ((name, master.grad) for name, master in self._named() if master.grad is not None)
-        broken = (name for name, gradient in graded if not torch.isfinite(fsdp.whole(gradient)).all())
+        broken = (
+            name for name, gradient in graded if not torch.isfinite(fsdp.whole(gradient)).all()
+        )
         return [name for name, _ in zip(broken, range(5), strict=False)]
 
     def numbers(self) -> dict[str, Any]:
@@ -154,13 +169,22 @@ class Optimizer:
         return numbers | ({"entropy_bonus": self.entropy_bonus} if self.entropy_bonus else {})
 
     def tensors(self) -> dict[str, Tensor]:
-        """Moments and float32 masters by name (no copies), sharded as their parameters are; no moments before the first step."""
-        tensors = {f"master.{name}": master.detach() for name, master in self._named() if self.lower}
+        """Moments and float32 masters by name (no copies), sharded as their parameters are; no
+        moments before the first step.
+        """
+        tensors = {
+            f"master.{name}": master.detach() for name, master in self._named() if self.lower
+        }
         for name, master in self._named() if self.adamw.state else ():
-            tensors |= {f"{kind}.{name}": self.adamw.state[master][kind] for kind in ("exp_avg", "exp_avg_sq")}
+            tensors |= {
+                f"{kind}.{name}": self.adamw.state[master][kind]
+                for kind in ("exp_avg", "exp_avg_sq")
+            }
         return tensors
 
-    def restore(self, numbers: Mapping[str, Any], read: Callable[[Mapping[str, Tensor]], None]) -> None:
+    def restore(
+        self, numbers: Mapping[str, Any], read: Callable[[Mapping[str, Tensor]], None]
+    ) -> None:
         """Continue from `numbers()` and `tensors()`; the weights themselves are the policy's.
 
         read: fills the tensors that it is given, by name.
@@ -169,7 +193,9 @@ class Optimizer:
         self.entropy_bonus = float(numbers.get("entropy_bonus", 0.0))
         for master in self.masters if numbers["adam_steps"] else ():
             step = torch.tensor(float(numbers["adam_steps"]), device=master.device)
-            moments = {kind: torch.zeros_like(master.detach()) for kind in ("exp_avg", "exp_avg_sq")}
+            moments = {
+                kind: torch.zeros_like(master.detach()) for kind in ("exp_avg", "exp_avg_sq")
+            }
             self.adamw.state[master] = {"step": step, **moments}
         with torch.no_grad():
             read(self.tensors())

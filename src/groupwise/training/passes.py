@@ -1,8 +1,9 @@
-"""A packed pass: samples with their final weights -> packed micro-batches -> a function of each, and its numbers per token.
+"""A packed pass: samples with their final weights -> packed micro-batches -> a function of each,
+and its numbers per token.
 
-`update` makes the pass and takes one optimizer step, `assess` makes it without learning (what validation reports is what training
-minimises), and `score` reads log-probs.  The pass is the same for every objective; the loss of a batch differs (`training.loss`).
-"""
+`update` makes the pass and takes one optimizer step, `assess` makes it without learning (what
+validation reports is what training minimises), and `score` reads log-probs.  The pass is the same
+for every objective; the loss of a batch differs (`training.loss`)."""
 
 from __future__ import annotations
 
@@ -24,7 +25,12 @@ from groupwise.models.moe import balanced
 from groupwise.models.passes import ForwardOutput, forward, packed_for, reshard
 from groupwise.models.policy import Policy
 from groupwise.ops.in_place_gradients import summed_in_place
-from groupwise.ops.linear_cross_entropy import FusedLoss, PositionSupport, WholeLoss, chosen_logprobs
+from groupwise.ops.linear_cross_entropy import (
+    FusedLoss,
+    PositionSupport,
+    WholeLoss,
+    chosen_logprobs,
+)
 from groupwise.records import Batch, Sample
 from groupwise.training.optimizer import Optimizer, StepStats
 from groupwise.utils.terminal import logger
@@ -65,13 +71,20 @@ class BatchPass:
         return self.policy.precision()
 
     def head(self, *, fused: bool, entropy: bool = False) -> FusedLoss | WholeLoss:
-        """The log-probs (and entropies) of the trained tokens, chunk by chunk; each chunk is to be given its loss.
+        """The log-probs (and entropies) of the trained tokens, chunk by chunk; each chunk is to be
+        given its loss.
 
-        fused: a token's loss depends on no other token, so that the head's gradient is taken while its logits are at hand.  The
-        loss is differentiated as it is returned, multiplied by nothing: an update then sums one gradient of the head in place.
-        """
+        fused: a token's loss depends on no other token, so that the head's gradient is taken while
+            its logits are at hand.  The loss is differentiated as it is returned, multiplied by
+            nothing: an update then sums one gradient of the head in place."""
         batch, rows_M = self.batch, self.rows_M
-        inputs = self.hidden_MD, self.policy.head, batch.target_P[rows_M], batch.temperature_P[rows_M], support_of(batch)
+        inputs = (
+            self.hidden_MD,
+            self.policy.head,
+            batch.target_P[rows_M],
+            batch.temperature_P[rows_M],
+            support_of(batch),
+        )
         with self.precision():
             if fused and torch.is_grad_enabled():
                 return FusedLoss(*inputs, entropy=entropy, as_is=True)
@@ -79,8 +92,8 @@ class BatchPass:
 
 
 BatchLoss = Callable[[BatchPass], tuple[Tensor, Tensor]]
-"""Gives the weighted loss of a batch, a differentiable scalar, and for the log a number per trained position (M,), or two (M, 2):
-log-probs and entropies."""
+"""Gives the weighted loss of a batch, a differentiable scalar, and for the log a number per trained
+position (M,), or two (M, 2): log-probs and entropies."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -89,9 +102,13 @@ class Assessment:
 
     samples: list[Sample]
     seen: list[np.ndarray]
-    """Per sample (n_i,): what the loss reported of its tokens (log-probs, scores), before the step where there is one."""
+    """Per sample (n_i,): what the loss reported of its tokens (log-probs, scores), before the step
+    where there is one.
+    """
     entropy: list[np.ndarray]
-    """Per sample (n_i,): the policy's entropy at its tokens, nats; 0 where the loss did not report it."""
+    """Per sample (n_i,): the policy's entropy at its tokens, nats; 0 where the loss did not report
+    it.
+    """
     loss: float
     positions: list[int]
     """Packed positions that each process worked on."""
@@ -102,13 +119,21 @@ class Assessment:
 
 
 def update(
-    policy: Policy, loss: BatchLoss, samples: Sequence[Sample], *optimizers: Optimizer, budget: int, whole_groups: bool = False
+    policy: Policy,
+    loss: BatchLoss,
+    samples: Sequence[Sample],
+    *optimizers: Optimizer,
+    budget: int,
+    whole_groups: bool = False,
 ) -> Assessment:
-    """One pass over the samples, at most `budget` positions at a time, backward too, and one step of each optimizer.
+    """One pass over the samples, at most `budget` positions at a time, backward too, and one step
+    of each optimizer.
 
-    Sample weights are final, so the budget, the order and the number of processes do not change the step: each process computes its
-    part of the packed positions, the results are gathered on all, and the optimizers take the sum of their gradients.
-    optimizers: of what the loss trains; the first one's step is reported.  None: the same loss without a gradient or a step.
+    Sample weights are final, so the budget, the order and the number of processes do not change the
+    step: each process computes its part of the packed positions, the results are gathered on all,
+    and the optimizers take the sum of their gradients.
+    optimizers: of what the loss trains; the first one's step is reported.  None: the same loss
+        without a gradient or a step.
     whole_groups: never cut a group (pairs are compared with each other).
 
     If memory runs out, the pass is repeated with half the budget, down to one sample at a time.
@@ -119,7 +144,9 @@ def update(
             optimizer.clear()  # of what a pass that was interrupted, or did not fit, has left
         computed: list[tuple[int, np.ndarray]] = []
         positions = 0
-        total = torch.zeros((), dtype=torch.promote_types(policy.dtype, torch.float32), device=policy.device)
+        total = torch.zeros(
+            (), dtype=torch.promote_types(policy.dtype, torch.float32), device=policy.device
+        )
         try:
             with (
                 torch.set_grad_enabled(learn),  # whatever the program around has set
@@ -143,7 +170,12 @@ def update(
         value = seen_M = batch = batches = None
         if policy.device.type == "cuda":
             torch.cuda.empty_cache()
-        log.warning("%d packed positions at a time do not fit into memory: going on with %d, to the same result", budget, smaller)
+        log.warning(
+            "%d packed positions at a time do not fit into memory: going on with %d, to the same"
+            " result",
+            budget,
+            smaller,
+        )
         budget = smaller
     reshard(policy)
     seen = [np.zeros(sample.completion.size) for sample in samples]
@@ -167,32 +199,54 @@ def update(
 
 
 def _smaller(error: RuntimeError, samples: Sequence[Sample], budget: int) -> int:
-    """The next budget after a pass that failed.  Raises MemoryExceeded where there is none, and an error that is not of memory."""
+    """The next budget after a pass that failed.  Raises MemoryExceeded where there is none, and an
+    error that is not of memory.
+    """
     if not out_of_memory(error):
         raise error
     lengths = [sample.prompt.size + sample.completion.size for sample in samples]
     smaller = min(budget, sum(lengths)) // 2
     if comm.world().size > 1 or smaller < max(lengths):
         raise MemoryExceeded(
-            f"{budget} packed positions at a time do not fit into memory ({str(error).splitlines()[0]}); lower "
-            "optimizer.tokens_per_microbatch, or set model.gradient_checkpointing: true"
+            f"{budget} packed positions at a time do not fit into memory"
+            f" ({str(error).splitlines()[0]}); lower optimizer.tokens_per_microbatch, or set"
+            " model.gradient_checkpointing: true"
         ) from error
     return smaller
 
 
-def assess(policy: Policy, loss: BatchLoss, samples: Sequence[Sample], *, budget: int, whole_groups: bool = False) -> Assessment:
+def assess(
+    policy: Policy,
+    loss: BatchLoss,
+    samples: Sequence[Sample],
+    *,
+    budget: int,
+    whole_groups: bool = False,
+) -> Assessment:
     """`update` without a gradient or a step."""
     return update(policy, loss, samples, budget=budget, whole_groups=whole_groups)
 
 
-def batches_of(policy: Policy, samples: Sequence[Sample], budget: int, *, whole_groups: bool = False) -> list[Batch]:
-    """Batches of this process's part of the samples, which all processes hold, packed as the policy needs; see `packing.pack`."""
-    return packed_for(policy, samples, budget, whole_groups=whole_groups, world=comm.world(), even=policy.sharded)
+def batches_of(
+    policy: Policy, samples: Sequence[Sample], budget: int, *, whole_groups: bool = False
+) -> list[Batch]:
+    """Batches of this process's part of the samples, which all processes hold, packed as the policy
+    needs; see `packing.pack`.
+    """
+    return packed_for(
+        policy, samples, budget, whole_groups=whole_groups, world=comm.world(), even=policy.sharded
+    )
 
 
 def support_of(batch: Batch) -> PositionSupport | None:
-    """The support of a batch's trained rows, if any rollout of it was truncated by top-k, top-p or min-p."""
-    return None if batch.support is None else PositionSupport(ids_E=batch.support[0], begin_M=batch.support[1])
+    """The support of a batch's trained rows, if any rollout of it was truncated by top-k, top-p or
+    min-p.
+    """
+    return (
+        None
+        if batch.support is None
+        else PositionSupport(ids_E=batch.support[0], begin_M=batch.support[1])
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,11 +257,14 @@ class Scores:
     entropy: list[np.ndarray]
 
 
-def score(policy: Policy, samples: Sequence[Sample], *, budget: int, entropy: bool = False) -> Scores:
-    """Log-probs (and entropies) of every completion token, at the temperature and over the support it was sampled with.
+def score(
+    policy: Policy, samples: Sequence[Sample], *, budget: int, entropy: bool = False
+) -> Scores:
+    """Log-probs (and entropies) of every completion token, at the temperature and over the support
+    it was sampled with.
 
-    Packed with shared prompts, `budget` positions at a time; no gradient.  Entropies are zeros unless `entropy` is set.
-    Of several processes each computes its part, and each gets the whole.
+    Packed with shared prompts, `budget` positions at a time; no gradient.  Entropies are zeros
+    unless `entropy` is set. Of several processes each computes its part, and each gets the whole.
     """
     assessed = assess(policy, partial(_read, entropy=entropy), samples, budget=budget)
     return Scores(assessed.seen, assessed.entropy)
@@ -226,12 +283,16 @@ def seen_by(head: FusedLoss | WholeLoss) -> Tensor:
 
 
 def balance(updates: Sequence[Assessment]) -> dict[str, float]:
-    """How evenly the packed positions of updates lie over processes: the fullest one's over the mean, and each one's idle share.
+    """How evenly the packed positions of updates lie over processes: the fullest one's over the
+    mean, and each one's idle share.
 
     Empty for a single process.
     """
     total = np.sum([step.positions for step in updates], axis=0)
     if total.size < 2 or not total.any():
         return {}
-    idle = {f"ranks/idle/{rank}": 1.0 - float(load) / float(total.max()) for rank, load in enumerate(total)}
+    idle = {
+        f"ranks/idle/{rank}": 1.0 - float(load) / float(total.max())
+        for rank, load in enumerate(total)
+    }
     return {"ranks/imbalance": float(total.max() / total.mean()), **idle}

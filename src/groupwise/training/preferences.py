@@ -1,7 +1,9 @@
-"""Objectives that compare completions: reward models (Bradley-Terry), DPO and IPO, and process reward models.
+"""Objectives that compare completions: reward models (Bradley-Terry), DPO and IPO, and process
+reward models.
 
-The two sides of a pair are one group: their prompt is computed once, and they share a micro-batch.  A sample's weight is its
-pair's share of the step; how its tokens make up one number (pooling) is a column of its own.
+The two sides of a pair are one group: their prompt is computed once, and they share a micro-batch.
+A sample's weight is its pair's share of the step; how its tokens make up one number (pooling) is a
+column of its own.
 
 n tokens of a completion   M read positions of a micro-batch   S its segments   R pairs
 """
@@ -37,13 +39,18 @@ BINS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """Edges of the reliability curve: probability of what the model prefers."""
 
 
-# ---- reward model ------------------------------------------------------------------------------------------------------------
+# ---- reward model
+# ------------------------------------------------------------------------------------------------------------
 
 
 def reward_objective(settings: RewardModelSettings) -> Objective[Pair]:
-    """Bradley-Terry on pooled scores, with the data's margins, optional centring and a language-model loss on both sides."""
+    """Bradley-Terry on pooled scores, with the data's margins, optional centring and a
+    language-model loss on both sides.
+    """
     return Objective(
-        samples=partial(reward_samples, pooling=settings.pooling, lm_coefficient=settings.lm_coefficient),
+        samples=partial(
+            reward_samples, pooling=settings.pooling, lm_coefficient=settings.lm_coefficient
+        ),
         loss=partial(reward_loss, centering=settings.centering, lm=settings.lm_coefficient > 0.0),
         measure=lambda rows, assessment: compared(*_sides(pooled(assessment))),
         examine=lambda rows, assessment: examined(*_sides(pooled(assessment)), rows),
@@ -52,8 +59,12 @@ def reward_objective(settings: RewardModelSettings) -> Objective[Pair]:
     )
 
 
-def reward_samples(rows: Sequence[Pair], *, pooling: Pooling, lm_coefficient: float = 0.0) -> list[Sample]:
-    """Chosen and rejected side of each pair, in turn: `pool` weighs each token's number, `lm` each token's log-prob."""
+def reward_samples(
+    rows: Sequence[Pair], *, pooling: Pooling, lm_coefficient: float = 0.0
+) -> list[Sample]:
+    """Chosen and rejected side of each pair, in turn: `pool` weighs each token's number, `lm` each
+    token's log-prob.
+    """
     spoken = lm_coefficient / max(sum(row.chosen.size + row.rejected.size for row in rows), 1)
     samples = []
     for i, row in enumerate(rows):
@@ -62,7 +73,11 @@ def reward_samples(rows: Sequence[Pair], *, pooling: Pooling, lm_coefficient: fl
             pool, lm = np.append(0.0, pool_weights(pooling, n)), np.append(np.full(n, spoken), 0.0)
             weight = np.where((pool != 0) | (lm != 0), 1.0 / len(rows), 0.0)
             margin = np.full(n + 1, row.margin)
-            samples.append(readout(f"{row.id}#{i}", row.prompt, completion, weight, pool=pool, lm=lm, margin=margin))
+            samples.append(
+                readout(
+                    f"{row.id}#{i}", row.prompt, completion, weight, pool=pool, lm=lm, margin=margin
+                )
+            )
     return samples
 
 
@@ -70,16 +85,23 @@ def reward_loss(passed: BatchPass, *, centering: float, lm: bool) -> tuple[Tenso
     """The pairs' weighted loss, and every read token's number (M,)."""
     policy, batch, rows_M, hidden_MD = passed.policy, passed.batch, passed.rows_M, passed.hidden_MD
     score_M = head_scores(policy, hidden_MD)
-    score_S = segment_sum(batch.extra_P["pool"][rows_M] * score_M, batch.segment_P[rows_M], batch.layout.segments)
+    score_S = segment_sum(
+        batch.extra_P["pool"][rows_M] * score_M, batch.segment_P[rows_M], batch.layout.segments
+    )
     chosen, rejected, end_R = _pairs_of(batch)
-    loss_R = pair_losses.bradley_terry(score_S[chosen], score_S[rejected], batch.extra_P["margin"][end_R], centering=centering)
+    loss_R = pair_losses.bradley_terry(
+        score_S[chosen], score_S[rejected], batch.extra_P["margin"][end_R], centering=centering
+    )
     value = (batch.weight_P[end_R] * loss_R).sum() + passed.router_loss
     if lm:
         lm_M = batch.extra_P["lm"][rows_M]
         spoken = torch.nonzero(lm_M)[:, 0]
         with policy.precision():
             logp, _ = chosen_logprobs(
-                hidden_MD[spoken], policy.head, batch.target_P[rows_M][spoken], batch.temperature_P[rows_M][spoken]
+                hidden_MD[spoken],
+                policy.head,
+                batch.target_P[rows_M][spoken],
+                batch.temperature_P[rows_M][spoken],
             )
         value = value - (lm_M[spoken] * logp).sum()
     return value, score_M
@@ -87,15 +109,23 @@ def reward_loss(passed: BatchPass, *, centering: float, lm: bool) -> tuple[Tenso
 
 def pooled(assessment: Assessment) -> np.ndarray:
     """The pooled score of every sample: the sum over its tokens of pooling weight x number."""
-    return np.array([float(sample.extra["pool"] @ seen) for sample, seen in zip(assessment.samples, assessment.seen, strict=True)])
+    return np.array(
+        [
+            float(sample.extra["pool"] @ seen)
+            for sample, seen in zip(assessment.samples, assessment.seen, strict=True)
+        ]
+    )
 
 
-# ---- DPO and IPO -------------------------------------------------------------------------------------------------------------
+# ---- DPO and IPO
+# -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Anchored:
-    """A pair with its tokens' log-probs under the reference, computed once because the reference is frozen."""
+    """A pair with its tokens' log-probs under the reference, computed once because the reference is
+    frozen.
+    """
 
     pair: Pair
     chosen_logp: np.ndarray
@@ -108,20 +138,26 @@ class Anchored:
 def anchored(reference: Policy, pairs: Sequence[Pair], *, budget: int) -> list[Anchored]:
     """Pairs with the log-probs of `reference` as it is now."""
     samples = [
-        _spoken(f"{i}", pair.prompt, completion, 1.0) for i, pair in enumerate(pairs) for completion in (pair.chosen, pair.rejected)
+        _spoken(f"{i}", pair.prompt, completion, 1.0)
+        for i, pair in enumerate(pairs)
+        for completion in (pair.chosen, pair.rejected)
     ]
     logp = score(reference, samples, budget=budget).logp
     return [Anchored(pair, *logp[2 * i : 2 * i + 2]) for i, pair in enumerate(pairs)]
 
 
 def dpo_objective(settings: PairSettings) -> Objective[Anchored]:
-    """DPO's logistic or IPO's squared loss on log-ratios to the reference; their difference is the implicit reward."""
+    """DPO's logistic or IPO's squared loss on log-ratios to the reference; their difference is the
+    implicit reward.
+    """
     rewards = partial(implicit_rewards, beta=settings.beta, mean=settings.loss == "ipo")
     return Objective(
         samples=dpo_samples,
         loss=partial(pair_loss, settings=settings),
         measure=lambda rows, assessment: compared(*_sides(rewards(assessment))),
-        examine=lambda rows, assessment: examined(*_sides(rewards(assessment)), [row.pair for row in rows]),
+        examine=lambda rows, assessment: examined(
+            *_sides(rewards(assessment)), [row.pair for row in rows]
+        ),
         headlines=PAIR_HEADLINES,
         whole_groups=True,
     )
@@ -143,24 +179,43 @@ def dpo_samples(rows: Sequence[Anchored]) -> list[Sample]:
 
 
 def pair_loss(passed: BatchPass, *, settings: PairSettings) -> tuple[Tensor, Tensor]:
-    """DPO's or IPO's weighted loss of pairs, whose sides are in one batch, and the log-probs of their tokens (M,)."""
+    """DPO's or IPO's weighted loss of pairs, whose sides are in one batch, and the log-probs of
+    their tokens (M,).
+    """
     batch, head = passed.batch, passed.head(fused=False)
     assert batch.reference_logp_P is not None
     segment_M, segments = batch.segment_P[passed.rows_M], batch.layout.segments
-    formula, pool = (pair_losses.ipo, segment_mean) if settings.loss == "ipo" else (pair_losses.dpo, segment_sum)
-    logp_S, reference_S = (pool(one, segment_M, segments) for one in (head.logp_M, batch.reference_logp_P[passed.rows_M]))
+    formula, pool = (
+        (pair_losses.ipo, segment_mean)
+        if settings.loss == "ipo"
+        else (pair_losses.dpo, segment_sum)
+    )
+    logp_S, reference_S = (
+        pool(one, segment_M, segments)
+        for one in (head.logp_M, batch.reference_logp_P[passed.rows_M])
+    )
     chosen, rejected, end_R = _pairs_of(batch)
-    loss_R = formula(logp_S[chosen], logp_S[rejected], reference_S[chosen], reference_S[rejected], beta=settings.beta)
+    loss_R = formula(
+        logp_S[chosen],
+        logp_S[rejected],
+        reference_S[chosen],
+        reference_S[rejected],
+        beta=settings.beta,
+    )
     return (batch.weight_P[end_R] * loss_R).sum() + passed.router_loss, seen_by(head)
 
 
 def implicit_rewards(assessment: Assessment, *, beta: float, mean: bool) -> np.ndarray:
     """`beta (l - ref)` of every sample, on sums (or means) over its tokens."""
-    gaps = [seen - sample.reference_logp for sample, seen in zip(assessment.samples, assessment.seen, strict=True)]
+    gaps = [
+        seen - sample.reference_logp
+        for sample, seen in zip(assessment.samples, assessment.seen, strict=True)
+    ]
     return beta * np.array([gap.mean() if mean else gap.sum() for gap in gaps])
 
 
-# ---- process reward model ----------------------------------------------------------------------------------------------------
+# ---- process reward model
+# ----------------------------------------------------------------------------------------------------
 
 
 def process_samples(rows: Sequence[Solution]) -> list[Sample]:
@@ -178,12 +233,17 @@ def process_loss(passed: BatchPass) -> tuple[Tensor, Tensor]:
     """Weighted cross-entropy of the steps' labels, and the logit of each step (M,)."""
     batch, rows_M = passed.batch, passed.rows_M
     logit_M = head_scores(passed.policy, passed.hidden_MD)
-    loss_M = binary_cross_entropy_with_logits(logit_M, batch.extra_P["label"][rows_M], reduction="none")
+    loss_M = binary_cross_entropy_with_logits(
+        logit_M, batch.extra_P["label"][rows_M], reduction="none"
+    )
     return (batch.weight_P[rows_M] * loss_M).sum() + passed.router_loss, logit_M
 
 
 def _step_metrics(rows: Sequence[Solution], assessment: Assessment) -> dict[str, float]:
-    right = [(seen[row.ends + 1] > 0) == (row.labels > 0.5) for row, seen in zip(rows, assessment.seen, strict=True)]
+    right = [
+        (seen[row.ends + 1] > 0) == (row.labels > 0.5)
+        for row, seen in zip(rows, assessment.seen, strict=True)
+    ]
     hits = np.concatenate(right)
     return {
         "accuracy": float(hits.mean()),
@@ -199,10 +259,13 @@ PROCESS: Objective[Solution] = Objective(
     measure=_step_metrics,
     headlines={"held-out loss": "loss", "step accuracy": "accuracy", "right steps": "right_steps"},
 )
-"""A process reward model: the probability that a step is right, read at its last token (PRM800K, 2305.20050)."""
+"""A process reward model: the probability that a step is right, read at its last token (PRM800K,
+2305.20050).
+"""
 
 
-# ---- what is measured of pairs -----------------------------------------------------------------------------------------------
+# ---- what is measured of pairs
+# -----------------------------------------------------------------------------------------------
 
 
 def compared(chosen_R: np.ndarray, rejected_R: np.ndarray) -> dict[str, float]:
@@ -216,8 +279,12 @@ def compared(chosen_R: np.ndarray, rejected_R: np.ndarray) -> dict[str, float]:
     }
 
 
-def examined(chosen_R: np.ndarray, rejected_R: np.ndarray, rows: Sequence[Pair]) -> dict[str, float]:
-    """The 95 % interval of pair accuracy, accuracy by which side is longer, and the calibration of the probabilities."""
+def examined(
+    chosen_R: np.ndarray, rejected_R: np.ndarray, rows: Sequence[Pair]
+) -> dict[str, float]:
+    """The 95 % interval of pair accuracy, accuracy by which side is longer, and the calibration of
+    the probabilities.
+    """
     gap_R = chosen_R - rejected_R
     longer_R = np.sign([row.chosen.size - row.rejected.size for row in rows])
     metrics = {"accuracy/half_width": proportion(_accuracy(gap_R) * gap_R.size, gap_R.size).half}
@@ -228,7 +295,8 @@ def examined(chosen_R: np.ndarray, rejected_R: np.ndarray, rows: Sequence[Pair])
 
 
 def calibration(gap_R: np.ndarray) -> dict[str, float]:
-    """Reliability curve: of pairs whose preferred side has a probability in a bin, the share that is in the right order.
+    """Reliability curve: of pairs whose preferred side has a probability in a bin, the share that
+    is in the right order.
 
     `calibration/error` is the mean distance between the two, weighted by pairs.
 
@@ -243,23 +311,27 @@ def calibration(gap_R: np.ndarray) -> dict[str, float]:
     for place, (low, high) in enumerate(pairwise(BINS)):
         if (inside_R := place_R == place).any():
             predicted, observed = float(sure_R[inside_R].mean()), float(right_R[inside_R].mean())
-            metrics |= {f"calibration/{low}-{high}/predicted": predicted, f"calibration/{low}-{high}/observed": observed}
+            metrics |= {
+                f"calibration/{low}-{high}/predicted": predicted,
+                f"calibration/{low}-{high}/observed": observed,
+            }
             metrics[f"calibration/{low}-{high}/pairs"] = float(inside_R.sum())
             error += inside_R.mean() * abs(predicted - observed)
     return {"calibration/error": float(error)} | metrics
 
 
-# ---- iterating ---------------------------------------------------------------------------------------------------------------
+# ---- iterating
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def preference_rows(groups: Iterable[Scored], judge: str | None = None) -> list[dict[str, Any]]:
     """New pairs from a policy's own completions: the best and the worst of each group by a judge.
 
     judge: the name of one of the groups' reward functions; None: their weighted sum.
-    Groups without a difference beyond rounding, with equal or with empty texts, give none.  A row keeps its prompt's columns, so
-    that the template of the old data fits: the reward model continues learning from the new pairs with a share of the old ones
-    (`reward_model.replay`), as in DeepSeekMath's Algorithm 1 (2402.03300).  Raises ConfigError for an unknown judge.
-    """
+    Groups without a difference beyond rounding, with equal or with empty texts, give none.  A row
+    keeps its prompt's columns, so that the template of the old data fits: the reward model
+    continues learning from the new pairs with a share of the old ones (`reward_model.replay`), as
+    in DeepSeekMath's Algorithm 1 (2402.03300).  Raises ConfigError for an unknown judge."""
     rows = []
     for group in groups:
         if judge is not None and judge not in group.names:
@@ -270,8 +342,12 @@ def preference_rows(groups: Iterable[Scored], judge: str | None = None) -> list[
         best, worst = (int(i) for i in (np.nanargmax(scores), np.nanargmin(scores)))
         chosen, rejected = group.rollouts[best].text, group.rollouts[worst].text
         if not alike(scores) and chosen != rejected and chosen.strip() and rejected.strip():
-            prompt = group.prompt.text if group.prompt.messages is None else list(group.prompt.messages)
-            rows.append({"prompt": prompt, **group.prompt.row, "chosen": chosen, "rejected": rejected})
+            prompt = (
+                group.prompt.text if group.prompt.messages is None else list(group.prompt.messages)
+            )
+            rows.append(
+                {"prompt": prompt, **group.prompt.row, "chosen": chosen, "rejected": rejected}
+            )
     return rows
 
 
@@ -282,18 +358,31 @@ def with_replay(new: Sequence[Pair], old: Sequence[Pair], share: float, seed: in
     []
     """
     count = min(round(share / (1.0 - share) * len(new)), len(old))
-    picked = np.random.default_rng(seed).choice(len(old), size=count, replace=False) if count else ()
+    picked = (
+        np.random.default_rng(seed).choice(len(old), size=count, replace=False) if count else ()
+    )
     return [*new, *(old[int(i)] for i in picked)]
 
 
-# ---- building blocks ---------------------------------------------------------------------------------------------------------
+# ---- building blocks
+# ---------------------------------------------------------------------------------------------------------
 
 
 def _spoken(
-    group: str, prompt: np.ndarray, completion: np.ndarray, weight: float, reference_logp: np.ndarray | None = None
+    group: str,
+    prompt: np.ndarray,
+    completion: np.ndarray,
+    weight: float,
+    reference_logp: np.ndarray | None = None,
 ) -> Sample:
     weight_n = np.full(completion.size, weight)
-    return Sample(group=group, prompt=prompt, completion=completion, weight=weight_n, reference_logp=reference_logp)
+    return Sample(
+        group=group,
+        prompt=prompt,
+        completion=completion,
+        weight=weight_n,
+        reference_logp=reference_logp,
+    )
 
 
 def _pairs_of(batch: Batch) -> tuple[list[int], list[int], list[int]]:

@@ -1,4 +1,6 @@
-"""Signals: numbers for every token that credit and loss read beside rewards, computed by models before a step's first update."""
+"""Signals: numbers for every token that credit and loss read beside rewards, computed by models
+before a step's first update.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,14 @@ def add_signals(
     critic: Critic | None = None,
     budget: int,
 ) -> list[Scored]:
-    """The groups with a column of each model that is there, computed packed with shared prompts (`records.Scored.signals`).
+    """The groups with a column of each model that is there, computed packed with shared prompts
+    (`records.Scored.signals`).
 
-    reference: `reference_logp`.   teacher: `teacher_logp`, after its own prompts, where the algorithm reads it.
+    reference: `reference_logp`.   teacher: `teacher_logp`, after its own prompts, where the
+        algorithm reads it.
     scorer: `scored_logp`, of the policy before its first update (`scores_first`).
-    critic: `value`, which the credit reads, and `return`, its regression target.  Then a new head's bias is moved, for the passes
-    that follow; `old_value` is the value with that bias.
+    critic: `value`, which the credit reads, and `return`, its regression target.  Then a new head's
+        bias is moved, for the passes that follow; `old_value` is the value with that bias.
     """
     samples = [sample_of(rollout) for group in groups for rollout in group.rollouts]
     columns = {
@@ -47,23 +51,37 @@ def add_signals(
     groups = list(groups)
     for name, column in columns.items():
         values = iter(column)
-        groups = [replace(one, signals={**one.signals, name: tuple(next(values) for _ in one.rollouts)}) for one in groups]
+        groups = [
+            replace(one, signals={**one.signals, name: tuple(next(values) for _ in one.rollouts)})
+            for one in groups
+        ]
     if critic is not None:
         targets = zip(groups, algorithm.returns(groups), strict=True)
-        groups = [replace(one, signals={**one.signals, "return": tuple(target)}) for one, target in targets]
+        groups = [
+            replace(one, signals={**one.signals, "return": tuple(target)})
+            for one, target in targets
+        ]
         groups = critic.centre(groups)
     return groups
 
 
-def scores_first(algorithm: Algorithm, groups: Sequence[Scored], group: GroupSettings, policy: Policy) -> bool:
-    """True if the policy must score the completions before its first update, which else computes their log-probs itself.
+def scores_first(
+    algorithm: Algorithm, groups: Sequence[Scored], group: GroupSettings, policy: Policy
+) -> bool:
+    """True if the policy must score the completions before its first update, which else computes
+    their log-probs itself.
 
-    That is so where a teacher has helped to sample, and where another engine has sampled and several updates follow, or the credit
-    compares log-probs with a reference's or a teacher's.  In bfloat16 a sampler's log-prob and a reference's differ by more than a
-    KL does, although the weights are the same: both are then taken from one computation.
+    That is so where a teacher has helped to sample, and where another engine has sampled and
+    several updates follow, or the credit compares log-probs with a reference's or a teacher's.  In
+    bfloat16 a sampler's log-prob and a reference's differ by more than a KL does, although the
+    weights are the same: both are then taken from one computation.
     """
     several = group.updates_per_rollout * len(minibatches(groups, group)) > 1
     in_reward = algorithm.needs_reference and algorithm.kl_place == "reward"
     low = policy.autocast or policy.dtype == torch.bfloat16
     elsewhere = algorithm.correction is not None
-    return algorithm.mix > 0.0 or (in_reward and low) or (elsewhere and (several or in_reward or algorithm.reads_teacher))
+    return (
+        algorithm.mix > 0.0
+        or (in_reward and low)
+        or (elsewhere and (several or in_reward or algorithm.reads_teacher))
+    )

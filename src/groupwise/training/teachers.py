@@ -1,7 +1,9 @@
-"""Teachers: another model, here or on servers, or the policy itself with a hint or as a moving average.
+"""Teachers: another model, here or on servers, or the policy itself with a hint or as a moving
+average.
 
-A teacher reads the policy's own packed stream, so a prompt is computed once for it too.  With a hint its prompts are longer: the
-same completions are then packed again behind them, and its rows are put into the order of the policy's.
+A teacher reads the policy's own packed stream, so a prompt is computed once for it too.  With a
+hint its prompts are longer: the same completions are then packed again behind them, and its rows
+are put into the order of the policy's.
 
 M trained positions of a batch   E the teacher's width
 """
@@ -51,9 +53,14 @@ class Demonstrations:
     seed: int = 0
 
     def of(self, update: int) -> list[Sample]:
-        """Those of an optimizer step, by its number: a seeded order, another one in each pass over the rows."""
+        """Those of an optimizer step, by its number: a seeded order, another one in each pass over
+        the rows.
+        """
         places = range(update * self.count, (update + 1) * self.count)
-        chosen = [self.rows[self._order(place // len(self.rows))[place % len(self.rows)]] for place in places]
+        chosen = [
+            self.rows[self._order(place // len(self.rows))[place % len(self.rows)]]
+            for place in places
+        ]
         weight = 1.0 / sum(row.completion.size for row in chosen)
         samples = []
         for i, row in enumerate(chosen):
@@ -65,7 +72,10 @@ class Demonstrations:
                     prompt=row.prompt,
                     completion=row.completion,
                     weight=ones,
-                    extra={f"{WEIGHT}demonstration_loss": self.lm * ones, f"{WEIGHT}teacher_divergence": self.divergence * ones},
+                    extra={
+                        f"{WEIGHT}demonstration_loss": self.lm * ones,
+                        f"{WEIGHT}teacher_divergence": self.divergence * ones,
+                    },
                 )
             )
         return samples
@@ -85,12 +95,16 @@ class Teacher:
     """Share of the policy that moves into the teacher after every step."""
     demonstrations: Demonstrations | None = None
     servers: ScoringServers | None = None
-    """Servers that give the teacher's log-probs of the drawn tokens; `policy` is then the one that learns."""
+    """Servers that give the teacher's log-probs of the drawn tokens; `policy` is then the one that
+    learns.
+    """
     hints: Mapping[str, np.ndarray] = field(default_factory=dict)
     """The hint's ids by group, which it reads before the policy's prompts."""
 
     def with_hints(self, groups: Sequence[Scored]) -> Teacher:
-        """The teacher as it reads these groups.  Raises ConfigError if a hint leaves no room for a completion."""
+        """The teacher as it reads these groups.  Raises ConfigError if a hint leaves no room for a
+        completion.
+        """
         if self.hint is None:
             return self
         hints = {}
@@ -100,14 +114,18 @@ class Teacher:
             longest = hints[prompt.id].size + max(map(_longest, group.rollouts))
             if longest > self.policy.context:
                 raise ConfigError(
-                    f"teacher.hint: with it {prompt.place} and its longest completion have {longest} tokens, more than the "
-                    f"teacher's context of {self.policy.context}: shorten it, or lower rollout.max_new_tokens"
+                    f"teacher.hint: with it {prompt.place} and its longest completion have"
+                    f" {longest} tokens, more than the teacher's context of {self.policy.context}:"
+                    " shorten it, or lower rollout.max_new_tokens"
                 )
         return replace(self, hints=hints)
 
     def read(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with the prompts that the teacher reads."""
-        return [_behind(self.hints[sample.group], sample) if sample.group in self.hints else sample for sample in samples]
+        return [
+            _behind(self.hints[sample.group], sample) if sample.group in self.hints else sample
+            for sample in samples
+        ]
 
     def logp(self, samples: Sequence[Sample], budget: int) -> list[np.ndarray]:
         """Per sample (n,): what it gives to the tokens that were drawn."""
@@ -118,9 +136,15 @@ class Teacher:
     @torch.no_grad()
     def states(self, batch: Batch, samples: Sequence[Sample]) -> Tensor:
         """Its hidden states (M, E) at the trained rows of a batch, which was packed from `samples`."""
-        policy, own = self.policy, list(dict.fromkeys(index for index in batch.samples if index >= 0))
-        # Frequencies that depend on the length are the policy's own affair: it may share prompts where the teacher may not.
-        if not own or not (policy.switches or any(samples[index].group in self.hints for index in own)):
+        policy, own = (
+            self.policy,
+            list(dict.fromkeys(index for index in batch.samples if index >= 0)),
+        )
+        # Frequencies that depend on the length are the policy's own affair: it may share prompts
+        # where the teacher may not.
+        if not own or not (
+            policy.switches or any(samples[index].group in self.hints for index in own)
+        ):
             with self._fused():
                 return forward(policy, batch).hidden_PD[batch.trained_M]
         hinted = self.read([samples[index] for index in own])
@@ -144,18 +168,32 @@ class Teacher:
 
     def _fused(self) -> Any:
         model = self.policy.model
-        # Then it is the policy, which is being trained; recurrent layers always have a `forward` of their own.
-        busy = any("forward" in vars(module) and not hasattr(module, PLACE) for module in model.modules())
+        # Then it is the policy, which is being trained; recurrent layers always have a `forward` of
+        # their own.
+        busy = any(
+            "forward" in vars(module) and not hasattr(module, PLACE) for module in model.modules()
+        )
         return nullcontext() if busy else fused_modules(model, keep=not self.policy.sharded)
 
     def divergence(
-        self, policy: Policy, batch: Batch, samples: Sequence[Sample], hidden_MD: Tensor, function: Callable[..., Tensor]
+        self,
+        policy: Policy,
+        batch: Batch,
+        samples: Sequence[Sample],
+        hidden_MD: Tensor,
+        function: Callable[..., Tensor],
     ) -> Tensor:
-        """How far the policy's next token is from the teacher's at a batch's trained rows (M,), differentiable with respect to the
-        policy's hidden states and head.   samples: that the batch was packed from."""
+        """How far the policy's next token is from the teacher's at a batch's trained rows (M,),
+        differentiable with respect to the policy's hidden states and head.   samples: that the
+        batch was packed from."""
 
         def checked(log_q_CV: Tensor, log_p_CV: Tensor) -> Tensor:
-            return checked_loss("divergence", function, called("divergence", function, log_q_CV, log_p_CV), log_q_CV[:, 0])
+            return checked_loss(
+                "divergence",
+                function,
+                called("divergence", function, log_q_CV, log_p_CV),
+                log_q_CV[:, 0],
+            )
 
         with policy.precision():
             return head_divergence(
@@ -171,21 +209,30 @@ class Teacher:
 def _longest(rollout: Rollout) -> int:
     """Tokens of the longest text that a part of a completion ends."""
     branches = () if rollout.episode is None else rollout.episode.branches
-    return max(context.size + end - begin for begin, end, context in stretches(len(rollout), rollout.prompt.tokens, branches))
+    return max(
+        context.size + end - begin
+        for begin, end, context in stretches(len(rollout), rollout.prompt.tokens, branches)
+    )
 
 
 def _behind(hint: np.ndarray, sample: Sample) -> Sample:
     """The sample with a hint before its prompt, and before the context of each branch."""
-    branches = tuple(replace(branch, context=np.concatenate([hint, branch.context])) for branch in sample.branches)
+    branches = tuple(
+        replace(branch, context=np.concatenate([hint, branch.context]))
+        for branch in sample.branches
+    )
     return replace(sample, prompt=np.concatenate([hint, sample.prompt]), branches=branches)
 
 
 def scored_by_servers(servers: ScoringServers, samples: Sequence[Sample]) -> list[np.ndarray]:
-    """Per sample (n,): what servers give to its completion's tokens.  Of several processes each asks for its share.
+    """Per sample (n,): what servers give to its completion's tokens.  Of several processes each
+    asks for its share.
 
     Raises PeerError, EngineError.
     """
-    assert all(sample.temperature == 1.0 and sample.support is None for sample in samples), "servers score raw logits alone"
+    assert all(sample.temperature == 1.0 and sample.support is None for sample in samples), (
+        "servers score raw logits alone"
+    )
 
     texts = [
         (context, sample.completion[begin:end])
@@ -203,14 +250,24 @@ def scored_by_servers(servers: ScoringServers, samples: Sequence[Sample]) -> lis
     return np.split(logp, np.cumsum([sample.completion.size for sample in samples])[:-1])
 
 
-def with_demonstrations(algorithm: Algorithm, samples: Sequence[Sample], shown: Sequence[Sample]) -> list[Sample]:
-    """Samples of rollouts and of demonstrations, with a column of weights for each term of the loss."""
+def with_demonstrations(
+    algorithm: Algorithm, samples: Sequence[Sample], shown: Sequence[Sample]
+) -> list[Sample]:
+    """Samples of rollouts and of demonstrations, with a column of weights for each term of the
+    loss.
+    """
     if not shown:
         return list(samples)
-    terms = {WEIGHT + name_of(term): not fact(term, "of_demonstrations") for term in algorithm.extra}
+    terms = {
+        WEIGHT + name_of(term): not fact(term, "of_demonstrations") for term in algorithm.extra
+    }
     terms[WEIGHT + POLICY] = True
     drawn = [
-        replace(sample, extra={name: sample.weight * of_rollouts for name, of_rollouts in terms.items()} | dict(sample.extra))
+        replace(
+            sample,
+            extra={name: sample.weight * of_rollouts for name, of_rollouts in terms.items()}
+            | dict(sample.extra),
+        )
         for sample in samples
     ]
     names = {*terms, *(name for sample in samples for name in sample.extra)}
@@ -221,4 +278,10 @@ def with_demonstrations(algorithm: Algorithm, samples: Sequence[Sample], shown: 
 
 def _with_columns(sample: Sample, numbers: Mapping[str, float]) -> Sample:
     """The sample with these columns and no others: its own numbers, or one for all tokens."""
-    return replace(sample, extra={name: sample.extra.get(name, np.full(sample.weight.size, n)) for name, n in numbers.items()})
+    return replace(
+        sample,
+        extra={
+            name: sample.extra.get(name, np.full(sample.weight.size, n))
+            for name, n in numbers.items()
+        },
+    )

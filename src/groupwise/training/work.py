@@ -1,9 +1,11 @@
-"""The work of a step: tokens that were shared, dead and computed again, and the FLOPs per second of its models.
+"""The work of a step: tokens that were shared, dead and computed again, and the FLOPs per second of
+its models.
 
 FLOPs of a forward pass over positions p, each of which sees c_p tokens, with logits at k of them:
-`2 B |p| + 4 L a sum_p c_p + 2 V d k` (B parameters of the blocks, L layers, attention a wide, V tokens in the vocabulary, d the
-model's width).  A backward pass takes twice that.  A prompt counts once for its group.  What is computed again to save memory does
-not count, as in model FLOPs utilisation; divide the figure by the peak of your device to get that.
+`2 B |p| + 4 L a sum_p c_p + 2 V d k` (B parameters of the blocks, L layers, attention a wide, V
+tokens in the vocabulary, d the model's width).  A backward pass takes twice that.  A prompt counts
+once for its group.  What is computed again to save memory does not count, as in model FLOPs
+utilisation; divide the figure by the peak of your device to get that.
 """
 
 from __future__ import annotations
@@ -57,18 +59,24 @@ class Meter:
                 prompt = group.prompt.tokens.size
                 every.append((group.prompt.id, prompt, len(rollout), int(rollout.trained.sum())))
                 if weight.size:
-                    trained.append((group.prompt.id, prompt, len(rollout), int(np.count_nonzero(weight))))
+                    trained.append(
+                        (group.prompt.id, prompt, len(rollout), int(np.count_nonzero(weight)))
+                    )
         total, used = sum(n for _, _, n, _ in every), sum(n for _, _, n, _ in trained)
         scored = "scored_logp" in step.groups[0].signals
         again = self.updates * (int(self.recompute) + int(self.threshold))
         metrics = {
-            "tokens/shared": float(sum((len(group.rollouts) - 1) * group.prompt.tokens.size for group in step.groups)),
+            "tokens/shared": float(
+                sum((len(group.rollouts) - 1) * group.prompt.tokens.size for group in step.groups)
+            ),
             "tokens/dead": float(total - used),
             "tokens/recomputed": float(scored * total + again * used),
         }
         seconds = sum(value for name, value in step.timings.items() if "/" not in name)
         if not self.experts and seconds > 0.0:
-            metrics["flops/per_second"] = self._flops(step, every, trained) / seconds / self.processes
+            metrics["flops/per_second"] = (
+                self._flops(step, every, trained) / seconds / self.processes
+            )
         return replace(step, metrics={**step.metrics, **metrics})
 
     def _flops(self, step: Step, every: list[Row], trained: list[Row]) -> float:
@@ -87,14 +95,20 @@ class Meter:
 def has_experts(policy: Policy) -> bool:
     """True for a mixture of experts."""
     config = policy.model.config.to_dict()
-    return any(config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    return any(
+        config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")
+    )
 
 
 def flops(shape: Shape, positions: float, seen: float, logits: float) -> float:
-    """FLOPs of a forward pass.   seen: tokens that the positions see, added up.   logits: positions that get them."""
+    """FLOPs of a forward pass.   seen: tokens that the positions see, added up.   logits: positions
+    that get them.
+    """
     blocks = shape.parameters - shape.outside
     attention = 4 * shape.layers * shape.heads * shape.head_width
-    return 2.0 * blocks * positions + attention * seen + 2.0 * shape.vocabulary * shape.hidden * logits
+    return (
+        2.0 * blocks * positions + attention * seen + 2.0 * shape.vocabulary * shape.hidden * logits
+    )
 
 
 def stretch(begin: int, count: int) -> float:
@@ -109,12 +123,21 @@ def stretch(begin: int, count: int) -> float:
 def sampling_flops(shape: Shape, rows: Iterable[Row]) -> float:
     """Each prompt once, with logits at its last token; then each completion's tokens but the last."""
     rows = list(rows)
-    prompts = sum(flops(shape, m, stretch(0, m), 1) for m in {group: m for group, m, _, _ in rows}.values())
-    return prompts + sum(flops(shape, max(n - 1, 0), stretch(m, max(n - 1, 0)), max(k - 1, 0)) for _, m, n, k in rows)
+    prompts = sum(
+        flops(shape, m, stretch(0, m), 1) for m in {group: m for group, m, _, _ in rows}.values()
+    )
+    return prompts + sum(
+        flops(shape, max(n - 1, 0), stretch(m, max(n - 1, 0)), max(k - 1, 0)) for _, m, n, k in rows
+    )
 
 
 def forward_flops(shape: Shape, rows: Iterable[Row]) -> float:
-    """A packed pass: of each prompt all tokens but the last once, then each completion behind that one."""
+    """A packed pass: of each prompt all tokens but the last once, then each completion behind that
+    one.
+    """
     rows = list(rows)
-    prompts = sum(flops(shape, m - 1, stretch(0, m - 1), 0) for m in {group: m for group, m, _, _ in rows}.values())
+    prompts = sum(
+        flops(shape, m - 1, stretch(0, m - 1), 0)
+        for m in {group: m for group, m, _, _ in rows}.values()
+    )
     return prompts + sum(flops(shape, n, stretch(m - 1, n), k) for _, m, n, k in rows)

@@ -1,7 +1,7 @@
 """What recipes name without a module: functions and classes with the mark `@built_in("NAME")`.
 
-The marks are read off the source, so that a recipe with a wrong name is refused before torch, or anything that is marked, is
-imported.
+The marks are read off the source, so that a recipe with a wrong name is refused before torch, or
+anything that is marked, is imported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def built_in(*names: str) -> Callable[[Marked], Marked]:
 
 @cache
 def built_ins(place: str) -> dict[str, str]:
-    """Name -> `module:NAME` of what is marked in a module, or in the modules of a package, in the order of files and lines.
+    """Name -> `module:NAME` of what is marked in a module, or in the modules of a package, in the
+    order of files and lines.
 
     >>> built_ins("data.sources")[".json"]
     'groupwise.data.sources:_read_json'

@@ -25,7 +25,9 @@ def cache_folder() -> Path:
 
 @cache
 def _own_folder() -> Path:
-    """Where the cache cannot be written: a folder for this process.  It is inside of the temporary one, whose lock is taken."""
+    """Where the cache cannot be written: a folder for this process.  It is inside of the temporary
+    one, whose lock is taken.
+    """
     temporary = files.temporary_folder("cache")
     import atexit
 

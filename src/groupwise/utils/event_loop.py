@@ -13,12 +13,19 @@ from groupwise.utils import threads
 
 
 class EventLoop:
-    """Runs coroutines side by side, until it is closed: what still runs then is broken off, and has a moment to clean up."""
+    """Runs coroutines side by side, until it is closed: what still runs then is broken off, and has
+    a moment to clean up.
+    """
 
     def __init__(
-        self, name: str, around: Callable[[], AbstractAsyncContextManager[Any]] = contextlib.nullcontext, *, seconds: float = 60.0
+        self,
+        name: str,
+        around: Callable[[], AbstractAsyncContextManager[Any]] = contextlib.nullcontext,
+        *,
+        seconds: float = 60.0,
     ) -> None:
-        """name: of its thread.   around: what is open while it runs.   seconds: in which that is opened, and in which it is closed.
+        """name: of its thread.   around: what is open while it runs.   seconds: in which that is
+        opened, and in which it is closed.
 
         Raises what `around` raises, and TimeoutError.
         """
@@ -38,11 +45,15 @@ class EventLoop:
         with contextlib.suppress(TimeoutError):
             self._served.exception(self._seconds)
 
-    def _run(self, around: Callable[[], AbstractAsyncContextManager[Any]], opened: Future[None]) -> None:
+    def _run(
+        self, around: Callable[[], AbstractAsyncContextManager[Any]], opened: Future[None]
+    ) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._serve(around, opened))
 
-    async def _serve(self, around: Callable[[], AbstractAsyncContextManager[Any]], opened: Future[None]) -> None:
+    async def _serve(
+        self, around: Callable[[], AbstractAsyncContextManager[Any]], opened: Future[None]
+    ) -> None:
         try:
             async with around():
                 opened.set_result(None)

@@ -1,8 +1,10 @@
-"""Files and folders that are whole or are not there: written beside their place, brought to the disk, then given their name.
+"""Files and folders that are whole or are not there: written beside their place, brought to the
+disk, then given their name.
 
-A process may be killed, or a machine lose its power, at any moment: a reader finds what was there before or what is new, never a
-part of either.  Everything that Groupwise writes into a run folder goes through here, except the lines of a log that is appended
-to.  What the operating system says about a disk is told in words (`storing`).
+A process may be killed, or a machine lose its power, at any moment: a reader finds what was there
+before or what is new, never a part of either.  Everything that Groupwise writes into a run folder
+goes through here, except the lines of a log that is appended to.  What the operating system says
+about a disk is told in words (`storing`).
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ IN_THE_WAY = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name beside `path` to write a file to; on leaving it is on the disk and has the name `path`.
+    """A name beside `path` to write a file to; on leaving it is on the disk and has the name
+    `path`.
 
     After an exception what `path` held before is still there, and nothing else.
     """
@@ -54,7 +57,9 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Replace a file as a whole: a reader sees the old content or the new, never a part.  Raises OSError."""
+    """Replace a file as a whole: a reader sees the old content or the new, never a part.  Raises
+    OSError.
+    """
     with replacing(path) as temporary:
         temporary.write_bytes(data)
 
@@ -69,20 +74,24 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Bring a folder and everything in it to the disk.  Who may read the folder may read its files: safetensors writes them for
-    their owner alone."""
+    """Bring a folder and everything in it to the disk.  Who may read the folder may read its files:
+    safetensors writes them for their owner alone."""
     readable = folder.stat().st_mode & 0o444
     for path in [folder, *folder.rglob("*")]:
         mode = path.stat().st_mode
-        if readable & ~mode:  # a mounted folder of which modes cannot be set has one for all its files
+        if (
+            readable & ~mode
+        ):  # a mounted folder of which modes cannot be set has one for all its files
             path.chmod(mode | readable)
         sync(path)
 
 
 def new_folder(final: Path) -> Path:
-    """An empty folder beside `final`, to be filled and then given its name by `place`; what was left of an earlier one goes.
+    """An empty folder beside `final`, to be filled and then given its name by `place`; what was
+    left of an earlier one goes.
 
-    The folder above is there: a run that was moved away while it writes is not begun anew in its old place.
+    The folder above is there: a run that was moved away while it writes is not begun anew in its
+    old place.
     """
     temporary = final.with_name(f"{NEW}{final.name}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -91,7 +100,9 @@ def new_folder(final: Path) -> Path:
 
 
 def place(temporary: Path, final: Path) -> None:
-    """Give a folder, already on the disk, its name.  A folder that has this name goes only then; `recover` finds it until then."""
+    """Give a folder, already on the disk, its name.  A folder that has this name goes only then;
+    `recover` finds it until then.
+    """
     aside = final.with_name(f"{OLD}{final.name}")
     if final.exists():
         shutil.rmtree(aside, ignore_errors=True)
@@ -124,9 +135,11 @@ def sweep(root: Path) -> None:
 
 
 def temporary_folder(kind: str) -> Path:
-    """A new folder of this process among the temporary ones; those that killed processes have left go.   kind: part of its name.
+    """A new folder of this process among the temporary ones; those that killed processes have left
+    go.   kind: part of its name.
 
-    It is locked while this process lives, so that no other one takes it for left.   Raises StorageError.
+    It is locked while this process lives, so that no other one takes it for left.   Raises
+    StorageError.
     """
     with storing(Path(os.environ.get("TMPDIR", "/tmp")), "temporary files"):
         root = Path(tempfile.gettempdir())
@@ -161,7 +174,9 @@ def _locked(folder: Path) -> int:
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """A path that a user named, `~` and `~name` replaced by a home folder; that of nobody (`~5.0 points`) stays as it is."""
+    """A path that a user named, `~` and `~name` replaced by a home folder; that of nobody (`~5.0
+    points`) stays as it is.
+    """
     try:
         return Path(os.path.expanduser(path))
     except ValueError:  # a NUL in it: whoever opens the path says so
@@ -185,19 +200,27 @@ def digest_of(content: bytes | IO[bytes]) -> str:
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
-    """What a manifest says of a file: its size in bytes and its digest.  Read back from the disk, once it is there."""
+    """What a manifest says of a file: its size in bytes and its digest.  Read back from the disk,
+    once it is there.
+    """
     sync(path)
     return {"size": path.stat().st_size, "xxh3_128": digest(path)}
 
 
 def altered(path: Path, expected: Mapping[str, Any]) -> str | None:
-    """How a file differs from its `fingerprint`, in words that follow its name; None if every byte is as it was."""
+    """How a file differs from its `fingerprint`, in words that follow its name; None if every byte
+    is as it was.
+    """
     if not path.is_file():
         return "is missing"
     size = path.stat().st_size
     if size != expected["size"]:
         return f"has {size} bytes, {expected['size']} were written"
-    return "is not what was written (its checksum differs)" if digest(path) != expected["xxh3_128"] else None
+    return (
+        "is not what was written (its checksum differs)"
+        if digest(path) != expected["xxh3_128"]
+        else None
+    )
 
 
 # ---------------------------------------------------------------- what disks say
@@ -205,7 +228,8 @@ def altered(path: Path, expected: Mapping[str, Any]) -> str | None:
 
 @contextmanager
 def storing(path: Path, what: str) -> Iterator[None]:
-    """Say in words what the operating system says of a disk: raises StorageError with the path and the remedy instead of OSError.
+    """Say in words what the operating system says of a disk: raises StorageError with the path and
+    the remedy instead of OSError.
 
     path: the file or folder that is written.   what: it is, for the message ("the log").
     """
@@ -216,7 +240,9 @@ def storing(path: Path, what: str) -> Iterator[None]:
     except SafetensorError as error:  # it tells the number in its text alone
         match = re.search(r"os error (\d+)", str(error))
         number = int(match[1]) if match is not None else 0
-        raise StorageError(trouble(OSError(number, os.strerror(number) if number else str(error)), path, what)) from error
+        raise StorageError(
+            trouble(OSError(number, os.strerror(number) if number else str(error)), path, what)
+        ) from error
 
 
 def trouble(error: OSError, path: Path, what: str) -> str:
@@ -227,21 +253,48 @@ def trouble(error: OSError, path: Path, what: str) -> str:
         free = shutil.disk_usage(place).free / 1e6
         return f"disk full while writing {what} to {path} ({free:.0f} MB free): make room there"
     if number == errno.EFBIG:
-        return f"cannot write {what} to {path}: it is larger than a file of this process may be: raise the limit (ulimit -f)"
+        return (
+            f"cannot write {what} to {path}: it is larger than a file of this process may be: raise"
+            " the limit (ulimit -f)"
+        )
     if number in IN_THE_WAY:
         named = Path(error.filename) if isinstance(error.filename, str | os.PathLike) else path
-        in_the_way = next((there for there in (named, *named.parents) if there.exists() and not there.is_dir()), named)
-        return f"cannot write {what} to {path}: {in_the_way} is in the way ({error.strerror}): move it away"
+        in_the_way = next(
+            (there for there in (named, *named.parents) if there.exists() and not there.is_dir()),
+            named,
+        )
+        return (
+            f"cannot write {what} to {path}: {in_the_way} is in the way ({error.strerror}): move it"
+            " away"
+        )
     if number == errno.EROFS or (number in READ_ONLY and not os.access(place, os.W_OK)):
-        return f"cannot write {what} to {path}: {place} is read-only ({error.strerror}): make it writable"
+        return (
+            f"cannot write {what} to {path}: {place} is read-only ({error.strerror}): make it"
+            " writable"
+        )
     named = Path(error.filename) if isinstance(error.filename, str | os.PathLike) else None
     if number in (errno.ENOENT, *READ_ONLY) and named is not None and named.parent == place:
-        return f"cannot write {what} to {path}: {place} takes no new files ({error.strerror}): write elsewhere"
+        return (
+            f"cannot write {what} to {path}: {place} takes no new files ({error.strerror}): write"
+            " elsewhere"
+        )
     if number in GONE:
-        return f"cannot write {what} to {path}: the folder is gone ({error.strerror}); {place} is what is still there of its path"
+        return (
+            f"cannot write {what} to {path}: the folder is gone ({error.strerror}); {place} is what"
+            " is still there of its path"
+        )
     return f"cannot write {what} to {path}: {error.strerror or error}"
 
 
 def disk_failed(error: BaseException) -> bool:
-    """True for what the operating system says of a full, read-only, failing or vanished disk, wherever it was raised."""
-    return isinstance(error, OSError) and error.errno in (*FULL, errno.EFBIG, errno.EROFS, errno.ESTALE, errno.EIO, errno.ENODEV)
+    """True for what the operating system says of a full, read-only, failing or vanished disk,
+    wherever it was raised.
+    """
+    return isinstance(error, OSError) and error.errno in (
+        *FULL,
+        errno.EFBIG,
+        errno.EROFS,
+        errno.ESTALE,
+        errno.EIO,
+        errno.ENODEV,
+    )

@@ -1,7 +1,9 @@
-"""The HTTP server that the viewer and the endpoint share: the standard library's, with limits of time and number.
+"""The HTTP server that the viewer and the endpoint share: the standard library's, with limits of
+time and number.
 
-A request must arrive within `Server.seconds` of its connection's being ready for it, however slowly it trickles.  A body that the
-handler does not read is never taken for the next request: the connection ends with the answer.
+A request must arrive within `Server.seconds` of its connection's being ready for it, however slowly
+it trickles.  A body that the handler does not read is never taken for the next request: the
+connection ends with the answer.
 """
 
 from __future__ import annotations
@@ -25,11 +27,15 @@ log = logger(__name__)
 NOTICED = 0.05
 """Seconds within which a server notices that it is to stop."""
 DRAINED = 8 << 20
-"""Bytes of an unread body that are dropped behind the answer, so that a client that is still sending hears it."""
+"""Bytes of an unread body that are dropped behind the answer, so that a client that is still
+sending hears it.
+"""
 
 
 class Server(ThreadingHTTPServer):
-    """One thread for each connection, at most `connections` at a time.  Use it as a context manager, or `start` and `close`."""
+    """One thread for each connection, at most `connections` at a time.  Use it as a context
+    manager, or `start` and `close`.
+    """
 
     daemon_threads = True
     allow_reuse_address = True
@@ -44,8 +50,9 @@ class Server(ThreadingHTTPServer):
         connections: int = 2048,
         seconds: float = 30.0,
     ) -> None:
-        """port: 0 takes a free one.   connections: further ones are closed at once.   seconds: for a request to arrive, and for its
-        answer to be taken.   Raises ConfigError for an address that cannot be listened on.
+        """port: 0 takes a free one.   connections: further ones are closed at once.   seconds: for
+        a request to arrive, and for its answer to be taken.   Raises ConfigError for an address
+        that cannot be listened on.
         """
         self.seconds = seconds
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -54,9 +61,13 @@ class Server(ThreadingHTTPServer):
         try:
             super().__init__((host, port), handler)
         except (OSError, OverflowError) as error:
-            raise ConfigError(f"{host}:{port} cannot be listened on ({error}); name another port, or 0 for any") from error
+            raise ConfigError(
+                f"{host}:{port} cannot be listened on ({error}); name another port, or 0 for any"
+            ) from error
         self.host, self.port = host, int(self.server_address[1])
-        self.hosts = {f"{name}:{self.port}" for name in ("127.0.0.1", "localhost", "[::1]", host, f"[{host}]")}
+        self.hosts = {
+            f"{name}:{self.port}" for name in ("127.0.0.1", "localhost", "[::1]", host, f"[{host}]")
+        }
         """What the header Host of this machine's clients may say."""
 
     def start(self) -> Any:
@@ -102,8 +113,8 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection.  A subclass has `do_GET` ... as usual, calls `await_body` before it reads one, and `drop_body` when it has
-    answered."""
+    """One connection.  A subclass has `do_GET` ... as usual, calls `await_body` before it reads
+    one, and `drop_body` when it has answered."""
 
     server: Server
     server_version, sys_version = "groupwise", ""
@@ -128,14 +139,18 @@ class Handler(BaseHTTPRequestHandler):
         if not super().parse_request():
             return False
         lengths = self.headers.get_all("Content-Length", [])
-        self.has_body = "Transfer-Encoding" in self.headers or any(length.strip() != "0" for length in lengths)
+        self.has_body = "Transfer-Encoding" in self.headers or any(
+            length.strip() != "0" for length in lengths
+        )
         self._keep = not self.close_connection
         self.close_connection |= self.has_body
         self.connection.settimeout(self.server.seconds)  # of the answer
         return True
 
     def await_body(self, length: int) -> bytes:
-        """The body, as many bytes as the request has announced.  Raises ConnectionError if the client ends earlier."""
+        """The body, as many bytes as the request has announced.  Raises ConnectionError if the
+        client ends earlier.
+        """
         self._incoming.deadline = time.monotonic() + self.server.seconds
         data = self.rfile.read(length)
         if len(data) < length:
@@ -145,7 +160,9 @@ class Handler(BaseHTTPRequestHandler):
         return data
 
     def drop_body(self) -> None:
-        """Read on for a moment: a client that is still sending would lose the answer with the connection."""
+        """Read on for a moment: a client that is still sending would lose the answer with the
+        connection.
+        """
         self.wfile.flush()
         if not self.has_body:
             return

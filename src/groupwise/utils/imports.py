@@ -22,9 +22,10 @@ from groupwise.utils.spelling import nearest
 def imported(what: str, spec: str, *, callable_only: bool = False) -> Any:
     """The object behind `module:NAME` or `path/to/file.py:NAME`.
 
-    what: the key of the recipe, or the object's kind, for messages.   callable_only: an object that cannot be called is refused.
-    Modules are installed ones, or lie in the working directory; files lie in the working directory (a recipe from elsewhere cannot
-    name code from anywhere).   Raises ConfigError.
+    what: the key of the recipe, or the object's kind, for messages.   callable_only: an object that
+        cannot be called is refused. Modules are installed ones, or lie in the working directory;
+        files lie in the working directory (a recipe from elsewhere cannot name code from anywhere).
+        Raises ConfigError.
 
     >>> imported("objective", "math:tau")
     6.283185307179586
@@ -36,11 +37,18 @@ def imported(what: str, spec: str, *, callable_only: bool = False) -> Any:
         names = [
             key
             for key, value in vars(module).items()
-            if (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__ == module.__name__
+            if (inspect.isfunction(value) or inspect.isclass(value))
+            and value.__module__ == module.__name__
         ]
         near = nearest(name, names)
-        hint = f"did you mean {near!r}?" if near is not None else f"there are: {', '.join(names) or 'none'}"
-        raise ConfigError(f"{what}: {place} has no {'function ' if callable_only else ''}{name!r}; {hint}")
+        hint = (
+            f"did you mean {near!r}?"
+            if near is not None
+            else f"there are: {', '.join(names) or 'none'}"
+        )
+        raise ConfigError(
+            f"{what}: {place} has no {'function ' if callable_only else ''}{name!r}; {hint}"
+        )
     return thing
 
 
@@ -49,22 +57,29 @@ _NOTHING = object()
 
 @contextmanager
 def own_code(what: str) -> Iterator[None]:
-    """While a user's code runs: an exception of it becomes a ConfigError with its place.   what: the code, for the message."""
+    """While a user's code runs: an exception of it becomes a ConfigError with its place.   what:
+    the code, for the message.
+    """
     try:
         yield
     except GroupwiseError:
         raise
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
-        raise ConfigError(f"{what} raised {type(error).__name__}: {error} ({last.filename}, line {last.lineno})") from error
+        raise ConfigError(
+            f"{what} raised {type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
+        ) from error
 
 
 def demand_attributes(what: str, thing: object, names: Sequence[str]) -> None:
-    """Raises ConfigError unless an object has these methods and attributes.   what: the object, for the message."""
+    """Raises ConfigError unless an object has these methods and attributes.   what: the object, for
+    the message.
+    """
     missing = [name for name in names if not hasattr(thing, name)]
     if missing:
         raise ConfigError(
-            f"{what} is an object of {type(thing).__name__} without {', '.join(missing)}: it needs {', '.join(names)}"
+            f"{what} is an object of {type(thing).__name__} without {', '.join(missing)}: it needs"
+            f" {', '.join(names)}"
         )
 
 
@@ -75,14 +90,17 @@ def _module(what: str, place: str) -> ModuleType:
         return importlib.import_module(place)
     except ImportError as error:
         raise ConfigError(
-            f"{what}: cannot import {place!r} ({error}); looked for among the installed modules and in {here}"
+            f"{what}: cannot import {place!r} ({error}); looked for among the installed modules and"
+            f" in {here}"
         ) from error
     except (Exception, SystemExit) as error:
         raise ConfigError(_unimportable(what, place, error)) from error
 
 
 def _look_in(*folders: str) -> None:
-    """Have modules of these folders found; last, so that a file there cannot stand in for an installed module."""
+    """Have modules of these folders found; last, so that a file there cannot stand in for an
+    installed module.
+    """
     sys.path += [folder for folder in folders if folder not in sys.path]
 
 
@@ -91,8 +109,12 @@ def _file(what: str, place: str) -> ModuleType:
     if not path.is_relative_to(here):
         raise ConfigError(f"{what}: the file must lie in the working directory, {here}")
     if not path.is_file():
-        raise ConfigError(f"{what}: there is no file {path.relative_to(here)} in the working directory, {here}")
-    name = f"groupwise_user_{path.stem}_{zlib.crc32(os.fsencode(path)):08x}"  # one per file, whatever the working directory
+        raise ConfigError(
+            f"{what}: there is no file {path.relative_to(here)} in the working directory, {here}"
+        )
+    name = (  # one per file, whatever the working directory
+        f"groupwise_user_{path.stem}_{zlib.crc32(os.fsencode(path)):08x}"
+    )
     if name in sys.modules:
         return sys.modules[name]
     description = importlib.util.spec_from_file_location(name, path)
@@ -111,8 +133,14 @@ def _file(what: str, place: str) -> ModuleType:
 
 
 def _unimportable(what: str, place: str, error: BaseException) -> str:
-    """What happened while a user's module ran for the first time, and the last line of it that was reached."""
+    """What happened while a user's module ran for the first time, and the last line of it that was
+    reached.
+    """
     stem = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
-    reached = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).stem == stem]
+    reached = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename).stem == stem
+    ]
     line = f" (line {reached[-1].lineno})" if reached else ""
     return f"{what}: {place} cannot be imported: {type(error).__name__}: {error}{line}"

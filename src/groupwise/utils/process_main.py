@@ -1,11 +1,14 @@
-"""What runs in a worker process (`processes.py`): a worker that answers requests on its main thread, under a supervisor.
+"""What runs in a worker process (`processes.py`): a worker that answers requests on its main
+thread, under a supervisor.
 
-The supervisor runs no user code.  It waits until the worker ends or the parent closes the lifeline (which every death of the parent
-does), then kills the worker and all its descendants, also those in sessions of their own, and ends as the worker did, by its status
-or by its signal.  Only Linux can adopt orphans; elsewhere the worker's process group is killed.  A
+The supervisor runs no user code.  It waits until the worker ends or the parent closes the lifeline
+(which every death of the parent does), then kills the worker and all its descendants, also those in
+sessions of their own, and ends as the worker did, by its status or by its signal.  Only Linux can
+adopt orphans; elsewhere the worker's process group is killed.  A
 fork of a worker has a supervisor of its own.
 
-What workers print goes through the supervisor to standard error, so much of it as `Output` lets pass.
+What workers print goes through the supervisor to standard error, so much of it as `Output` lets
+pass.
 
 This file imports little: it is what every worker starts with.
 """
@@ -36,7 +39,9 @@ LONGEST_ANSWER = 1 << 28
 PRINTED, PRINTED_IN = 1 << 18, 16.0
 """Bytes that a worker and its forks may print in so many seconds."""
 NOTICED = 1000
-"""Milliseconds within which a supervisor notices the end of a worker that nobody waits for; the parent sees it at once."""
+"""Milliseconds within which a supervisor notices the end of a worker that nobody waits for; the
+parent sees it at once.
+"""
 LINUX = sys.platform.startswith("linux")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 Function = Callable[..., Any]
@@ -45,7 +50,9 @@ channel_of_this: socket.socket | None = None
 
 
 def _let_go() -> None:
-    """A child that returns from somebody's function, where it should have ended, must not answer in its parent's place."""
+    """A child that returns from somebody's function, where it should have ended, must not answer in
+    its parent's place.
+    """
     if channel_of_this is not None:
         channel_of_this.close()
 
@@ -55,7 +62,10 @@ os.register_at_fork(after_in_child=_let_go)
 
 def main() -> NoReturn:
     """Entry of a spawned process: `lifeline channel target options` on its command line."""
-    lifeline, channel = socket.socket(fileno=int(sys.argv[1])), socket.socket(fileno=int(sys.argv[2]))
+    lifeline, channel = (
+        socket.socket(fileno=int(sys.argv[1])),
+        socket.socket(fileno=int(sys.argv[2])),
+    )
     module, _, name = sys.argv[3].partition(":")
 
     def build(*setup: Any) -> Function:
@@ -65,16 +75,30 @@ def main() -> NoReturn:
 
 
 def supervise_worker(
-    lifeline: socket.socket, channel: socket.socket, build: Callable[..., Function], options: Mapping[str, Any]
+    lifeline: socket.socket,
+    channel: socket.socket,
+    build: Callable[..., Function],
+    options: Mapping[str, Any],
 ) -> NoReturn:
-    """A worker that calls `build` with the first request; what that returns answers the others.  options: see `WorkerProcess`."""
-    supervise(lifeline, lambda: serve(channel, build, options), [channel], Output(2) if not options.get("quiet") else None)
+    """A worker that calls `build` with the first request; what that returns answers the others.
+    options: see `WorkerProcess`.
+    """
+    supervise(
+        lifeline,
+        lambda: serve(channel, build, options),
+        [channel],
+        Output(2) if not options.get("quiet") else None,
+    )
 
 
 def supervise(
-    lifeline: socket.socket, work: Callable[[], NoReturn], others: list[socket.socket], output: Output | None = None
+    lifeline: socket.socket,
+    work: Callable[[], NoReturn],
+    others: list[socket.socket],
+    output: Output | None = None,
 ) -> NoReturn:
-    """Fork a process that works, wait for its end or the parent's, kill what is left, and end as it did.
+    """Fork a process that works, wait for its end or the parent's, kill what is left, and end as it
+    did.
 
     others: sockets that are the worker's alone.   output: takes what it prints.
     """
@@ -84,7 +108,9 @@ def supervise(
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     for number in (signal.SIGINT, signal.SIGTERM):  # launchers send them to all; the parent decides
         signal.signal(number, _nothing)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who has inherited that it is ignored hears of no child's end
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_DFL
+    )  # who has inherited that it is ignored hears of no child's end
     above = os.getpid()
     worker = os.fork()
     if worker == 0:
@@ -111,7 +137,9 @@ def supervise(
             os.killpg(worker, signal.SIGKILL)
     give_up, alone = time.monotonic() + 10.0, [worker] if status is None else []
     while children and time.monotonic() < give_up:
-        for process in alone or descendants(os.getpid()):  # to look through all processes of a machine takes milliseconds
+        for process in alone or descendants(
+            os.getpid()
+        ):  # to look through all processes of a machine takes milliseconds
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
         time.sleep(0.001)
@@ -172,13 +200,19 @@ class Output:
         """Take what is left, and say how much did not pass."""
         end = time.monotonic() + 1.0
         with contextlib.suppress(OSError):
-            while select.select([self.reader], [], [], 0.0)[0] and self.pass_on() and time.monotonic() < end:
+            while (
+                select.select([self.reader], [], [], 0.0)[0]
+                and self.pass_on()
+                and time.monotonic() < end
+            ):
                 pass
         self._count_dropped()
 
     def _count_dropped(self) -> None:
         if self._dropped:
-            self._write(f"\n[{self._dropped:,} bytes that worker processes printed were left out]\n".encode())
+            self._write(
+                f"\n[{self._dropped:,} bytes that worker processes printed were left out]\n".encode()
+            )
         self._dropped = 0
 
     def _write(self, data: bytes) -> int:
@@ -199,7 +233,9 @@ def _prctl(option: int, value: int) -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """Have this process killed when its parent ends, however that happens (Linux; elsewhere nothing).   parent: its process id."""
+    """Have this process killed when its parent ends, however that happens (Linux; elsewhere
+    nothing).   parent: its process id.
+    """
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if LINUX and os.getppid() != parent:  # it ended before this could be asked for
         os._exit(1)
@@ -208,12 +244,19 @@ def end_with_parent(parent: int) -> None:
 def _be_a_worker(above: int) -> None:
     end_with_parent(above)  # should the supervisor be killed
     os.setpgid(0, 0)
-    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
-        os.register_at_fork(after_in_child=lambda number=number, usual=usual: signal.signal(number, usual))
+    for number, usual in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGTERM, signal.SIG_DFL),
+    ):
+        os.register_at_fork(
+            after_in_child=lambda number=number, usual=usual: signal.signal(number, usual)
+        )
 
 
 def _reap(worker: int) -> tuple[int | None, bool]:
-    """Clear away the children that have ended: the worker's status if it is one of them, and whether any child is left."""
+    """Clear away the children that have ended: the worker's status if it is one of them, and
+    whether any child is left.
+    """
     status = None
     try:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -228,23 +271,32 @@ def descendants(root: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc") if LINUX else ():
         if name.isdigit():
-            with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat", "rb") as stat:
-                children.setdefault(int(stat.read().rsplit(b")", 1)[1].split()[1]), []).append(int(name))
+            with (
+                contextlib.suppress(OSError, ValueError, IndexError),
+                open(f"/proc/{name}/stat", "rb") as stat,
+            ):
+                children.setdefault(int(stat.read().rsplit(b")", 1)[1].split()[1]), []).append(
+                    int(name)
+                )
     below = list(children.get(root, ()))
     for process in below:
         below += children.get(process, ())
     return below
 
 
-# ------------------------------------------------------------------------------------------------------------- serving
+#
+# -------------------------------------------------------------------------------------------------------------
+# serving
 
 
-def serve(channel: socket.socket, build: Callable[..., Function], options: Mapping[str, Any]) -> NoReturn:
+def serve(
+    channel: socket.socket, build: Callable[..., Function], options: Mapping[str, Any]
+) -> NoReturn:
     """Set-up, limits, then one request after the other until the parent closes the channel.
 
-    The first request is what the function is built from.  A function that returns a generator answers a request with one message
-    for each of its values, any other with one.  A request that comes with two sockets is for a fork: its lifeline and its channel.
-    """
+    The first request is what the function is built from.  A function that returns a generator
+    answers a request with one message for each of its values, any other with one.  A request that
+    comes with two sockets is for a fork: its lifeline and its channel."""
     with contextlib.suppress(AttributeError, ValueError):
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what is printed before a kill is seen
     try:
@@ -261,7 +313,9 @@ def serve(channel: socket.socket, build: Callable[..., Function], options: Mappi
     answer_requests(channel, function, options.get("cpu_seconds"))
 
 
-def answer_requests(channel: socket.socket, function: Function, cpu_seconds: float | None) -> NoReturn:
+def answer_requests(
+    channel: socket.socket, function: Function, cpu_seconds: float | None
+) -> NoReturn:
     """One request after the other."""
     global channel_of_this
     channel_of_this, forks = channel, set[int]()
@@ -269,10 +323,14 @@ def answer_requests(channel: socket.socket, function: Function, cpu_seconds: flo
         try:
             request, ends = receive(channel, None)
         except (EOFError, OSError):
-            os._exit(0)  # the parent is gone; skip the clean-up of whatever the function left behind
+            os._exit(
+                0
+            )  # the parent is gone; skip the clean-up of whatever the function left behind
         if ends:
             forks = {fork for fork in forks if not os.waitpid(fork, os.WNOHANG)[0]}
-            with contextlib.suppress(OSError):  # there are no more processes: the parent sees the end of the channel
+            with contextlib.suppress(
+                OSError
+            ):  # there are no more processes: the parent sees the end of the channel
                 forks.add(_fork(ends, function, cpu_seconds))
             for end in ends:
                 end.close()
@@ -280,11 +338,15 @@ def answer_requests(channel: socket.socket, function: Function, cpu_seconds: flo
         try:
             for value in _values(function, pickle.loads(request), cpu_seconds):
                 _answer(channel, {"value": value})
-        except BaseException as error:  # whatever it is (SystemExit, KeyboardInterrupt), it is this call's outcome
+        except (
+            BaseException
+        ) as error:  # whatever it is (SystemExit, KeyboardInterrupt), it is this call's outcome
             _answer(channel, described(error))
 
 
-def _values(function: Function, arguments: tuple[Any, ...], cpu_seconds: float | None) -> Iterator[Any]:
+def _values(
+    function: Function, arguments: tuple[Any, ...], cpu_seconds: float | None
+) -> Iterator[Any]:
     """The answers to a request, each within so much processor time."""
     answer = _timed(cpu_seconds, function, *arguments)
     if not inspect.isgenerator(answer):
@@ -296,8 +358,8 @@ def _values(function: Function, arguments: tuple[Any, ...], cpu_seconds: float |
 
 
 def _timed(seconds: float | None, function: Function, *arguments: Any) -> Any:
-    """Call a function; the kernel ends this process after so much processor time.  No handler: the default action needs no
-    interpreter."""
+    """Call a function; the kernel ends this process after so much processor time.  No handler: the
+    default action needs no interpreter."""
     if seconds is None:  # the function's own signals and timers are left alone
         return function(*arguments)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -310,7 +372,9 @@ def _timed(seconds: float | None, function: Function, *arguments: Any) -> Any:
 
 
 def _limit_memory(room: int | None) -> None:
-    """Let the address space grow by so many bytes and no more, where the system says how large it is."""
+    """Let the address space grow by so many bytes and no more, where the system says how large it
+    is.
+    """
     statm = Path("/proc/self/statm")
     if room is not None and statm.exists():
         import resource
@@ -320,7 +384,9 @@ def _limit_memory(room: int | None) -> None:
 
 
 def _fork(ends: list[socket.socket], function: Function, cpu_seconds: float | None) -> int:
-    """A copy of this worker, under a supervisor, which answers at a channel of its own; the supervisor's process id."""
+    """A copy of this worker, under a supervisor, which answers at a channel of its own; the
+    supervisor's process id.
+    """
     gc.freeze()  # collections in the fork copy no page
     above = os.getpid()
     if (fork := os.fork()) == 0:
@@ -343,8 +409,17 @@ def _answer(channel: socket.socket, message: Mapping[str, Any]) -> None:
 
 def described(error: BaseException) -> dict[str, str]:
     """An exception in words: message, type, place, traceback."""
-    trace = "".join(traceback.format_exception(error, limit=-50)) if error.__traceback__ is not None else ""
-    return {"error": message_of(error), "kind": type(error).__name__, "where": raised_at(error), "trace": trace[-20_000:]}
+    trace = (
+        "".join(traceback.format_exception(error, limit=-50))
+        if error.__traceback__ is not None
+        else ""
+    )
+    return {
+        "error": message_of(error),
+        "kind": type(error).__name__,
+        "where": raised_at(error),
+        "trace": trace[-20_000:],
+    }
 
 
 def message_of(error: BaseException) -> str:
@@ -361,11 +436,20 @@ def raised_at(error: BaseException) -> str:
     return f"{frames[0].filename}, line {frames[0].lineno}: {frames[0].line}" if frames else ""
 
 
-# ------------------------------------------------------------------------------------------------------------ messages
+#
+# ------------------------------------------------------------------------------------------------------------
+# messages
 
 
-def send(channel: socket.socket, payload: bytes, deadline: float | None, pass_on: list[socket.socket] | None = None) -> None:
-    """One message, perhaps with sockets; `deadline` is a time of `time.monotonic`.  Raises TimeoutError, OSError."""
+def send(
+    channel: socket.socket,
+    payload: bytes,
+    deadline: float | None,
+    pass_on: list[socket.socket] | None = None,
+) -> None:
+    """One message, perhaps with sockets; `deadline` is a time of `time.monotonic`.  Raises
+    TimeoutError, OSError.
+    """
     channel.settimeout(_left(deadline))
     head = struct.pack("!Q", len(payload))
     if pass_on:

@@ -1,12 +1,15 @@
-"""Worker processes for code that may never return: each call has a deadline, at which its process is killed.
+"""Worker processes for code that may never return: each call has a deadline, at which its process
+is killed.
 
-A process is a fresh Python interpreter that is spoken to over a socket: it inherits no thread, no GPU handle and no lock, can be
-used from any thread of the parent, needs no `if __name__ == "__main__"` in the user's script, and is ended by SIGKILL, together
-with everything that it started.  (Objects of the running program have no name by which an interpreter could find them: for these a
-process is a fork of the program.)  It calls functions on its main thread, where signals and `signal.alarm` work.  It ignores the
-terminal's Ctrl-C, and it ends when its parent ends, however that happens (`process_main.py`).  Requests go to it as pickles;
-answers come back as JSON, so that no answer can run code in the parent.  It is no sandbox: its code has the user's rights, files
-and network.
+A process is a fresh Python interpreter that is spoken to over a socket: it inherits no thread, no
+GPU handle and no lock, can be used from any thread of the parent, needs no `if __name__ ==
+"__main__"` in the user's script, and is ended by SIGKILL, together with everything that it started.
+(Objects of the running program have no name by which an interpreter could find them: for these a
+process is a fork of the program.)  It calls functions on its main thread, where signals and
+`signal.alarm` work.  It ignores the terminal's Ctrl-C, and it ends when its parent ends, however
+that happens (`process_main.py`).  Requests go to it as pickles; answers come back as JSON, so that
+no answer can run code in the parent.  It is no sandbox: its code has the user's rights, files and
+network.
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ SEND_SECONDS = 60.0
 """How long a request may take to be sent."""
 START = "from groupwise.utils.process_main import main; main()"
 _ends: set[socket.socket] = set()
-"""The parent's ends of all connections: a fork of the parent must not keep processes alive by holding them too."""
+"""The parent's ends of all connections: a fork of the parent must not keep processes alive by
+holding them too.
+"""
 _starting = threading.RLock()
 """While it is held, no fork of the parent inherits a child's end."""
 
@@ -68,7 +73,9 @@ class NotStarted(Exception):
 
 
 class Died(Exception):
-    """Raised where a process has ended by itself (a crash, no memory), or was killed by another thread."""
+    """Raised where a process has ended by itself (a crash, no memory), or was killed by another
+    thread.
+    """
 
     def __init__(self, message: str, cpu: bool = False) -> None:
         """cpu: the processor time of a request was over."""
@@ -77,7 +84,8 @@ class Died(Exception):
 
 
 class Raised(Exception):
-    """Raised where the code in a process raised: `kind` is the exception's type, `where` file, line and source.
+    """Raised where the code in a process raised: `kind` is the exception's type, `where` file, line
+    and source.
 
     The process continues.
     """
@@ -85,15 +93,18 @@ class Raised(Exception):
     def __init__(self, words: Mapping[str, str]) -> None:
         """words: of `process_main.described`."""
         self.kind, self.message, self.where = words["kind"], words["error"], words["where"]
-        super().__init__(f"{self.kind}: {self.message}" + (f" ({self.where})" if self.where else ""))
+        super().__init__(
+            f"{self.kind}: {self.message}" + (f" ({self.where})" if self.where else "")
+        )
         self.__cause__ = Traceback(words["trace"]) if words["trace"] else None
 
 
 class WorkerProcess:
-    """The parent's end of one worker process.  Its start continues beside the parent's own work until it is first asked.
+    """The parent's end of one worker process.  Its start continues beside the parent's own work
+    until it is first asked.
 
-    One thread at a time may ask; any may `fork` and `kill`.   Whatever asks raises NotStarted, TimeoutError at its deadline
-    (the process is then killed), Died, or Raised.
+    One thread at a time may ask; any may `fork` and `kill`.   Whatever asks raises NotStarted,
+    TimeoutError at its deadline (the process is then killed), Died, or Raised.
     """
 
     def __init__(
@@ -106,25 +117,44 @@ class WorkerProcess:
         folder: str | None = None,
         variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`target`: `module:factory` for a fresh process, or a factory of this process for a fork of it.  The process calls it with
-        `setup` once; what it returns answers requests.  `memory`: bytes that its address space may grow by after the set-up
-        (RLIMIT_AS).  `cpu_seconds`: of one answer, a second deadline, in processor time, which a loaded machine does not shorten.
-        `quiet`: what it prints is dropped; else it goes to the parent's standard error, as far as there is not too much of it.
-        `folder`: its working directory.  `variables`: of a fresh process's environment, beside the parent's.
+        """`target`: `module:factory` for a fresh process, or a factory of this process for a fork
+        of it.  The process calls it with `setup` once; what it returns answers requests.  `memory`:
+        bytes that its address space may grow by after the set-up (RLIMIT_AS).  `cpu_seconds`: of
+        one answer, a second deadline, in processor time, which a loaded machine does not shorten.
+        `quiet`: what it prints is dropped; else it goes to the parent's standard error, as far as
+        there is not too much of it. `folder`: its working directory.  `variables`: of a fresh
+        process's environment, beside the parent's.
         """
         options = {"cpu_seconds": cpu_seconds, "memory": memory, "quiet": quiet}
         payload = pickle.dumps(setup)
         with _starting:
-            (self._lifeline, lifeline), (self._channel, channel) = socket.socketpair(), socket.socketpair()
+            (self._lifeline, lifeline), (self._channel, channel) = (
+                socket.socketpair(),
+                socket.socketpair(),
+            )
             _ends.update((self._lifeline, self._channel))
             with lifeline, channel, contextlib.ExitStack() as failed:
                 failed.callback(_close, self._lifeline, self._channel)
                 if isinstance(target, str):
-                    descriptors, out = (lifeline.fileno(), channel.fileno()), subprocess.DEVNULL if quiet else 2
-                    search = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-                    # -P: the folder of this file must not come first on the path.  A session of its own: Ctrl-C reaches the parent.
+                    descriptors, out = (
+                        (lifeline.fileno(), channel.fileno()),
+                        (subprocess.DEVNULL if quiet else 2),
+                    )
+                    search = {
+                        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)
+                    }
+                    # -P: the folder of this file must not come first on the path.  A session of its
+                    # own: Ctrl-C reaches the parent.
                     process: Any = subprocess.Popen(
-                        [sys.executable, "-P", "-c", START, *map(str, descriptors), target, json.dumps(options)],
+                        [
+                            sys.executable,
+                            "-P",
+                            "-c",
+                            START,
+                            *map(str, descriptors),
+                            target,
+                            json.dumps(options),
+                        ],
                         pass_fds=descriptors,
                         stdin=subprocess.DEVNULL,
                         stdout=out,
@@ -134,7 +164,9 @@ class WorkerProcess:
                         start_new_session=True,
                     )
                 else:
-                    process = _Forked(lambda: supervise_worker(lifeline, channel, target, options), folder)
+                    process = _Forked(
+                        lambda: supervise_worker(lifeline, channel, target, options), folder
+                    )
                 failed.pop_all()
         self._process: Any = process
         self._asking = threading.RLock()
@@ -160,8 +192,14 @@ class WorkerProcess:
         """A copy of the process as it is now, which is killed alone; it ends with this one."""
         self.ready()
         fork = object.__new__(WorkerProcess)
-        with self._asking, _starting:  # in this order: who waits for an answer holds up no other start
-            (fork._lifeline, lifeline), (fork._channel, channel) = socket.socketpair(), socket.socketpair()
+        with (
+            self._asking,
+            _starting,
+        ):  # in this order: who waits for an answer holds up no other start
+            (fork._lifeline, lifeline), (fork._channel, channel) = (
+                socket.socketpair(),
+                socket.socketpair(),
+            )
             _ends.update((fork._lifeline, fork._channel))
             weakref.finalize(fork, _end, os.getpid(), None, fork._lifeline, fork._channel)
             with lifeline, channel, self._watched():
@@ -174,7 +212,9 @@ class WorkerProcess:
         return next(self.ask(*request, seconds=seconds))
 
     def ask(self, *request: Any, seconds: float, answers: int = 1) -> Generator[Any, None, None]:
-        """Its answers to one request, each within `seconds` of the one before.  Closed before the last, it kills the process."""
+        """Its answers to one request, each within `seconds` of the one before.  Closed before the
+        last, it kills the process.
+        """
         left = answers
         try:
             self.request(*request)
@@ -184,14 +224,18 @@ class WorkerProcess:
                 yield answer
         except Raised:  # no answer follows
             raise
-        except BaseException:  # an interrupt, say: what is left must not become an answer to the next request
+        except (
+            BaseException
+        ):  # an interrupt, say: what is left must not become an answer to the next request
             if left:
                 self.kill()
             raise
 
     def request(self, *arguments: Any) -> None:
         """Send it a request."""
-        payload = pickle.dumps(arguments)  # raises in the caller's face if an argument cannot travel
+        payload = pickle.dumps(
+            arguments
+        )  # raises in the caller's face if an argument cannot travel
         self.ready()
         with self._watched():
             send(self._channel, payload, time.monotonic() + SEND_SECONDS)
@@ -205,9 +249,13 @@ class WorkerProcess:
         raise Raised(reply)
 
     def kill(self) -> None:
-        """SIGKILL the process and what it started, and wait for their end; harmless if called again, and by any thread."""
+        """SIGKILL the process and what it started, and wait for their end; harmless if called
+        again, and by any thread.
+        """
         _terminate(self._process, self._lifeline, self._channel)
-        if self._asking.acquire(blocking=False):  # else whoever waits there has woken, and does the same
+        if self._asking.acquire(
+            blocking=False
+        ):  # else whoever waits there has woken, and does the same
             _close(self._lifeline, self._channel)
             self._asking.release()
 
@@ -234,18 +282,24 @@ class WorkerProcess:
 
     def _died(self) -> Died:
         code = None if self._process is None else self._process.returncode
-        if code is None:  # a fork, whose status nobody hears of, or one that another thread is ending
+        if (
+            code is None
+        ):  # a fork, whose status nobody hears of, or one that another thread is ending
             return Died("its process has ended")
         if code == -signal.SIGPROF:  # the worker's own timer
             return Died("no result within the processor time allowed", cpu=True)
-        return Died(f"worker died (signal {-code})" if code < 0 else f"worker died (exit code {code})")
+        return Died(
+            f"worker died (signal {-code})" if code < 0 else f"worker died (exit code {code})"
+        )
 
 
 def _terminate(process: Any, lifeline: socket.socket, channel: socket.socket) -> None:
     for end in (lifeline, channel):
         with contextlib.suppress(OSError):
             end.shutdown(socket.SHUT_RDWR)
-    if process is None or lifeline.fileno() < 0:  # closed: it has ended, or this is a fork of the parent
+    if (
+        process is None or lifeline.fileno() < 0
+    ):  # closed: it has ended, or this is a fork of the parent
         return
     try:
         process.wait(END_SECONDS)
@@ -255,7 +309,9 @@ def _terminate(process: Any, lifeline: socket.socket, channel: socket.socket) ->
 
 
 def _close(*ends: socket.socket) -> None:
-    """Not while a thread waits there, or is about to: it would come to wait for whatever has the descriptor then."""
+    """Not while a thread waits there, or is about to: it would come to wait for whatever has the
+    descriptor then.
+    """
     for end in ends:
         _ends.discard(end)
         end.close()
@@ -278,7 +334,9 @@ class _Forked:
         self.returncode: int | None = None
         self._waiting = threading.Lock()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # that there are other threads: see `LiveReward`
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # that there are other threads: see `LiveReward`
             self.pid = os.fork()
         if self.pid == 0:
             try:
@@ -287,7 +345,9 @@ class _Forked:
                 with open(os.devnull, "rb") as nothing:
                     os.dup2(nothing.fileno(), 0)
                 os.dup2(2, 1)
-                sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+                sys.stdout = sys.stderr = os.fdopen(
+                    2, "w", buffering=1, errors="backslashreplace", closefd=False
+                )
                 os.chdir(folder or ".")
                 if (torch := sys.modules.get("torch")) is not None:
                     torch.set_num_threads(1)  # the pool of threads did not come along
@@ -302,7 +362,9 @@ class _Forked:
                 if self.returncode is None:
                     try:
                         pid, status = os.waitpid(self.pid, os.WNOHANG)
-                    except ChildProcessError:  # this program ignores SIGCHLD: nobody hears how it ended
+                    except (
+                        ChildProcessError
+                    ):  # this program ignores SIGCHLD: nobody hears how it ended
                         pid, status = self.pid, 0
                     self.returncode = os.waitstatus_to_exitcode(status) if pid else None
                 if self.returncode is not None:
@@ -319,7 +381,8 @@ class _Forked:
 class Pool:
     """At most `size` processes that answer the same requests, each under a deadline of its own.
 
-    They start when first needed, and are replaced when they die: imports and warm-up are not counted in a deadline.
+    They start when first needed, and are replaced when they die: imports and warm-up are not
+    counted in a deadline.
 
     >>> with Pool("operator:attrgetter", "real", size=1, seconds=5.0) as pool:
     ...     pool.map([(3,), (True,)])
@@ -327,12 +390,24 @@ class Pool:
     """
 
     starting = 0.0
-    """Seconds in which calls of any pool have waited for a process to start; they are no part of a call's own time."""
+    """Seconds in which calls of any pool have waited for a process to start; they are no part of a
+    call's own time.
+    """
     _counted = 0.0
     """Until when: what several threads wait at the same time counts once."""
 
-    def __init__(self, target: str, *setup: Any, size: int, seconds: float, max_calls: int | None = None, **options: Any) -> None:
-        """`seconds`: wall-clock deadline of a call.  `max_calls`: a process retires after so many.   options: `WorkerProcess`'s."""
+    def __init__(
+        self,
+        target: str,
+        *setup: Any,
+        size: int,
+        seconds: float,
+        max_calls: int | None = None,
+        **options: Any,
+    ) -> None:
+        """`seconds`: wall-clock deadline of a call.  `max_calls`: a process retires after so many.
+        options: `WorkerProcess`'s.
+        """
         self.size, self.seconds, self.max_calls = size, seconds, max_calls
         self._make = lambda: WorkerProcess(target, *setup, **options)
         self._reset()
@@ -371,7 +446,9 @@ class Pool:
                 if error.kind == "MemoryError":  # it may be left with a heap full of holes
                     process.kill()
                 raise
-            except BaseException:  # an interrupt, say: its answer to this call must not become that to the next
+            except (
+                BaseException
+            ):  # an interrupt, say: its answer to this call must not become that to the next
                 process.kill()
                 raise
             finally:
@@ -393,7 +470,9 @@ class Pool:
             Pool._counted = max(ended, Pool._counted)
 
     def map(self, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """What the function returns for many calls, on all processes; in the place of a value, what `call` raised."""
+        """What the function returns for many calls, on all processes; in the place of a value, what
+        `call` raised.
+        """
         threads = ThreadPoolExecutor(max_workers=max(1, min(self.size, len(calls))))
         try:
             return list(threads.map(self._outcome, calls))
@@ -411,7 +490,9 @@ class Pool:
             return error
 
     def close(self) -> None:
-        """Kill the processes; a call that another thread waits for has died.  The pool may be used again."""
+        """Kill the processes; a call that another thread waits for has died.  The pool may be used
+        again.
+        """
         if self._owner == os.getpid():
             with self._lock:
                 idle, self._idle = self._idle, []

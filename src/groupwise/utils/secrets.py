@@ -1,9 +1,9 @@
 """Secrets, found by what they are called, so that no run folder, log or message holds one.
 
-Three kinds are hidden: what has a secret's name (a key of a mapping, `name=value` and `name: value` in a text, an option before its
-value); the values of this process's environment variables with such names, wherever they stand; and passwords in addresses.
-A key that stands alone, whatever vendor's it is, looks like any other word: give secrets by a name, best in the environment.
-"""
+Three kinds are hidden: what has a secret's name (a key of a mapping, `name=value` and `name: value`
+in a text, an option before its value); the values of this process's environment variables with such
+names, wherever they stand; and passwords in addresses. A key that stands alone, whatever vendor's
+it is, looks like any other word: give secrets by a name, best in the environment."""
 
 from __future__ import annotations
 
@@ -18,27 +18,83 @@ TOKEN = "GROUPWISE_TOKEN"
 
 
 def environment_of_others() -> dict[str, str]:
-    """This process's environment for a process that runs somebody else's code: without the endpoint's token, with which it could
-    take the episodes of others."""
+    """This process's environment for a process that runs somebody else's code: without the
+    endpoint's token, with which it could take the episodes of others."""
     return {name: value for name, value in os.environ.items() if name != TOKEN}
 
 
-WORDS = frozenset(["secret", "secrets", "passwords", "credential", "credentials", "authorization", "bearer", "jwt", "apikeys"])
+WORDS = frozenset(
+    [
+        "secret",
+        "secrets",
+        "passwords",
+        "credential",
+        "credentials",
+        "authorization",
+        "bearer",
+        "jwt",
+        "apikeys",
+    ]
+)
 """A name with one of these words in it names a secret."""
 ENDINGS = ("password", "passwd", "passphrase", "secret", "apikey", "sshpass")
 """A word that ends so does too: `PGPASSWORD`."""
 OPENED = frozenset(
     [
-        *("access", "account", "admin", "api", "auth", "client", "encryption", "hf", "hub", "master", "personal", "private"),
+        *(
+            "access",
+            "account",
+            "admin",
+            "api",
+            "auth",
+            "client",
+            "encryption",
+            "hf",
+            "hub",
+            "master",
+            "personal",
+            "private",
+        ),
         *("refresh", "secret", "service", "session", "signing", "ssh", "storage"),
     ]
 )
-"""Before `key` or `token` at the end of a name: what it opens.  Of others (`problem_key`, `stop_token`) the value decides."""
-MAYBE = frozenset(["auth", "cookie", "cookies", "dsn", "key", "keys", "pass", "pat", "pwd", "token", "tokens", "webhook"])
+"""Before `key` or `token` at the end of a name: what it opens.  Of others (`problem_key`,
+`stop_token`) the value decides.
+"""
+MAYBE = frozenset(
+    [
+        "auth",
+        "cookie",
+        "cookies",
+        "dsn",
+        "key",
+        "keys",
+        "pass",
+        "pat",
+        "pwd",
+        "token",
+        "tokens",
+        "webhook",
+    ]
+)
 """Words of names of which the value decides."""
 ABOUT = frozenset(
     [
-        *("column", "dir", "field", "file", "folder", "format", "kind", "length", "method", "mode", "name", "path", "policy"),
+        *(
+            "column",
+            "dir",
+            "field",
+            "file",
+            "folder",
+            "format",
+            "kind",
+            "length",
+            "method",
+            "mode",
+            "name",
+            "path",
+            "policy",
+        ),
         *("provider", "scheme", "type"),
     ]
 )
@@ -50,14 +106,20 @@ NAMED = re.compile(
     re.VERBOSE,
 )
 """A name before its value, which may begin with a name itself: `https://host?name=value`."""
-BARE, QUOTED, MAPPED = (re.compile(some) for some in (r"""[^\s,;&{}\[\]"'<>\\]+""", r"""[^"'\n\\]+""", r"[^,{}\[\]]+"))
-"""A value as it stands in a text, behind a quotation mark, and in a mapping of a command's argument."""
+BARE, QUOTED, MAPPED = (
+    re.compile(some) for some in (r"""[^\s,;&{}\[\]"'<>\\]+""", r"""[^"'\n\\]+""", r"[^,{}\[\]]+")
+)
+"""A value as it stands in a text, behind a quotation mark, and in a mapping of a command's
+argument.
+"""
 LOOKED_AT = 256
 """Characters of a value by which it is decided."""
 ADDRESS = re.compile(r"""(?<=://)(?:[^/\s:@"'<>]*:[^/\s"'<>]+|[^/\s:@"'<>]{8,})(?=@)""")
 """A password with its user, or a token, in an address."""
 SHORTEST = 6
-"""Characters below which the value of an environment variable is too common a text to be looked for."""
+"""Characters below which the value of an environment variable is too common a text to be looked
+for.
+"""
 
 NO, BY_VALUE, YES = 0, 1, 2
 """Is what has a name a secret?  `BY_VALUE`: if only a machine writes such a value."""
@@ -88,7 +150,8 @@ def _named(name: str) -> int:
 
 
 def _random(value: str) -> bool:
-    """True for what only a machine writes: one word with a part of 12 or more letters and digits, not letters alone.
+    """True for what only a machine writes: one word with a part of 12 or more letters and digits,
+    not letters alone.
 
     >>> [_random(text) for text in ("9f8b3c2d1e0a7b6c", "level_of_difficulty_2", "the 1st answer is a", "</think>")]
     [True, False, False, False]
@@ -98,12 +161,17 @@ def _random(value: str) -> bool:
 
 
 def _telling(value: str) -> bool:
-    """True for what no word of a sentence looks like: `password: nobody` stays as it is, `password: hunter2` does not."""
-    return len(value) > 3 and (any(map(str.isdigit, value)) or not (value.islower() or value.istitle() or value.isupper()))
+    """True for what no word of a sentence looks like: `password: nobody` stays as it is, `password:
+    hunter2` does not.
+    """
+    return len(value) > 3 and (
+        any(map(str.isdigit, value)) or not (value.islower() or value.istitle() or value.isupper())
+    )
 
 
 def scrubbed(text: str) -> str:
-    """A text without the values of secrets' names, of such variables of the environment, and passwords in addresses.
+    """A text without the values of secrets' names, of such variables of the environment, and
+    passwords in addresses.
 
     >>> scrubbed("api_key=abc sent to https://me:pw@host/")
     'api_key=[redacted] sent to https://[redacted]@host/'
@@ -112,7 +180,9 @@ def scrubbed(text: str) -> str:
 
 
 def _scrubbed(text: str, known: Sequence[str], *, argument: bool = False) -> str:
-    """known: the secrets of the environment.   argument: of a command, where a value may be a mapping to the end."""
+    """known: the secrets of the environment.   argument: of a command, where a value may be a
+    mapping to the end.
+    """
     for value in known:
         text = text.replace(value, REDACTED)
     text, parts, done = ADDRESS.sub(REDACTED, text), [], 0
@@ -133,8 +203,8 @@ def _scrubbed(text: str, known: Sequence[str], *, argument: bool = False) -> str
 
 
 def redacted(value: Any, name: str = "") -> Any:
-    """A copy without secrets: everything under a name that is a secret's (`secret_name`), but true, false and null, and in every
-    text what `scrubbed` takes away.
+    """A copy without secrets: everything under a name that is a secret's (`secret_name`), but true,
+    false and null, and in every text what `scrubbed` takes away.
 
     >>> redacted({"hub_token": "abc", "max_new_tokens": 8, "args": {"token": "</think>"}, "url": "https://me:pw@host/"})
     {'hub_token': '[redacted]', 'max_new_tokens': 8, 'args': {'token': '</think>'}, 'url': 'https://[redacted]@host/'}
@@ -147,12 +217,17 @@ def _redacted(value: Any, named: int, known: Sequence[str]) -> Any:
         case bool() | None | "":
             return value
         case str():
-            return REDACTED if named == YES or (named == BY_VALUE and _random(value)) else _scrubbed(value, known)
+            return (
+                REDACTED
+                if named == YES or (named == BY_VALUE and _random(value))
+                else _scrubbed(value, known)
+            )
         case int() | float():
             return REDACTED if named == YES else value
         case Mapping():
             return {
-                _scrubbed(str(key), known): _redacted(inner, max(named, _named(str(key))), known) for key, inner in value.items()
+                _scrubbed(str(key), known): _redacted(inner, max(named, _named(str(key))), known)
+                for key, inner in value.items()
             }
         case list() | tuple() if not named and all(isinstance(one, str) for one in value):
             return _without_options(value, known)
@@ -162,8 +237,8 @@ def _redacted(value: Any, named: int, known: Sequence[str]) -> Any:
 
 
 def redacted_command(arguments: Sequence[str]) -> list[str]:
-    """The arguments of a command without secrets: the values of `name=value`, also inside of mappings, and what follows an option
-    with a secret's name.
+    """The arguments of a command without secrets: the values of `name=value`, also inside of
+    mappings, and what follows an option with a secret's name.
 
     >>> redacted_command(["train", "rewards.0.args={k: 3, api_key: abc}", "--hf-token", "abc"])
     ['train', 'rewards.0.args={k: 3, api_key: [redacted]}', '--hf-token', '[redacted]']
@@ -171,7 +246,9 @@ def redacted_command(arguments: Sequence[str]) -> list[str]:
     return _without_options(arguments, _of_environment(), argument=True)
 
 
-def _without_options(arguments: Sequence[str], known: Sequence[str], *, argument: bool = False) -> list[str]:
+def _without_options(
+    arguments: Sequence[str], known: Sequence[str], *, argument: bool = False
+) -> list[str]:
     shown, named = [], NO
     for text in arguments:
         if named and not text.startswith("-"):
@@ -180,21 +257,34 @@ def _without_options(arguments: Sequence[str], known: Sequence[str], *, argument
             continue
         named = _named(text.lstrip("-")) if text.startswith("-") and "=" not in text else NO
         place, hides = 0, False
-        while argument and not hides and (pair := re.compile(r"-{0,2}([\w.-]+)=").match(text, place)):  # --task-arg=name=value
+        while (
+            argument and not hides and (pair := re.compile(r"-{0,2}([\w.-]+)=").match(text, place))
+        ):  # --task-arg=name=value
             place, kind = pair.end(), _named(pair[1])
             hides = kind == YES or (kind == BY_VALUE and _random(text[place:]))
-        shown.append(text[:place] + (REDACTED if hides else _scrubbed(text[place:], known, argument=argument)))
+        shown.append(
+            text[:place]
+            + (REDACTED if hides else _scrubbed(text[place:], known, argument=argument))
+        )
     return shown
 
 
 def _of_environment() -> list[str]:
     """The secrets of this process's environment, longest first."""
-    secrets = {value for name, value in os.environ.items() if len(value) >= SHORTEST and _hides(_named(name), value)}
+    secrets = {
+        value
+        for name, value in os.environ.items()
+        if len(value) >= SHORTEST and _hides(_named(name), value)
+    }
     return sorted(secrets, key=len, reverse=True)
 
 
 def _hides(named: int, value: str) -> bool:
-    """True if a value is a secret's by its name and looks like one; a path that is there is none, whatever it is called."""
+    """True if a value is a secret's by its name and looks like one; a path that is there is none,
+    whatever it is called.
+    """
     if value.startswith("/") and os.path.exists(value):
         return False
-    return _random(value) if named == BY_VALUE else named == YES and (_telling(value) or " " in value)
+    return (
+        _random(value) if named == BY_VALUE else named == YES and (_telling(value) or " " in value)
+    )

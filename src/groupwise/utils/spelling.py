@@ -20,8 +20,9 @@ def counted(count: int, noun: str) -> str:
 def nearest(word: str, words: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The word that is the fewest slips of a finger away, or None if none is near.
 
-    A slip is a letter too much, too few, another one, or two in the wrong order (Damerau-Levenshtein, restricted).  One slip for
-    three letters is near; beyond that a word with enough of the same letters in order is taken (`difflib`, `cutoff`).
+    A slip is a letter too much, too few, another one, or two in the wrong order
+    (Damerau-Levenshtein, restricted).  One slip for three letters is near; beyond that a word with
+    enough of the same letters in order is taken (`difflib`, `cutoff`).
 
     >>> nearest("gpro", ["gspo", "grpo"]), nearest("trian", ["train", "chat"]), nearest("zzz", ["train"])
     ('grpo', 'train', None)
@@ -30,7 +31,11 @@ def nearest(word: str, words: Iterable[str], cutoff: float = 0.6) -> str | None:
     typed = word.lower()
     alike = {one: difflib.SequenceMatcher(None, typed, one.lower()).ratio() for one in known}
     slips = {one: distance(typed, one.lower()) for one in known}
-    near = [one for one in known if slips[one] <= max(1, len(typed) // 3) and slips[one] < max(len(typed), len(one))]
+    near = [
+        one
+        for one in known
+        if slips[one] <= max(1, len(typed) // 3) and slips[one] < max(len(typed), len(one))
+    ]
     if near:
         return min(near, key=lambda one: (slips[one], -alike[one]))
     likely = [one for one in known if alike[one] >= cutoff]
@@ -44,9 +49,15 @@ def closest(word: str, words: Iterable[str]) -> str:
 
 
 def near_path(path: Path) -> str:
-    """` (did you mean ...?)` for a path that does not exist: what lies beside it under a similar name; or an empty string."""
+    """` (did you mean ...?)` for a path that does not exist: what lies beside it under a similar
+    name; or an empty string.
+    """
     try:
-        near = None if path.exists() else nearest(path.name, sorted(entry.name for entry in path.parent.iterdir()))
+        near = (
+            None
+            if path.exists()
+            else nearest(path.name, sorted(entry.name for entry in path.parent.iterdir()))
+        )
     except OSError:
         return ""
     return "" if near is None else f" (did you mean {path.parent / near}?)"

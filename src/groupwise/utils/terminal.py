@@ -15,11 +15,14 @@ from typing import Any
 from groupwise.utils.secrets import scrubbed
 
 HARMFUL = ("Cc", "Cf", "Cs", "Zl", "Zp")
-"""Unicode's categories of control, format and bidirectional characters, half characters, and separators of lines."""
+"""Unicode's categories of control, format and bidirectional characters, half characters, and
+separators of lines.
+"""
 
 
 def escaped(text: str, keep: str = "\n") -> str:
-    r"""A text with control, format and bidirectional characters as escapes, so that it cannot steer a terminal.
+    r"""A text with control, format and bidirectional characters as escapes, so that it cannot steer
+    a terminal.
 
     >>> escaped("a\x1b[2Jb\u202ec")
     'a\\x1b[2Jb\\u202ec'
@@ -29,13 +32,20 @@ def escaped(text: str, keep: str = "\n") -> str:
         if char in keep or unicodedata.category(char) not in HARMFUL:
             return char
         code = ord(char)
-        return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}"
+        return (
+            f"\\x{code:02x}"
+            if code < 256
+            else f"\\u{code:04x}"
+            if code < 65536
+            else f"\\U{code:08x}"
+        )
 
     return text if text.isascii() and text.isprintable() else "".join(map(shown, text))
 
 
 def half_character(value: Any) -> str | None:
-    r"""The first half of a character that stands alone in plain values, as an escape; None: none does.
+    r"""The first half of a character that stands alone in plain values, as an escape; None: none
+    does.
 
     JSON can escape one, and Python reads it, but no tokenizer and no file can hold it.
 
@@ -55,7 +65,8 @@ _BARE = re.compile(
 
 
 def json_line(value: Any) -> str:
-    r"""A value as one line of JSON that reads the same and steers no terminal; letters of any language stand as they are.
+    r"""A value as one line of JSON that reads the same and steers no terminal; letters of any
+    language stand as they are.
 
     >>> json_line({"é": "\x1b \u202e"})
     '{"é": "\\u001b \\u202e"}\n'
@@ -65,7 +76,9 @@ def json_line(value: Any) -> str:
 
 
 class Harmless(logging.Filter):
-    """Escapes whatever a log record says, and takes secrets out of it: the message, and the traceback below it."""
+    """Escapes whatever a log record says, and takes secrets out of it: the message, and the
+    traceback below it.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Always true; the record's text is changed."""
@@ -77,7 +90,9 @@ class Harmless(logging.Filter):
 
 
 class Unstyled(Harmless):
-    """The same for loggers of others, which write bold and colours themselves: those are left out, not shown."""
+    """The same for loggers of others, which write bold and colours themselves: those are left out,
+    not shown.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Always true; the record's text is changed."""
@@ -90,7 +105,11 @@ def quiet_transformers() -> Iterator[None]:
     """transformers inside shows no progress bars, and nothing in its messages steers a terminal."""
     from transformers.utils import logging as its
 
-    bars, handlers, harmless = its.is_progress_bar_enabled(), list(its.get_logger("transformers").handlers), Unstyled()
+    bars, handlers, harmless = (
+        its.is_progress_bar_enabled(),
+        list(its.get_logger("transformers").handlers),
+        Unstyled(),
+    )
     its.disable_progress_bar()
     for handler in handlers:
         handler.addFilter(harmless)
@@ -111,8 +130,8 @@ HARMLESS = Harmless()
 def logger(name: str) -> logging.Logger:
     """The logger of a module, which says only what is harmless.
 
-    Python applies a logger's filter to what is logged by that logger itself, not by those below it, so every module has its own.
-    """
+    Python applies a logger's filter to what is logged by that logger itself, not by those below it,
+    so every module has its own."""
     log = logging.getLogger(name)
     log.addFilter(HARMLESS)
     return log
@@ -134,5 +153,7 @@ _ON_STDERR.addFilter(HARMLESS)
 
 
 def log_to_stderr() -> None:
-    """Have the warnings of all loggers below `groupwise`, also those of plugins, shown on stderr, harmless.  Twice is once."""
+    """Have the warnings of all loggers below `groupwise`, also those of plugins, shown on stderr,
+    harmless.  Twice is once.
+    """
     logging.getLogger("groupwise").addHandler(_ON_STDERR)

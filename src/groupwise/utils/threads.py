@@ -17,20 +17,21 @@ Result = TypeVar("Result")
 
 
 def begin(work: Callable[[], Result], name: str) -> Future[Result]:
-    """Do this at once, in a thread; `result()` of what is returned waits for it, and raises what it raised.   name: for its stack.
+    """Do this at once, in a thread; `result()` of what is returned waits for it, and raises what it
+    raised.   name: for its stack.
 
     An interpreter that ends (Python 3.12 and newer) starts no thread: then the work is done here.
 
-    Raises GroupwiseError where the system allows no further thread: whoever waits for the work must not go on without it.
-    """
+    Raises GroupwiseError where the system allows no further thread: whoever waits for the work must
+    not go on without it."""
     future: Future[Result] = Future()
     try:
         threading.Thread(target=_run, args=(future, work), name=name, daemon=True).start()
     except RuntimeError as error:
         if "interpreter shutdown" not in str(error):
             raise GroupwiseError(
-                f"no thread can be started ({error}): raise the limit of processes and threads (`ulimit -u`, the container's "
-                "limit of pids), or let fewer programs run"
+                f"no thread can be started ({error}): raise the limit of processes and threads"
+                " (`ulimit -u`, the container's limit of pids), or let fewer programs run"
             ) from error
         _run(future, work)
     return future

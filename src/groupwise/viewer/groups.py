@@ -1,12 +1,18 @@
-"""A step and a group of it as they are shown: rewards, finish, and every token with everything that is known of it.
+"""A step and a group of it as they are shown: rewards, finish, and every token with everything that
+is known of it.
 
-Numbers per token, by name, with `rho` the ratio of the policy's probability to the sampler's as the step's last update saw it:
+Numbers per token, by name, with `rho` the ratio of the policy's probability to the sampler's as the
+step's last update saw it:
 
-    push       advantage x rho: which way, and how hard, the update pushed the token; `clipped` says where its gradient was cut
-    logp       log-prob under the policy before the update (where it was not scored: the sampler's), nats
+    push       advantage x rho: which way, and how hard, the update pushed the token; `clipped` says
+    where its gradient was cut
+    logp       log-prob under the policy before the update (where it was not scored: the sampler's),
+    nats
     entropy    of the policy at the token, nats
-    kl         log-prob under the policy minus that under the reference, nats: positive where the policy likes the token more
-    mismatch   log-prob by the trainer minus that by the sampler, nats: rounding, unless something is wrong
+    kl         log-prob under the policy minus that under the reference, nats: positive where the
+    policy likes the token more
+    mismatch   log-prob by the trainer minus that by the sampler, nats: rounding, unless something
+    is wrong
     gradient   |d loss / d log-prob| at the step's last update, as a share of the group's sum
     version    optimizer steps that the weights which drew it had taken
 
@@ -41,7 +47,16 @@ EXCERPT = 160
 
 Json = dict[str, Any]
 
-OVERVIEW = ("group", "prompt_text", "index", "completion_text", "reward", "finish", "trained", "rewards/")
+OVERVIEW = (
+    "group",
+    "prompt_text",
+    "index",
+    "completion_text",
+    "reward",
+    "finish",
+    "trained",
+    "rewards/",
+)
 QUANTITIES = ("push", "logp", "entropy", "kl", "mismatch", "gradient", "version")
 
 
@@ -78,10 +93,20 @@ def groups_in(table: pa.Table) -> Iterator[tuple[int, slice, str]]:
 
 
 def overview(source: CompletionSource, step: int, kind: str = TRAINING) -> Json:
-    """A step's groups, the most informative first: rewards, finish, lengths, how many different answers."""
+    """A step's groups, the most informative first: rewards, finish, lengths, how many different
+    answers.
+    """
     table = source.table(step, OVERVIEW, kind)
-    reward, length, texts = numbers(table, "reward"), lengths_of(table), table.column("completion_text").to_pylist()
-    finish = [value or "" for value in table.column("finish").to_pylist()] if "finish" in table.column_names else [""] * len(table)
+    reward, length, texts = (
+        numbers(table, "reward"),
+        lengths_of(table),
+        table.column("completion_text").to_pylist(),
+    )
+    finish = (
+        [value or "" for value in table.column("finish").to_pylist()]
+        if "finish" in table.column_names
+        else [""] * len(table)
+    )
     groups = [
         {
             "group": place,
@@ -96,14 +121,19 @@ def overview(source: CompletionSource, step: int, kind: str = TRAINING) -> Json:
         }
         for place, rows, prompt in groups_in(table)
     ]
-    for one, prompt in zip(groups, without_shared_lines([one["prompt"] for one in groups]), strict=True):
+    for one, prompt in zip(
+        groups, without_shared_lines([one["prompt"] for one in groups]), strict=True
+    ):
         one["prompt"] = excerpt(prompt)
     groups.sort(key=lambda group: (-(group["spread"] or 0.0), -group["distinct"], group["group"]))
     return {
         "step": step,
         "kind": kind,
         "groups": groups,
-        "functions": {name: mean(numbers(table, f"rewards/{name}")) for name in reward_names(table.column_names)},
+        "functions": {
+            name: mean(numbers(table, f"rewards/{name}"))
+            for name in reward_names(table.column_names)
+        },
         "reward": mean(reward),
         "completions": len(table),
     }
@@ -130,17 +160,25 @@ def group(source: CompletionSource, step: int, place: int, kind: str = TRAINING)
     }
 
 
-def more(source: CompletionSource, step: int, place: int, index: int, begin: int, kind: str = TRAINING) -> Json:
+def more(
+    source: CompletionSource, step: int, place: int, index: int, begin: int, kind: str = TRAINING
+) -> Json:
     """A completion from its token (or character) `begin` on."""
     rows, names = _rows(source, step, place, kind)
     row = next((row for row in rows if row["index"] == index), None)
     if row is None:
-        raise DataError(f"{source.name} holds no completion {index} in group {place} of step {step}")
+        raise DataError(
+            f"{source.name} holds no completion {index} in group {place} of step {step}"
+        )
     return _completion(row, names, source.vocabulary(), _gradient_total(rows), begin)
 
 
-def _rows(source: CompletionSource, step: int, place: int, kind: str) -> tuple[list[Json], list[str]]:
-    """The completions of a group, and the reward functions that they were scored by.  Raises DataError if there are none."""
+def _rows(
+    source: CompletionSource, step: int, place: int, kind: str
+) -> tuple[list[Json], list[str]]:
+    """The completions of a group, and the reward functions that they were scored by.  Raises
+    DataError if there are none.
+    """
     table = source.table(step, None, kind)
     rows = table.filter(pc.equal(table.column("group"), place)).to_pylist()  # type: ignore[attr-defined]
     if not rows:
@@ -148,7 +186,9 @@ def _rows(source: CompletionSource, step: int, place: int, kind: str) -> tuple[l
     return rows, reward_names(table.column_names)
 
 
-def _completion(row: Mapping[str, Any], names: Sequence[str], known: Vocabulary | None, total: float, begin: int) -> Json:
+def _completion(
+    row: Mapping[str, Any], names: Sequence[str], known: Vocabulary | None, total: float, begin: int
+) -> Json:
     ids, text = row.get("completion_ids"), row.get("completion_text") or ""
     advantages = row.get("advantages") or []
     shown: Json = {
@@ -163,12 +203,19 @@ def _completion(row: Mapping[str, Any], names: Sequence[str], known: Vocabulary 
         shown["messages"] = loaded(row["messages"])
     episode = loaded(row.get("episode"))
     if isinstance(episode, dict):
-        with suppress(KeyError, TypeError, ValueError, AttributeError):  # of another form than a run writes
+        with suppress(
+            KeyError, TypeError, ValueError, AttributeError
+        ):  # of another form than a run writes
             shown["episode"] = _episode(episode)
     if ids is None or known is None:
         if isinstance(episode, dict) and isinstance(episode.get("messages"), list):
             shown["messages"] = episode["messages"]
-        return {**shown, "length": len(text), "unit": "characters", "text": text[begin : begin + CHARACTERS]}
+        return {
+            **shown,
+            "length": len(text),
+            "unit": "characters",
+            "text": text[begin : begin + CHARACTERS],
+        }
     end = begin + TOKENS
     return {
         **shown,
@@ -178,7 +225,9 @@ def _completion(row: Mapping[str, Any], names: Sequence[str], known: Vocabulary 
         "ids": ids[begin:end],
         "special": [i for i, token in enumerate(ids[begin:end]) if token in known.special],
         "untrained": [i for i, trained in enumerate(row["trained"][begin:end]) if not trained],
-        "columns": {name: _rounded(values[begin:end]) for name, values in token_columns(row, total).items()},
+        "columns": {
+            name: _rounded(values[begin:end]) for name, values in token_columns(row, total).items()
+        },
     }
 
 
@@ -191,7 +240,15 @@ def _finite(value: Any) -> float | None:
 
 
 CALL = {"name": _text, "arguments": _text, "result": _text, "seconds": _finite, "failure": _text}
-TURN = {"begin": int, "end": int, "finish": _text, "answer": _text, "seconds": _finite, "truncated": bool, "reward": _finite}
+TURN = {
+    "begin": int,
+    "end": int,
+    "finish": _text,
+    "answer": _text,
+    "seconds": _finite,
+    "truncated": bool,
+    "reward": _finite,
+}
 """What is shown of a call and of a turn, and how it is read: of long texts the beginning."""
 
 
@@ -205,27 +262,53 @@ def _episode(episode: Mapping[str, Any]) -> Json:
         fields(TURN, turn) | {"calls": [fields(CALL, call) for call in turn.get("calls") or ()]}
         for turn in episode.get("turns") or ()
     ]
-    branches = [{"begin": int(b["begin"]), "context": len(b.get("context") or ())} for b in episode.get("branches") or ()]
-    return {"turns": turns, "branches": branches, **fields({"reward": _finite, "environment": _text}, episode)}
+    branches = [
+        {"begin": int(b["begin"]), "context": len(b.get("context") or ())}
+        for b in episode.get("branches") or ()
+    ]
+    return {
+        "turns": turns,
+        "branches": branches,
+        **fields({"reward": _finite, "environment": _text}, episode),
+    }
 
 
 def token_columns(row: Mapping[str, Any], total: float = math.nan) -> dict[str, np.ndarray]:
-    """The quantities of a completion's tokens (n,), as far as they were recorded.   total: the group's sum of |gradients|."""
+    """The quantities of a completion's tokens (n,), as far as they were recorded.   total: the
+    group's sum of |gradients|.
+    """
 
     def column(name: str) -> np.ndarray | None:
         values = row.get(name)
         return np.asarray(values, np.float64) if values else None
 
-    behavior, current, advantage = column("behavior_logp"), column("current_logp"), column("advantages")
-    last, reference, clipped = column("update/last_logp"), column("signals/reference_logp"), column("update/clipped")
+    behavior, current, advantage = (
+        column("behavior_logp"),
+        column("current_logp"),
+        column("advantages"),
+    )
+    last, reference, clipped = (
+        column("update/last_logp"),
+        column("signals/reference_logp"),
+        column("update/clipped"),
+    )
     columns: dict[str, np.ndarray | None] = {
         "logp": current if current is not None else behavior,
         "entropy": column("update/entropy"),
     }
     if advantage is not None and behavior is not None:
         seen = last if last is not None else current
-        ratio = np.exp(np.clip(seen - behavior, -20.0, 20.0)) if seen is not None else np.ones_like(behavior)
-        columns |= {"push": advantage * ratio, "ratio": ratio, "clipped": clipped, "advantage": advantage}
+        ratio = (
+            np.exp(np.clip(seen - behavior, -20.0, 20.0))
+            if seen is not None
+            else np.ones_like(behavior)
+        )
+        columns |= {
+            "push": advantage * ratio,
+            "ratio": ratio,
+            "clipped": clipped,
+            "advantage": advantage,
+        }
     if reference is not None and columns["logp"] is not None:
         columns["kl"] = columns["logp"] - reference
     if current is not None and behavior is not None:
@@ -235,7 +318,11 @@ def token_columns(row: Mapping[str, Any], total: float = math.nan) -> dict[str, 
         columns["gradient"] = gradient / total
     version = column("version")
     columns |= {"version": version, "behavior": behavior}
-    return {name: values for name, values in columns.items() if values is not None and values.size == len(row["completion_ids"])}
+    return {
+        name: values
+        for name, values in columns.items()
+        if values is not None and values.size == len(row["completion_ids"])
+    }
 
 
 def _gradient_total(rows: Sequence[Mapping[str, Any]]) -> float:
@@ -243,7 +330,9 @@ def _gradient_total(rows: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _present(rows: Sequence[Mapping[str, Any]], total: float) -> dict[str, list[float]]:
-    """The quantities that the group has, each with the range of its scale: symmetric around 0 where it has a sign."""
+    """The quantities that the group has, each with the range of its scale: symmetric around 0 where
+    it has a sign.
+    """
     columns = [token_columns(row, total) for row in rows if row.get("completion_ids")]
     ranges: dict[str, list[float]] = {}
     for name in QUANTITIES:
@@ -278,7 +367,10 @@ def without_shared_lines(prompts: Sequence[str]) -> list[str]:
     lines = [prompt.split("\n") for prompt in prompts]
     most = min((len(one) for one in lines), default=1) - 1
     first = next((place for place in range(most) if len({one[place] for one in lines}) > 1), most)
-    last = next((place for place in range(most - first) if len({one[-1 - place] for one in lines}) > 1), most - first)
+    last = next(
+        (place for place in range(most - first) if len({one[-1 - place] for one in lines}) > 1),
+        most - first,
+    )
     return ["\n".join(one[first : len(one) - last]) for one in lines]
 
 

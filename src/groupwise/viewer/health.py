@@ -1,4 +1,6 @@
-"""The health of a run: its flags, the few figures that say most, and its metrics by subject, as the metric table has them."""
+"""The health of a run: its flags, the few figures that say most, and its metrics by subject, as the
+metric table has them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ FIGURES = (
     "reward", "groups/dead", "entropy", "completions/mean_length", "completions/clipped_ratio", "kl", "grad_norm", "ratio/kl",
     "mismatch/max", "eval/greedy", "eval/sampled", "accuracy", "loss",
 )  # fmt: skip
-"""The metrics that say most; those that a run does not have are left out, and the loss where there is a reward."""
+"""The metrics that say most; those that a run does not have are left out, and the loss where there
+is a reward.
+"""
 
 
 def flags(history: Sequence[Mapping[str, float]]) -> list[dict[str, str]]:
@@ -26,7 +30,12 @@ def flags(history: Sequence[Mapping[str, float]]) -> list[dict[str, str]]:
     'Most groups are dead'
     """
     return [
-        {"metric": metric.name, "title": flag.title, "meaning": flag.said(value), "remedy": flag.remedy}
+        {
+            "metric": metric.name,
+            "title": flag.title,
+            "meaning": flag.said(value),
+            "remedy": flag.remedy,
+        }
         for metric, flag, value in raised(history)
     ]
 
@@ -41,7 +50,9 @@ def unread(problems: Sequence[str]) -> list[dict[str, str]]:
             "metric": "",
             "title": "Some files cannot be read",
             "meaning": "; ".join(problems[:SHOWN]) + more,
-            "remedy": "Everything else is shown. Copy these files anew from where the run was made.",
+            "remedy": (
+                "Everything else is shown. Copy these files anew from where the run was made."
+            ),
         }
     ]
 
@@ -49,7 +60,11 @@ def unread(problems: Sequence[str]) -> list[dict[str, str]]:
 def figures(names: Iterable[str]) -> list[dict[str, Any]]:
     """The figures that stand first, of those that the run has."""
     known = set(names)
-    return [described(name) for name in FIGURES if name in known and not (name == "loss" and "reward" in known)]
+    return [
+        described(name)
+        for name in FIGURES
+        if name in known and not (name == "loss" and "reward" in known)
+    ]
 
 
 def described(metric: str) -> dict[str, Any]:
@@ -64,26 +79,42 @@ def described(metric: str) -> dict[str, Any]:
 
 
 def first(names: Iterable[str]) -> list[str]:
-    """The metrics of the figures, and held-out reward, of those that the run has: what the first page draws."""
+    """The metrics of the figures, and held-out reward, of those that the run has: what the first
+    page draws.
+    """
     known = set(names)
-    return [*(figure["metric"] for figure in figures(known)), *(["eval/reward"] if "eval/reward" in known else [])]
+    return [
+        *(figure["metric"] for figure in figures(known)),
+        *(["eval/reward"] if "eval/reward" in known else []),
+    ]
 
 
 HELD_OUT, OTHERS = "Held-out prompts", "Others"
 
 
 def families(names: Iterable[str]) -> list[dict[str, Any]]:
-    """The metrics of a run by subject, in the order of the metric table: first those that stand first, last those without a row.
+    """The metrics of a run by subject, in the order of the metric table: first those that stand
+    first, last those without a row.
 
     >>> [(family["title"], family["names"]) for family in families(["mine", "lr", "eval/nll", "reward"])]
     [('The run', ['reward']), ('The step', ['lr']), ('Held-out prompts', ['eval/nll']), ('Others', ['mine'])]
     """
     known = sorted(name for name in set(names) if not name.endswith("/half_width"))
     leading = [figure["metric"] for figure in figures(known)]
-    subjects: dict[str, list[str]] = {"The run": leading, **{section.title: [] for section in METRICS}, OTHERS: []}
+    subjects: dict[str, list[str]] = {
+        "The run": leading,
+        **{section.title: [] for section in METRICS},
+        OTHERS: [],
+    }
     for name in sorted(known, key=_place):
         if name not in leading:
-            title = OTHERS if find(name) is None else HELD_OUT if name.startswith("eval/") else METRICS[_place(name)[0]].title
+            title = (
+                OTHERS
+                if find(name) is None
+                else HELD_OUT
+                if name.startswith("eval/")
+                else METRICS[_place(name)[0]].title
+            )
             subjects[title].append(name)
     return [{"title": title, "names": inside} for title, inside in subjects.items() if inside]
 
@@ -92,31 +123,53 @@ def families(names: Iterable[str]) -> list[dict[str, Any]]:
 def _place(name: str) -> tuple[int, int, str]:
     """Section and row of a metric in the table, then its name."""
     row = find(name)
-    rows = [(i, k, name) for i, section in enumerate(METRICS) for k, one in enumerate(section.metrics) if one is row]
+    rows = [
+        (i, k, name)
+        for i, section in enumerate(METRICS)
+        for k, one in enumerate(section.metrics)
+        if one is row
+    ]
     return rows[0] if rows else (len(METRICS), 0, name)
 
 
-WORK = ("tokens/sampled", "tokens/trained", "tokens/shared", "tokens/dead", "tokens/recomputed", "flops/per_second")
+WORK = (
+    "tokens/sampled",
+    "tokens/trained",
+    "tokens/shared",
+    "tokens/dead",
+    "tokens/recomputed",
+    "flops/per_second",
+)
 """Metrics of a step's work."""
 WITHIN = "time/waiting/"
 """Seconds that are a part of others: how long each process waited."""
 
 
 def work(history: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
-    """The work of a step, on average over the last ones: tokens by use, and seconds by phase with their share of the whole step.
+    """The work of a step, on average over the last ones: tokens by use, and seconds by phase with
+    their share of the whole step.
 
     >>> [row["share"] for row in work([{"time/rollout": 3.0, "time/update": 1.0}])]
     [0.75, 0.25]
     """
 
     def mean_of(name: str) -> float | None:
-        values = [line[name] for line in history[-RECENT:] if name in line and math.isfinite(line[name])]
+        values = [
+            line[name] for line in history[-RECENT:] if name in line and math.isfinite(line[name])
+        ]
         return sum(values) / len(values) if values else None
 
     rows: list[dict[str, Any]] = [
-        {**described(metric), "value": value} for metric in WORK if (value := mean_of(metric)) is not None
+        {**described(metric), "value": value}
+        for metric in WORK
+        if (value := mean_of(metric)) is not None
     ]
-    names = {name for line in history[-RECENT:] for name in line if name.startswith("time/") and not name.startswith(WITHIN)}
+    names = {
+        name
+        for line in history[-RECENT:]
+        for name in line
+        if name.startswith("time/") and not name.startswith(WITHIN)
+    }
     phases = {name: mean_of(name) or 0.0 for name in sorted(names)}
     total = sum(phases.values()) or 1.0
     for name, seconds in sorted(phases.items(), key=lambda phase: -phase[1]):

@@ -1,7 +1,8 @@
 """A few numbers of every completion of a run, gathered in the background, newest step first.
 
-What a page needs of one step is read when it is asked for; what asks about all of them (the same prompt through training, which
-steps can hold what a search looks for) asks here.  640,000 completions take some 20 MB.
+What a page needs of one step is read when it is asked for; what asks about all of them (the same
+prompt through training, which steps can hold what a search looks for) asks here.  640,000
+completions take some 20 MB.
 """
 
 from __future__ import annotations
@@ -90,7 +91,11 @@ class Index:
         entry = Entry(
             group=numbers(table, "group").astype(np.int32),
             reward=numbers(table, "reward").astype(np.float32),
-            finish=frozenset(table.column("finish").unique().to_pylist() if "finish" in table.column_names else ()),
+            finish=frozenset(
+                table.column("finish").unique().to_pylist()
+                if "finish" in table.column_names
+                else ()
+            ),
             prompts={group: key_of(prompt) for group, _, prompt in groups_in(table)},
         )
         with self._lock:
@@ -114,8 +119,14 @@ class Index:
         return len(self._entries)
 
     def visits(self, key: str) -> list[tuple[int, int, np.ndarray]]:
-        """(step, group, rewards) of every group of a prompt, in the order of training, as far as steps have been read."""
+        """(step, group, rewards) of every group of a prompt, in the order of training, as far as
+        steps have been read.
+        """
         with self._lock:
             groups = sorted(self._by_prompt.get(key, {}).items())
         entries = [(step, group, self._entries.get(step)) for step, group in groups]
-        return [(step, group, entry.reward[entry.group == group]) for step, group, entry in entries if entry is not None]
+        return [
+            (step, group, entry.reward[entry.group == group])
+            for step, group, entry in entries
+            if entry is not None
+        ]

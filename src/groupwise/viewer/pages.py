@@ -1,4 +1,6 @@
-"""Every address of the application: a name and parameters in, JSON out.  The server asks here, and so does the report."""
+"""Every address of the application: a name and parameters in, JSON out.  The server asks here, and
+so does the report.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,26 @@ class Pages:
         """Runs that somebody has looked at; of the others little is read."""
         self._started = False
         self.points = points
-        known = (self.runs, self.curves, self.health, self.step, self.group, self.more, self.visits, self.search, self.lenses)
+        known = (
+            self.runs,
+            self.curves,
+            self.health,
+            self.step,
+            self.group,
+            self.more,
+            self.visits,
+            self.search,
+            self.lenses,
+        )
         self.known: dict[str, Callable[[Parameters], Json]] = {
             page.__name__: page for page in (*known, self.compare, self.config, self.replay)
         }
         self.known["pulse"] = self.runs  # what the application polls while a run is live
 
     def answer(self, name: str, parameters: Parameters) -> Json:
-        """The JSON of an address.  Raises KeyError for one that is not there, DataError for what cannot be answered."""
+        """The JSON of an address.  Raises KeyError for one that is not there, DataError for what
+        cannot be answered.
+        """
         answer = self.known[name]
         for index in self.indexes:
             index.busy += 1
@@ -73,7 +87,9 @@ class Pages:
     # ------------------------------------------------------------ addresses
 
     def runs(self, parameters: Parameters) -> Json:
-        """What is looked at, and where to begin; all that there is of run `run`, and of those that were opened before."""
+        """What is looked at, and where to begin; all that there is of run `run`, and of those that
+        were opened before.
+        """
         self._open(self._number(parameters))
         return {"runs": [self._run(i) for i in range(len(self.sources))]}
 
@@ -99,38 +115,71 @@ class Pages:
         }
 
     def curves(self, parameters: Parameters) -> Json:
-        """Metrics over steps (`names`, with commas; none: all), and the tokens and seconds that had gone by."""
+        """Metrics over steps (`names`, with commas; none: all), and the tokens and seconds that had
+        gone by.
+        """
         metrics = self._source(parameters).metrics()
-        names = parameters["names"].split(",") if parameters.get("names") else sorted(metrics.values.keys() - {"wall"})
+        names = (
+            parameters["names"].split(",")
+            if parameters.get("names")
+            else sorted(metrics.values.keys() - {"wall"})
+        )
         steps = list(metrics.steps)
         cut = max(1, -(-len(steps) // self.points))
         wall = metrics.values.get("wall", ())
         began = next((second for second in wall if math.isfinite(second)), 0.0)
-        sampled = np.nan_to_num(np.array(metrics.values.get("tokens/sampled", ())), posinf=0.0, neginf=0.0)
+        sampled = np.nan_to_num(
+            np.array(metrics.values.get("tokens/sampled", ())), posinf=0.0, neginf=0.0
+        )
         ends = slice(cut - 1, None, cut)
         return {
             "steps": steps[ends],
             "tokens": [round(value) for value in np.cumsum(sampled).tolist()[ends]],
-            "seconds": [round(value - began, 1) if math.isfinite(value) else None for value in list(wall)[ends]],
-            "values": {name: _thinned(metrics.values[name], cut) for name in names if name in metrics.values},
+            "seconds": [
+                round(value - began, 1) if math.isfinite(value) else None
+                for value in list(wall)[ends]
+            ],
+            "values": {
+                name: _thinned(metrics.values[name], cut)
+                for name in names
+                if name in metrics.values
+            },
         }
 
     def health(self, parameters: Parameters) -> Json:
-        """Flags in plain words, the figures that stand first, where a step's work goes, and the metrics by subject."""
+        """Flags in plain words, the figures that stand first, where a step's work goes, and the
+        metrics by subject.
+        """
         source = self._source(parameters)
         metrics = source.metrics()
         names, history = list(metrics.values), metrics.history()
         flags = [*health.unread(source.problems()), *health.flags(history)]
         families = health.families(name for name in names if name != "wall")
-        return {"flags": flags, "figures": health.figures(names), "work": health.work(history), "families": families}
+        return {
+            "flags": flags,
+            "figures": health.figures(names),
+            "work": health.work(history),
+            "families": families,
+        }
 
     def step(self, parameters: Parameters) -> Json:
         """A step's groups, the most informative first; the newest step where none is named."""
         source, kind = self._source(parameters), self._kind(parameters)
         steps, wanted = source.steps(kind), _whole(parameters, "step")
         if not steps:
-            return {"step": None, "kind": kind, "groups": [], "functions": {}, "reward": None, "completions": 0}
-        nearest = _newest(source, kind) if wanted is None else min(steps, key=lambda step: (abs(step - wanted), step))
+            return {
+                "step": None,
+                "kind": kind,
+                "groups": [],
+                "functions": {},
+                "reward": None,
+                "completions": 0,
+            }
+        nearest = (
+            _newest(source, kind)
+            if wanted is None
+            else min(steps, key=lambda step: (abs(step - wanted), step))
+        )
         return groups.overview(source, nearest, kind)
 
     def group(self, parameters: Parameters) -> Json:
@@ -140,8 +189,12 @@ class Pages:
 
     def more(self, parameters: Parameters) -> Json:
         """A completion from token `begin` on."""
-        step, group, index, begin = (_needed(parameters, name) for name in ("step", "group", "index", "begin"))
-        return groups.more(self._source(parameters), step, group, index, begin, self._kind(parameters))
+        step, group, index, begin = (
+            _needed(parameters, name) for name in ("step", "group", "index", "begin")
+        )
+        return groups.more(
+            self._source(parameters), step, group, index, begin, self._kind(parameters)
+        )
 
     def visits(self, parameters: Parameters) -> Json:
         """A prompt through training: every group it had, as far as the index has read."""
@@ -167,7 +220,9 @@ class Pages:
             kind=self._kind(parameters),
         )
         index = self.indexes[self._number(parameters)]
-        return questions.search(self._source(parameters), index, query, cursor=_whole(parameters, "cursor"))
+        return questions.search(
+            self._source(parameters), index, query, cursor=_whole(parameters, "cursor")
+        )
 
     def lenses(self, parameters: Parameters) -> Json:
         """Signs of reward hacking in a stretch of steps; the last ten where none is named."""
@@ -176,14 +231,19 @@ class Pages:
         if not steps:
             raise DataError(f"{source.name} holds no completions")
         first, last = _whole(parameters, "first"), _whole(parameters, "last")
-        return questions.lenses(source, steps[-10:][0] if first is None else first, steps[-1] if last is None else last)
+        return questions.lenses(
+            source, steps[-10:][0] if first is None else first, steps[-1] if last is None else last
+        )
 
     def compare(self, parameters: Parameters) -> Json:
         """Two steps on the prompts they share, and the steps that share most with the left one.
 
-        Where nobody chose the steps and no training steps share a prompt, evaluations are compared: their prompts stay the same.
-        """
-        i, j = self._number(parameters), self._number({"run": parameters.get("other", parameters.get("run", "0"))})
+        Where nobody chose the steps and no training steps share a prompt, evaluations are compared:
+        their prompts stay the same."""
+        i, j = (
+            self._number(parameters),
+            self._number({"run": parameters.get("other", parameters.get("run", "0"))}),
+        )
         self._open(i)
         self._open(j)
         left, right = _whole(parameters, "step"), _whole(parameters, "with")
@@ -206,19 +266,30 @@ class Pages:
         """The resolved recipe, which of its keys are not at their default, and the environment."""
         source = self._source(parameters)
         config = source.config()
-        return {"config": config, "set": _set_keys(config), "environment": source.environment(), "path": str(source.path)}
+        return {
+            "config": config,
+            "set": _set_keys(config),
+            "environment": source.environment(),
+            "path": str(source.path),
+        }
 
     def replay(self, parameters: Parameters) -> Json:
-        """Which tokens of a group the update pushed, or would have with `set` changed: see `replays`."""
+        """Which tokens of a group the update pushed, or would have with `set` changed: see
+        `replays`.
+        """
         source = self._source(parameters)
         number, place = _needed(parameters, "step"), _needed(parameters, "group")
         changes = replays.checked(parameters.get("set", ""))
         if (key := replays.own_code(source.config())) is not None:
             raise DataError(
-                f"{key} names code of the run's own, which the viewer does not run: groupwise replay RUN --step {number}"
+                f"{key} names code of the run's own, which the viewer does not run: groupwise"
+                f" replay RUN --step {number}"
             )
         if not self._replayable(source) or number not in source.steps():
-            raise DataError(f"{source.name}: only recorded steps of runs that sample completions can be replayed")
+            raise DataError(
+                f"{source.name}: only recorded steps of runs that sample completions can be"
+                " replayed"
+            )
         return replays.replayed(source.path, number, place, changes)
 
     @staticmethod

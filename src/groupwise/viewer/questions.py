@@ -1,7 +1,8 @@
-"""Questions about a run: which completions hold a text, whether the reward is being hacked, how two steps differ.
+"""Questions about a run: which completions hold a text, whether the reward is being hacked, how two
+steps differ.
 
-Every answer names completions by step, group and index, so that whatever is claimed is one click away from what was written.
-"""
+Every answer names completions by step, group and index, so that whatever is claimed is one click
+away from what was written."""
 
 from __future__ import annotations
 
@@ -20,7 +21,18 @@ import pyarrow.compute as pc
 
 from groupwise.errors import DataError
 from groupwise.rewards.registry import GOLD_COLUMNS
-from groupwise.viewer.groups import Json, excerpt, groups_in, key_of, lengths_of, loaded, mean, numbers, plain, reward_names
+from groupwise.viewer.groups import (
+    Json,
+    excerpt,
+    groups_in,
+    key_of,
+    lengths_of,
+    loaded,
+    mean,
+    numbers,
+    plain,
+    reward_names,
+)
 from groupwise.viewer.index import Index
 from groupwise.viewer.sources import TRAINING, CompletionSource
 
@@ -66,12 +78,17 @@ class SearchQuery:
 
 
 def search(
-    source: CompletionSource, index: Index, query: SearchQuery, *, cursor: int | None = None, budget: float = BUDGET
+    source: CompletionSource,
+    index: Index,
+    query: SearchQuery,
+    *,
+    cursor: int | None = None,
+    budget: float = BUDGET,
 ) -> Json:
     """Completions that match a query, newest step first; whole steps at a time.
 
-    cursor: the step to go on with.   `next`: the same for the next call, None at the end.   `seen` counts the steps looked at.
-    """
+    cursor: the step to go on with.   `next`: the same for the next call, None at the end.   `seen`
+        counts the steps looked at."""
     steps = [
         step
         for step in reversed(source.steps(query.kind))
@@ -88,7 +105,11 @@ def search(
         if entry is not None:
             if query.finish and query.finish not in entry.finish:
                 continue
-            if not query.function and query.ranged and not _within(entry.reward, query.low, query.high).any():
+            if (
+                not query.function
+                and query.ranged
+                and not _within(entry.reward, query.low, query.high).any()
+            ):
                 continue
         matches += _matches(source, step, query)
     return {"matches": matches, "next": None, "seen": seen, "left": 0}
@@ -96,7 +117,17 @@ def search(
 
 def _matches(source: CompletionSource, step: int, query: SearchQuery) -> list[Json]:
     judged = f"rewards/{query.function}" if query.function else "reward"
-    names = {"group", "index", "prompt_text", "completion_text", "reward", "finish", "trained", "row", judged}
+    names = {
+        "group",
+        "index",
+        "prompt_text",
+        "completion_text",
+        "reward",
+        "finish",
+        "trained",
+        "row",
+        judged,
+    }
     try:
         table = source.table(step, sorted(names), query.kind)
     except DataError:
@@ -105,7 +136,9 @@ def _matches(source: CompletionSource, step: int, query: SearchQuery) -> list[Js
     if query.ranged:
         chosen &= _within(numbers(table, judged), query.low, query.high)
     if query.finish:
-        chosen &= np.array([value == query.finish for value in table.column("finish").to_pylist()], bool)
+        chosen &= np.array(
+            [value == query.finish for value in table.column("finish").to_pylist()], bool
+        )
     for wanted, name in ((query.text, "completion_text"), (query.prompt, "prompt_text")):
         if wanted and chosen.any():
             hit = pc.match_substring(table.column(name), wanted, ignore_case=True)  # type: ignore[attr-defined]
@@ -137,11 +170,15 @@ def _gold(row: str | None) -> str:
     columns = loaded(row)
     if not isinstance(columns, dict):
         return ""
-    return next((excerpt(str(columns[name])) for name in GOLD_COLUMNS if columns.get(name) is not None), "")
+    return next(
+        (excerpt(str(columns[name])) for name in GOLD_COLUMNS if columns.get(name) is not None), ""
+    )
 
 
 def _within(values: np.ndarray, low: float | None, high: float | None) -> np.ndarray:
-    return (values >= (-np.inf if low is None else low - 1e-9)) & (values <= (np.inf if high is None else high + 1e-9))
+    return (values >= (-np.inf if low is None else low - 1e-9)) & (
+        values <= (np.inf if high is None else high + 1e-9)
+    )
 
 
 def _around(text: str, wanted: str) -> str:
@@ -157,18 +194,27 @@ def _around(text: str, wanted: str) -> str:
 def lenses(source: CompletionSource, first: int, last: int) -> Json:
     """Signs of reward hacking over a stretch of steps.
 
-    `points`: reward, length, repetition and every function of a sample of completions, with their places.
-    `conflicts`: pairs of functions of which one is satisfied (above its middle) where the other is not, and where.
-    `duplicates`: groups with the fewest different answers.   `correlations` of the reward.
+    `points`: reward, length, repetition and every function of a sample of completions, with their
+    places. `conflicts`: pairs of functions of which one is satisfied (above its middle) where the
+    other is not, and where. `duplicates`: groups with the fewest different answers.
+    `correlations` of the reward.
     """
     steps = [step for step in source.steps() if first <= step <= last]
     if not steps:
         raise DataError(f"no completions of steps {first} to {last} are recorded")
-    chosen = [steps[i] for i in sorted(set(np.linspace(0, len(steps) - 1, min(len(steps), 12)).astype(int).tolist()))]
+    chosen = [
+        steps[i]
+        for i in sorted(
+            set(np.linspace(0, len(steps) - 1, min(len(steps), 12)).astype(int).tolist())
+        )
+    ]
     tables = []
     for step in chosen:
         with suppress(DataError):
-            table = source.table(step, ("group", "index", "completion_text", "reward", "finish", "trained", "rewards/"))
+            table = source.table(
+                step,
+                ("group", "index", "completion_text", "reward", "finish", "trained", "rewards/"),
+            )
             table = table.slice(0, SCATTER // len(chosen))
             tables.append(table.append_column("at", pa.array([step] * len(table))))
     if not tables:
@@ -177,7 +223,9 @@ def lenses(source: CompletionSource, first: int, last: int) -> Json:
     texts = [text or "" for text in table.column("completion_text").to_pylist()]
     reward, length = numbers(table, "reward"), lengths_of(table).astype(float)
     repeated = np.array([repetition(text) for text in texts])
-    functions = {name: numbers(table, f"rewards/{name}") for name in reward_names(table.column_names)}
+    functions = {
+        name: numbers(table, f"rewards/{name}") for name in reward_names(table.column_names)
+    }
     place = {name: numbers(table, name).astype(int) for name in ("at", "group", "index")}
     points = {
         "step": place["at"].tolist(),
@@ -225,7 +273,10 @@ def _conflicts(functions: dict[str, np.ndarray], place: dict[str, np.ndarray]) -
         if np.isfinite(values).any() and np.isfinite(against).any():
             here = (values > _middle(values)) & (against <= _middle(against))
             if share := float(here.mean()):
-                places = [[int(place[key][i]) for key in ("at", "group", "index")] for i in np.flatnonzero(here)[:5]]
+                places = [
+                    [int(place[key][i]) for key in ("at", "group", "index")]
+                    for i in np.flatnonzero(here)[:5]
+                ]
                 conflicts.append({"high": name, "low": other, "share": share, "places": places})
     return sorted(conflicts, key=lambda conflict: -conflict["share"])[:12]
 
@@ -234,7 +285,9 @@ def _middle(values: np.ndarray) -> float:
     return float((np.nanmin(values) + np.nanmax(values)) / 2)
 
 
-def _duplicates(place: dict[str, np.ndarray], texts: Sequence[str], reward: np.ndarray) -> list[Json]:
+def _duplicates(
+    place: dict[str, np.ndarray], texts: Sequence[str], reward: np.ndarray
+) -> list[Json]:
     groups: dict[tuple[int, int], list[int]] = {}
     for i, key in enumerate(zip(place["at"].tolist(), place["group"].tolist(), strict=True)):
         groups.setdefault(key, []).append(i)
@@ -244,18 +297,34 @@ def _duplicates(place: dict[str, np.ndarray], texts: Sequence[str], reward: np.n
         if len(rows) > 1 and different < len(rows):
             shares = {"distinct": different, "size": len(rows), "reward": mean(reward[rows])}
             duplicates.append({"step": step, "group": group, **shares})
-    return sorted(duplicates, key=lambda group: (group["distinct"] / group["size"], -group["step"]))[:12]
+    return sorted(
+        duplicates, key=lambda group: (group["distinct"] / group["size"], -group["step"])
+    )[:12]
 
 
 # ---------------------------------------------------------------- two steps side by side
 
 
-def compare(left: tuple[CompletionSource, int], right: tuple[CompletionSource, int], kind: str = TRAINING) -> Json:
-    """The prompts that two steps (of one run or of two) share, the one whose reward moved most first."""
+def compare(
+    left: tuple[CompletionSource, int], right: tuple[CompletionSource, int], kind: str = TRAINING
+) -> Json:
+    """The prompts that two steps (of one run or of two) share, the one whose reward moved most
+    first.
+    """
     sides = [_groups_of(source, step, kind) for source, step in (left, right)]
     shared = [key for key in sides[0] if key in sides[1]]
-    pairs = [{"key": key, "prompt": sides[0][key]["prompt"], "left": sides[0][key], "right": sides[1][key]} for key in shared]
-    pairs.sort(key=lambda pair: -abs((pair["right"]["mean"] or 0.0) - (pair["left"]["mean"] or 0.0)))
+    pairs = [
+        {
+            "key": key,
+            "prompt": sides[0][key]["prompt"],
+            "left": sides[0][key],
+            "right": sides[1][key],
+        }
+        for key in shared
+    ]
+    pairs.sort(
+        key=lambda pair: -abs((pair["right"]["mean"] or 0.0) - (pair["left"]["mean"] or 0.0))
+    )
     return {"pairs": pairs, "left": len(sides[0]), "right": len(sides[1])}
 
 
@@ -278,4 +347,7 @@ def shared_steps(index: Index, step: int) -> list[Any]:
     count: Counter[int] = Counter()
     for key in entry.prompts.values():
         count.update(other for other, _, _ in index.visits(key) if other != step)
-    return sorted(([other, times] for other, times in count.most_common(12)), key=lambda pair: (-pair[1], pair[0]))
+    return sorted(
+        ([other, times] for other, times in count.most_common(12)),
+        key=lambda pair: (-pair[1], pair[0]),
+    )

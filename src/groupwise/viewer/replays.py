@@ -1,11 +1,13 @@
-"""A step replayed for the viewer: which tokens its update pushed, and which ones another algorithm would have pushed.
+"""A step replayed for the viewer: which tokens its update pushed, and which ones another algorithm
+would have pushed.
 
-The closed form needs torch, which the viewer does not load: `groupwise replay RUN --step N --no-model --json --tokens` is started
-in a process of its own, when it is asked for, one at a time, and the last answers are kept.
+The closed form needs torch, which the viewer does not load: `groupwise replay RUN --step N
+--no-model --json --tokens` is started in a process of its own, when it is asked for, one at a time,
+and the last answers are kept.
 
-A link may ask for a replay, so all that it can change are the objective and the keys under `group`, to numbers and single words.
-Somebody's own code (`module:function`) is refused, also where the run's recipe names it: looking at a folder must not run what lies
-in it.
+A link may ask for a replay, so all that it can change are the objective and the keys under `group`,
+to numbers and single words. Somebody's own code (`module:function`) is refused, also where the
+run's recipe names it: looking at a folder must not run what lies in it.
 """
 
 from __future__ import annotations
@@ -37,28 +39,48 @@ DIGITS = 2e-5
 """Relative difference that rounding explains."""
 COMMAND = (sys.executable, "-P", "-m", "groupwise")
 """What starts Groupwise.  -P: nothing is imported from the working directory."""
-CHANGE = re.compile(r"(objective|group\.[a-z_]+(\.[a-z_]+)?)=(-?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?|[a-z][a-z0-9_]*)")
-"""A change: of the objective or of a key under `group`, to a number or a single word, which names what Groupwise has."""
-OBJECTIVES = tuple(name for name, row in ALGORITHMS.items() if not (row.needs_value or row.needs_teacher))
-"""Objectives that can be replayed without a model: those with a critic or a teacher are not among them."""
+CHANGE = re.compile(
+    r"(objective|group\.[a-z_]+(\.[a-z_]+)?)=(-?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?|[a-z][a-z0-9_]*)"
+)
+"""A change: of the objective or of a key under `group`, to a number or a single word, which names
+what Groupwise has.
+"""
+OBJECTIVES = tuple(
+    name for name, row in ALGORITHMS.items() if not (row.needs_value or row.needs_teacher)
+)
+"""Objectives that can be replayed without a model: those with a critic or a teacher are not among
+them.
+"""
 
 
 Json = dict[str, Any]
 
 
 def _replayable(part: type[Part]) -> bool:
-    """True if a part learns from rewards by log-probs that were recorded, and reads no critic and no teacher."""
+    """True if a part learns from rewards by log-probs that were recorded, and reads no critic and
+    no teacher.
+    """
     return part.needs_reward and part.reads_logp and not {"value", "teacher_logp"} & set(part.reads)
 
 
 def offered() -> Json:
-    """What the application offers to change: objectives, parts by kind, and the options of each part."""
+    """What the application offers to change: objectives, parts by kind, and the options of each
+    part.
+    """
     parts = {
-        kind: {name: sorted(parameters(part).keys() - {"beta"}) for name, part in PARTS[kind].items() if _replayable(part)}
+        kind: {
+            name: sorted(parameters(part).keys() - {"beta"})
+            for name, part in PARTS[kind].items()
+            if _replayable(part)
+        }
         for kind in ("credit", "ratio", "surrogate", "weights")
     }
     options = {name: own for known in parts.values() for name, own in known.items()}
-    return {"objectives": list(OBJECTIVES), "parts": {kind: list(known) for kind, known in parts.items()}, "options": options}
+    return {
+        "objectives": list(OBJECTIVES),
+        "parts": {kind: list(known) for kind, known in parts.items()},
+        "options": options,
+    }
 
 
 def own_code(config: Mapping[str, Any]) -> str | None:
@@ -73,18 +95,25 @@ def checked(text: str) -> list[str]:
     >>> checked("objective=dr_grpo; group.surrogate.high=0.28")
     ['objective=dr_grpo', 'group.surrogate.high=0.28']
     """
-    changes = [re.sub(r"\s*=\s*", "=", part.strip(), count=1) for part in text.split(";") if part.strip()]
+    changes = [
+        re.sub(r"\s*=\s*", "=", part.strip(), count=1) for part in text.split(";") if part.strip()
+    ]
     for change in changes:
         if CHANGE.fullmatch(change) is None:
-            raise DataError(f"{change}: a replay in the viewer changes objectives and parts that Groupwise has, and their numbers")
+            raise DataError(
+                f"{change}: a replay in the viewer changes objectives and parts that Groupwise has,"
+                " and their numbers"
+            )
     return changes
 
 
 def replayed(folder: Path, number: int, place: int, changes: Sequence[str]) -> Json:
-    """One group of a replayed step, each token's push in a pass of the step as a share of the group's sum of |gradient|.
+    """One group of a replayed step, each token's push in a pass of the step as a share of the
+    group's sum of |gradient|.
 
-    `recorded` by the run's own configuration; `replay` by the changed one (by the recorded one where nothing was changed);
-    `change` is the second less the first.  Positive: made likelier.   None where there is no closed form.
+    `recorded` by the run's own configuration; `replay` by the changed one (by the recorded one
+    where nothing was changed); `change` is the second less the first.  Positive: made likelier.
+    None where there is no closed form.
 
     Raises DataError for a step that cannot be replayed, and a group that is not there.
     """
@@ -99,7 +128,10 @@ def replayed(folder: Path, number: int, place: int, changes: Sequence[str]) -> J
     rows, outcome = step["tokens"][place], step["changed"] or step["recorded"]
     recorded = _shares([row["recorded"] for row in rows])
     replay = _shares([row["changed"] for row in rows]) if changes else recorded
-    change = [_difference(one, other) if changes else None for one, other in zip(recorded, replay, strict=True)]
+    change = [
+        _difference(one, other) if changes else None
+        for one, other in zip(recorded, replay, strict=True)
+    ]
     columns = {"recorded": recorded, "replay": replay, "change": change}
     scales = {name: _scale(values) for name, values in columns.items()}
     if scales["change"] and scales["replay"]:  # no trifle looks large
@@ -112,7 +144,8 @@ def replayed(folder: Path, number: int, place: int, changes: Sequence[str]) -> J
         "pushes": step.get("pushes"),
         "pass": step["pass"],
         "completions": [
-            {"index": row["index"], **{name: _plain(values[i]) for name, values in columns.items()}} for i, row in enumerate(rows)
+            {"index": row["index"], **{name: _plain(values[i]) for name, values in columns.items()}}
+            for i, row in enumerate(rows)
         ],
         "scales": scales,
     }
@@ -123,16 +156,36 @@ _one = threading.Lock()
 
 @lru_cache(KEPT)
 def computed(folder: Path, number: int, changes: tuple[str, ...]) -> Json:
-    """What `groupwise replay --json --tokens` says of a step.  Raises DataError with what it says if it cannot."""
+    """What `groupwise replay --json --tokens` says of a step.  Raises DataError with what it says
+    if it cannot.
+    """
     options = [text for change in changes for text in ("--set", change)]
-    command = [*COMMAND, "replay", str(folder.resolve()), "--step", str(number), "--no-model", "--json", "--tokens", *options]
+    command = [
+        *COMMAND,
+        "replay",
+        str(folder.resolve()),
+        "--step",
+        str(number),
+        "--no-model",
+        "--json",
+        "--tokens",
+        *options,
+    ]
     outside = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, env=outside, stdin=subprocess.DEVNULL, timeout=LONGEST, check=False
+            command,
+            capture_output=True,
+            text=True,
+            env=outside,
+            stdin=subprocess.DEVNULL,
+            timeout=LONGEST,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise DataError(f"the replay of step {number} took more than {LONGEST:.0f} s: see groupwise replay") from error
+        raise DataError(
+            f"the replay of step {number} took more than {LONGEST:.0f} s: see groupwise replay"
+        ) from error
     try:
         return json.loads(done.stdout)
     except ValueError as error:
@@ -155,7 +208,11 @@ def _difference(one: np.ndarray | None, other: np.ndarray | None) -> np.ndarray 
     """The second less the first; 0 where they differ by no more than the digits that were sent."""
     if one is None or other is None:
         return None
-    return np.where(np.isclose(one, other, rtol=DIGITS, atol=DIGITS * float(np.abs(one).max(initial=0.0))), 0.0, other - one)
+    return np.where(
+        np.isclose(one, other, rtol=DIGITS, atol=DIGITS * float(np.abs(one).max(initial=0.0))),
+        0.0,
+        other - one,
+    )
 
 
 def _plain(column: np.ndarray | None) -> list[float] | None:
@@ -164,7 +221,9 @@ def _plain(column: np.ndarray | None) -> list[float] | None:
 
 def _scale(columns: Columns) -> list[float] | None:
     """Symmetric around 0; a single outlier must not turn everything else pale."""
-    flat = np.concatenate([np.abs(column) for column in columns if column is not None] or [np.zeros(0)])
+    flat = np.concatenate(
+        [np.abs(column) for column in columns if column is not None] or [np.zeros(0)]
+    )
     if not flat.size:
         return None
     bound = max(float(np.quantile(flat, 0.98)) or float(flat.max()), 1e-9)

@@ -1,8 +1,10 @@
-"""One self-contained page: the application with a run's most telling parts inside, to be mailed and kept.
+"""One self-contained page: the application with a run's most telling parts inside, to be mailed and
+kept.
 
-It is the same application over answers that were asked beforehand: curves, the first and the last step, the two around the largest
-move of the reward, of each the most informative groups with their tokens, signs of reward hacking, configuration and environment.
-It needs no server and no network, and its policy allows neither.
+It is the same application over answers that were asked beforehand: curves, the first and the last
+step, the two around the largest move of the reward, of each the most informative groups with their
+tokens, signs of reward hacking, configuration and environment. It needs no server and no network,
+and its policy allows neither.
 """
 
 from __future__ import annotations
@@ -33,12 +35,16 @@ POINTS = 400
 
 
 def export(paths: Sequence[str | Path], file: str | Path) -> Path:
-    """Write a report of runs or files of completions, whole or not at all; its path.  Raises DataError."""
+    """Write a report of runs or files of completions, whole or not at all; its path.  Raises
+    DataError.
+    """
     text, file = report(open_sources(paths)), Path(file)
     try:
         files.write(file, text.encode())
     except OSError as error:
-        raise DataError(f"cannot write the report {file}: {error.strerror}; name another file") from error
+        raise DataError(
+            f"cannot write the report {file}: {error.strerror}; name another file"
+        ) from error
     return file
 
 
@@ -57,7 +63,13 @@ def report(sources: Sequence[CompletionSource]) -> str:
 
 def address(name: str, parameters: dict[str, Any]) -> str:
     """The key of an answer: its name and its parameters in order, as the application asks for them."""
-    return name + "?" + "&".join(f"{key}={parameters[key]}" for key in sorted(parameters) if parameters[key] != "")
+    return (
+        name
+        + "?"
+        + "&".join(
+            f"{key}={parameters[key]}" for key in sorted(parameters) if parameters[key] != ""
+        )
+    )
 
 
 def _answers(pages: Pages, count: int) -> dict[str, Any]:
@@ -88,9 +100,15 @@ def _answers(pages: Pages, count: int) -> dict[str, Any]:
                 answer["all"] = len(answer["groups"])
                 answer["groups"] = answer["groups"][:count]
                 for group in answer["groups"]:
-                    for completion in ask("group", run=i, kind=kind, step=step, group=group["group"]).get("completions", ()):
+                    for completion in ask(
+                        "group", run=i, kind=kind, step=step, group=group["group"]
+                    ).get("completions", ()):
                         _shorten(completion)
-                    answers[address("visits", {"run": i, "key": group["key"]})] = {"visits": [], "read": 0, "total": 0}
+                    answers[address("visits", {"run": i, "key": group["key"]})] = {
+                        "visits": [],
+                        "read": 0,
+                        "total": 0,
+                    }
         ask("health", run=i)  # the last: it names the files that could not be read
     return answers
 
@@ -107,17 +125,26 @@ def _shorten(completion: dict[str, Any]) -> None:
 def _telling(source: CompletionSource) -> list[int]:
     """The first and the last step, and those around the largest move of the reward."""
     steps, metrics = source.steps(), source.metrics()
-    moved = _largest_move(metrics.steps, metrics.values["reward"]) if "reward" in metrics.values else ()
-    return sorted({min(steps, key=lambda step: abs(step - near)) for near in (steps[0], steps[-1], *moved)})
+    moved = (
+        _largest_move(metrics.steps, metrics.values["reward"]) if "reward" in metrics.values else ()
+    )
+    return sorted(
+        {min(steps, key=lambda step: abs(step - near)) for near in (steps[0], steps[-1], *moved)}
+    )
 
 
 def _largest_move(steps: Sequence[int], rewards: Sequence[float]) -> tuple[int, ...]:
-    """The last and the first step of the two neighbouring stretches between which the mean reward differs most.
+    """The last and the first step of the two neighbouring stretches between which the mean reward
+    differs most.
 
     >>> _largest_move(range(1, 9), [0, 0, 0, 0, 1, 1, 1, 1])
     (4, 5)
     """
-    known = [(step, reward) for step, reward in zip(steps, rewards, strict=True) if step > 0 and np.isfinite(reward)]
+    known = [
+        (step, reward)
+        for step, reward in zip(steps, rewards, strict=True)
+        if step > 0 and np.isfinite(reward)
+    ]
     width = max(3, len(known) // 20)
     if len(known) < 2 * width:
         width = len(known) // 2
@@ -136,10 +163,12 @@ def _page(pages: Pages, answers: dict[str, Any]) -> str:
     data = json.dumps(answers, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     scripts = [asset(name).decode() for name in SCRIPTS]
     styles = [asset(name).decode() for name in STYLES]
-    assert not any("</script" in text for text in scripts) and not any("</style" in text for text in styles)
+    assert not any("</script" in text for text in scripts) and not any(
+        "</style" in text for text in styles
+    )
     policy = (
-        f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src {' '.join(map(_hash, styles))}; "
-        "img-src data:; base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src"
+        f" {' '.join(map(_hash, styles))}; img-src data:; base-uri 'none'; form-action 'none'"
     )
     title = ", ".join(source.name for source in pages.sources)
     head = (
@@ -151,7 +180,9 @@ def _page(pages: Pages, answers: dict[str, Any]) -> str:
     )
     text = asset("index.html").decode().replace('<link rel="icon" href="/static/icon.svg">\n', "")
     text = text.replace("<!--summary-->", _summary(pages))
-    text = text.replace("<title>groupwise</title>", f"<title>{html.escape(title)} · groupwise</title>")
+    text = text.replace(
+        "<title>groupwise</title>", f"<title>{html.escape(title)} · groupwise</title>"
+    )
     before, _, after = text.replace("<!--styles-->", head).partition("<!--scripts-->")
     # The scripts stand behind the page, since inline ones cannot wait for it.
     return before + after.replace("</body>", body + "</body>")
@@ -170,12 +201,16 @@ def _summary(pages: Pages) -> str:
         for figure in health.figures(list(metrics.values)):
             known = [value for value in metrics.values[figure["metric"]] if value == value]
             if known:
-                rows.append(f"<tr><th>{html.escape(figure['label'])}<td>{known[0]:.4g}<td>{known[-1]:.4g}")
+                rows.append(
+                    f"<tr><th>{html.escape(figure['label'])}<td>{known[0]:.4g}<td>{known[-1]:.4g}"
+                )
         warned = "".join(
-            f"<li><b>{html.escape(flag['title'])}.</b> {html.escape(flag['meaning'])} {html.escape(flag['remedy'])}"
+            f"<li><b>{html.escape(flag['title'])}.</b> {html.escape(flag['meaning'])}"
+            f" {html.escape(flag['remedy'])}"
             for flag in pages.health({"run": str(i)})["flags"]
         )
         parts.append(
-            f"<h1>{html.escape(source.name)}</h1><ul>{warned}</ul><table><tr><th><td>first step<td>last step{''.join(rows)}</table>"
+            f"<h1>{html.escape(source.name)}</h1><ul>{warned}</ul><table><tr><th><td>first"
+            f" step<td>last step{''.join(rows)}</table>"
         )
     return "<noscript>" + "".join(parts) + "</noscript>"

@@ -1,8 +1,9 @@
 """The pages over HTTP, to browsers on this machine and to nobody else.
 
-It listens on the loopback interface, answers GET only, and serves a fixed list of its own files: no address is ever turned into a
-path.  A request that names another host (DNS rebinding) or comes from another site's page is refused, and the pages may load and
-send nothing but what comes from here: what a completion says cannot run, and if it did it could not get out.
+It listens on the loopback interface, answers GET only, and serves a fixed list of its own files: no
+address is ever turned into a path.  A request that names another host (DNS rebinding) or comes from
+another site's page is refused, and the pages may load and send nothing but what comes from here:
+what a completion says cannot run, and if it did it could not get out.
 """
 
 from __future__ import annotations
@@ -26,10 +27,16 @@ log = logger(__name__)
 SCRIPTS = ("vendor/uPlot.iife.min.js", "base.js", "tokens.js", "charts.js", "views.js", "app.js")
 """In the order in which they are run."""
 STYLES = ("vendor/uPlot.min.css", "app.css")
-TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".txt": "text/plain", ".svg": "image/svg+xml"}
+TYPES = {
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".html": "text/html",
+    ".txt": "text/plain",
+    ".svg": "image/svg+xml",
+}
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src"
+    " 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 HEADERS = {
     "Content-Security-Policy": POLICY,
@@ -43,7 +50,9 @@ HEADERS = {
 LONGEST = 8192
 """Characters of an address."""
 PATIENCE = 10.0
-"""Seconds in which a request must have come; a connection that waits for its next one is closed, too."""
+"""Seconds in which a request must have come; a connection that waits for its next one is closed,
+too.
+"""
 SMALL = 1400
 """Bytes that fit into one packet and are not worth compressing."""
 
@@ -57,7 +66,12 @@ def page() -> str:
     """The application's page, which loads its scripts and styles."""
     styles = "".join(f'<link rel="stylesheet" href="/static/{name}">\n' for name in STYLES)
     scripts = "".join(f'<script defer src="/static/{name}"></script>\n' for name in SCRIPTS)
-    return asset("index.html").decode().replace("<!--styles-->", styles).replace("<!--scripts-->", scripts)
+    return (
+        asset("index.html")
+        .decode()
+        .replace("<!--styles-->", styles)
+        .replace("<!--scripts-->", scripts)
+    )
 
 
 class Viewer(Server):
@@ -67,7 +81,10 @@ class Viewer(Server):
         """port: 0 takes a free one.  Raises ConfigError if the port is taken."""
         super().__init__("127.0.0.1", port, _PageHandler, seconds=PATIENCE)
         self.pages = pages
-        served = {f"/static/{name}": asset(name) for name in (*SCRIPTS, *STYLES, "vendor/uPlot.LICENSE.txt", "icon.svg")}
+        served = {
+            f"/static/{name}": asset(name)
+            for name in (*SCRIPTS, *STYLES, "vendor/uPlot.LICENSE.txt", "icon.svg")
+        }
         self.files = {"/": page().encode(), **served}
         self.pages.start()
 
@@ -108,13 +125,16 @@ class _PageHandler(Handler):
     do_HEAD = do_GET
 
     def _refused(self, path: str) -> HTTPStatus | None:
-        """Why a request is not answered: another host's name, another site's page, an overlong address."""
+        """Why a request is not answered: another host's name, another site's page, an overlong
+        address.
+        """
         if self.headers.get("Host") not in self.server.hosts:
             return HTTPStatus.MISDIRECTED_REQUEST
         origin = self.headers.get("Origin")
         if origin is not None and origin not in {f"http://{host}" for host in self.server.hosts}:
             return HTTPStatus.FORBIDDEN
-        # A link from elsewhere may open the application; nothing but the application may ask for data.
+        # A link from elsewhere may open the application; nothing but the application may ask for
+        # data.
         site = self.headers.get("Sec-Fetch-Site")
         if site is not None and site not in ("same-origin", "none") and path != "/":
             return HTTPStatus.FORBIDDEN
@@ -130,7 +150,10 @@ class _PageHandler(Handler):
             status, body = HTTPStatus.UNPROCESSABLE_ENTITY, _json({"error": str(error)})
         except Exception as error:  # one bad file must not take the viewer away
             log.exception("the page %s failed", name)
-            status, body = HTTPStatus.INTERNAL_SERVER_ERROR, _json({"error": f"{type(error).__name__}: {error}"})
+            status, body = (
+                HTTPStatus.INTERNAL_SERVER_ERROR,
+                _json({"error": f"{type(error).__name__}: {error}"}),
+            )
         self._send(status, body, "application/json")
 
     def _send(self, status: HTTPStatus, body: bytes, kind: str) -> None:
@@ -155,5 +178,7 @@ def _json(answer: object) -> bytes:
 
 
 def serve(paths: Sequence[str | Path], port: int = 8765) -> Viewer:
-    """A viewer of runs and files, serving in a thread.  Raises DataError for what is neither, ConfigError for a taken port."""
+    """A viewer of runs and files, serving in a thread.  Raises DataError for what is neither,
+    ConfigError for a taken port.
+    """
     return Viewer(Pages(open_sources(paths)), port).start()

@@ -1,8 +1,8 @@
 """The sources of completions: run folders, and files of completions written by any program.
 
-Both are read the same way: steps, each a table with one row per completion and the columns of `rollout_table.table_of`, as far as
-they are known.  Whatever is read was written by others, perhaps by a model: it is never executed, and a bad part is left out.
-"""
+Both are read the same way: steps, each a table with one row per completion and the columns of
+`rollout_table.table_of`, as far as they are known.  Whatever is read was written by others, perhaps
+by a model: it is never executed, and a bad part is left out."""
 
 from __future__ import annotations
 
@@ -65,7 +65,11 @@ class Metrics:
             if self._reader.restarted:
                 self.steps, self.values = array("q"), {}
             cut = sum(not self.add(entry) for entry in entries)
-            more = [f"metrics.jsonl holds more than {MOST_NUMBERS:,} numbers: some are left out"] if cut else []
+            more = (
+                [f"metrics.jsonl holds more than {MOST_NUMBERS:,} numbers: some are left out"]
+                if cut
+                else []
+            )
             self.problems = [*self._reader.problems, *more]
         return self
 
@@ -88,24 +92,37 @@ class Metrics:
     def history(self) -> list[dict[str, float]]:
         """The steps that decide about the flags, as mappings: what was not computed has no key."""
         return [
-            {name: column[i] for name, column in self.values.items() if not math.isnan(column[i]) or name == "reward"}
+            {
+                name: column[i]
+                for name, column in self.values.items()
+                if not math.isnan(column[i]) or name == "reward"
+            }
             for i in range(max(0, len(self.steps) - LOOKED_AT), len(self.steps))
             if self.steps[i] > 0
         ]
 
 
 class CompletionSource:
-    """Completions step by step, and what is known beside them.  Those of a file are in memory; it has no recipe and no machine."""
+    """Completions step by step, and what is known beside them.  Those of a file are in memory; it
+    has no recipe and no machine.
+    """
 
     def __init__(
-        self, path: Path, name: str | None = None, *, tables: Mapping[int, pa.Table] | None = None, files: RunFiles | None = None
+        self,
+        path: Path,
+        name: str | None = None,
+        *,
+        tables: Mapping[int, pa.Table] | None = None,
+        files: RunFiles | None = None,
     ) -> None:
         self.path = path
         self.name = name or path.name
         self._metrics, self._tables = Metrics(files), dict(tables or {})
 
     def state(self) -> dict[str, Any]:
-        """`state` (live, finished, failed, stopped, file), why it failed, the last step, and how many are planned."""
+        """`state` (live, finished, failed, stopped, file), why it failed, the last step, and how
+        many are planned.
+        """
         return {"state": "file", "last": max(self.steps(), default=0), "planned": None}
 
     def brief(self) -> tuple[dict[str, Any], list[str]]:
@@ -116,12 +133,22 @@ class CompletionSource:
         """Steps whose completions can be read, in order."""
         return list(self._tables) if kind == TRAINING else []
 
-    def table(self, step: int, columns: Sequence[str] | None = None, kind: str = TRAINING) -> pa.Table:
-        """The completions of a step; columns that are not there are left out, `rewards/` is all of them.  Raises DataError."""
+    def table(
+        self, step: int, columns: Sequence[str] | None = None, kind: str = TRAINING
+    ) -> pa.Table:
+        """The completions of a step; columns that are not there are left out, `rewards/` is all of
+        them.  Raises DataError.
+        """
         if step not in self.steps(kind):
             raise DataError(f"{self.name} holds no step {step}")
         table = self._tables[step]
-        return table.select([name for name in table.column_names if columns is None or name in columns or family(name) in columns])
+        return table.select(
+            [
+                name
+                for name in table.column_names
+                if columns is None or name in columns or family(name) in columns
+            ]
+        )
 
     def metrics(self) -> Metrics:
         """The numbers of every step so far."""
@@ -181,18 +208,29 @@ class RunSource(CompletionSource):
             self._wrong[name] = wrong
 
     def state(self) -> dict[str, Any]:
-        """Live while a process holds the run's lock, finished once the run has marked its end, failed by an error, else stopped."""
+        """Live while a process holds the run's lock, finished once the run has marked its end,
+        failed by an error, else stopped.
+        """
         steps, planned = self.metrics().steps, self.config().get("steps")
         last = steps[-1] if len(steps) else 0
         state, why = standing(self.files)
         if self.files.has(DONE):
             self._try(DONE, lambda: self.files.json(DONE), None)
-        return {"state": state, "why": why, "last": last, "planned": planned if isinstance(planned, int) else None}
+        return {
+            "state": state,
+            "why": why,
+            "last": last,
+            "planned": planned if isinstance(planned, int) else None,
+        }
 
     def brief(self) -> tuple[dict[str, Any], list[str]]:
         """`state`, and the names of the metrics, by the last line of the log alone."""
         line = self._try(METRICS, lambda: last_metrics(self.files), {})
-        names = [name for name, value in line.items() if isinstance(value, int | float) and name != "step"]
+        names = [
+            name
+            for name, value in line.items()
+            if isinstance(value, int | float) and name != "step"
+        ]
         state, why = standing(self.files)
         return {"state": state, "why": why, "last": line.get("step", 0), "planned": None}, names
 
@@ -212,7 +250,9 @@ class RunSource(CompletionSource):
         """Steps with recorded completions."""
         return list(self._steps(kind))
 
-    def table(self, step: int, columns: Sequence[str] | None = None, kind: str = TRAINING) -> pa.Table:
+    def table(
+        self, step: int, columns: Sequence[str] | None = None, kind: str = TRAINING
+    ) -> pa.Table:
         """Read from the Parquet file of the step."""
         name = self._steps(kind).get(step)
         if name is None:
@@ -241,7 +281,9 @@ class RunSource(CompletionSource):
         return dict(_flat(jsonable(document.values))) if isinstance(document.values, dict) else {}
 
     def environment(self) -> dict[str, Any]:
-        """The last entry of `environment.json`, and how many starts there were; empty if it cannot be read."""
+        """The last entry of `environment.json`, and how many starts there were; empty if it cannot
+        be read.
+        """
         attempts = self._try(ENVIRONMENT, lambda: attempts_of(self.files), [])
         return {**attempts[-1], "starts": len(attempts)} if attempts else {}
 
@@ -264,17 +306,29 @@ class RunSource(CompletionSource):
 def open_file(path: Path, name: str | None = None) -> CompletionSource:
     """A Parquet or JSONL file of completions, with whatever columns it has.  Raises DataError.
 
-    Understood: prompt, completion (text or messages), reward or score, metrics or `rewards/NAME`, step, group or example, finish;
-    under the names that Groupwise, TRL, verl, verifiers and common evaluation harnesses give them.  Its metrics are the mean reward
-    and the mean length in characters by step.
+    Understood: prompt, completion (text or messages), reward or score, metrics or `rewards/NAME`,
+        step, group or example, finish; under the names that Groupwise, TRL, verl, verifiers and
+        common evaluation harnesses give them.  Its metrics are the mean reward and the mean length
+        in characters by step.
     """
     steps = dict(sorted(_by_step(_rows_of(path)).items()))
     place = itemgetter("group", "index")
-    source = CompletionSource(path, name, tables={step: pa.Table.from_pylist(sorted(steps[step], key=place)) for step in steps})
+    source = CompletionSource(
+        path,
+        name,
+        tables={step: pa.Table.from_pylist(sorted(steps[step], key=place)) for step in steps},
+    )
     for step, rows in steps.items():
-        rewards = [row["reward"] for row in rows if row["reward"] is not None and not math.isnan(row["reward"])]
+        rewards = [
+            row["reward"]
+            for row in rows
+            if row["reward"] is not None and not math.isnan(row["reward"])
+        ]
         lengths = [len(row["completion_text"]) for row in rows]
-        reward, length = sum(rewards) / len(rewards) if rewards else math.nan, sum(lengths) / len(lengths)
+        reward, length = (
+            sum(rewards) / len(rewards) if rewards else math.nan,
+            sum(lengths) / len(lengths),
+        )
         source.metrics().add({"step": step, "reward": reward, "completions/mean_length": length})
     return source
 
@@ -292,17 +346,24 @@ def open_source(path: str | Path, name: str | None = None) -> CompletionSource:
         return open_file(path, name)
     if not path.exists():
         raise DataError(f"there is no {path}{near_path(path)}")
-    raise DataError(f"{path} is neither a run folder nor a file that ends in {', '.join(DATA_SUFFIXES)}")
+    raise DataError(
+        f"{path} is neither a run folder nor a file that ends in {', '.join(DATA_SUFFIXES)}"
+    )
 
 
 def open_sources(paths: Sequence[str | Path]) -> list[CompletionSource]:
-    """Sources with names that tell them apart.  A folder of stages (`runs/demo`) stands for its stages."""
+    """Sources with names that tell them apart.  A folder of stages (`runs/demo`) stands for its
+    stages.
+    """
     opened: list[Path] = []
     for path in map(Path, paths):
         stages = sorted(child.parent for child in path.glob(f"*/{CONFIG}")) if path.is_dir() else []
         opened += stages if stages and not (path / CONFIG).exists() else [path]
     names = [path.name for path in opened]
-    shown = [path.name if names.count(path.name) == 1 else f"{path.absolute().parent.name}/{path.name}" for path in opened]
+    shown = [
+        path.name if names.count(path.name) == 1 else f"{path.absolute().parent.name}/{path.name}"
+        for path in opened
+    ]
     return [open_source(path, name) for path, name in zip(opened, shown, strict=True)]
 
 
@@ -322,7 +383,17 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 NAMES = {
     "completion": (
-        *("completion_text", "completion", "response", "output", "generation", "answer_text", "text", "messages", "trajectory"),
+        *(
+            "completion_text",
+            "completion",
+            "response",
+            "output",
+            "generation",
+            "answer_text",
+            "text",
+            "messages",
+            "trajectory",
+        ),
     ),
     "prompt": ("prompt_text", "prompt", "question", "input", "instruction", "problem"),
     "reward": ("reward", "score", "rewards", "total_reward"),
@@ -336,31 +407,51 @@ NAMES = {
 def _rows_of(path: Path) -> list[dict[str, Any]]:
     """The rows that hold a completion.  Raises DataError if there are none."""
     try:
-        rows = _json_rows(path) if path.suffix.lower() != ".parquet" else bounded_table(path.read_bytes()).to_pylist()
+        rows = (
+            _json_rows(path)
+            if path.suffix.lower() != ".parquet"
+            else bounded_table(path.read_bytes()).to_pylist()
+        )
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     if not rows:
         raise DataError(f"{path} holds no rows")
-    usable = [row for row in rows if isinstance(row, dict) and _first(row, "completion") is not None]
+    usable = [
+        row for row in rows if isinstance(row, dict) and _first(row, "completion") is not None
+    ]
     if not usable:
-        has = f"it has {', '.join(rows[0])}" if isinstance(rows[0], dict) else "its rows are no JSON objects"
-        raise DataError(f"{path} has no column that could be a completion ({', '.join(NAMES['completion'])}); {has}")
+        has = (
+            f"it has {', '.join(rows[0])}"
+            if isinstance(rows[0], dict)
+            else "its rows are no JSON objects"
+        )
+        raise DataError(
+            f"{path} has no column that could be a completion ({', '.join(NAMES['completion'])});"
+            f" {has}"
+        )
     if lost := len(rows) - len(usable):
-        logger(__name__).warning("%s: %d of %d rows hold no completion, and are left out", path, lost, len(rows))
+        logger(__name__).warning(
+            "%s: %d of %d rows hold no completion, and are left out", path, lost, len(rows)
+        )
     return usable
 
 
 def _json_rows(path: Path) -> list[Any]:
     """Raises OSError, DataError."""
     if path.stat().st_size > LARGEST_JSONL:
-        raise DataError(f"{path} has {path.stat().st_size >> 20} MiB: convert it to Parquet, or cut it to {LARGEST_JSONL >> 20}")
+        raise DataError(
+            f"{path} has {path.stat().st_size >> 20} MiB: convert it to Parquet, or cut it to"
+            f" {LARGEST_JSONL >> 20}"
+        )
     text, rows = path.read_text(encoding="utf-8-sig", errors="replace"), []
     if path.suffix.lower() == ".json":
         try:
             data = bounded_json(text)
         except ValueError as error:
             raise DataError(f"{path} is no JSON: {error}") from error
-        rows = (data.get("rows") or data.get("results") or [data]) if isinstance(data, dict) else data
+        rows = (
+            (data.get("rows") or data.get("results") or [data]) if isinstance(data, dict) else data
+        )
         return rows if isinstance(rows, list) else [rows]
     lines = text.split("\n")
     for number, line in enumerate(lines, start=1):
@@ -394,18 +485,28 @@ def _by_step(rows: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
 
 
 def _completion(row: Mapping[str, Any]) -> dict[str, Any]:
-    completion, reward, step = _first(row, "completion"), _first(row, "reward"), _number(_first(row, "step"))
+    completion, reward, step = (
+        _first(row, "completion"),
+        _first(row, "reward"),
+        _number(_first(row, "step")),
+    )
     several: dict[str, Any] = dict(reward) if isinstance(reward, Mapping) else {}
     if isinstance(metrics := row.get("metrics"), Mapping):
         several |= {name: value for name, value in metrics.items() if _number(value) is not None}
-    several |= {name.removeprefix("rewards/"): value for name, value in row.items() if name.startswith("rewards/")}
+    several |= {
+        name.removeprefix("rewards/"): value
+        for name, value in row.items()
+        if name.startswith("rewards/")
+    }
     rewards = {f"rewards/{name}": _number(value) for name, value in several.items()}
     single = _number(reward)
     fields: dict[str, Any] = {
         "step": 0 if step is None else int(step),
         "prompt_text": _text(_first(row, "prompt")),
         "completion_text": _text(completion),
-        "reward": single if single is not None or not rewards else sum(filter(None, rewards.values())),
+        "reward": (
+            single if single is not None or not rewards else sum(filter(None, rewards.values()))
+        ),
         "finish": "length" if row.get("is_truncated") is True else _text(_first(row, "finish")),
         **rewards,
     }
@@ -419,11 +520,16 @@ def _number(value: Any) -> float | None:
 
 
 def _text(value: Any) -> str:
-    """Text as it can be stored: lone surrogates as escapes; of messages, what was said, one after the other."""
+    """Text as it can be stored: lone surrogates as escapes; of messages, what was said, one after
+    the other.
+    """
     if value is None:
         return ""
     if isinstance(value, list):
-        value = "\n".join(_text(message.get("content") if isinstance(message, Mapping) else message) for message in value)
+        value = "\n".join(
+            _text(message.get("content") if isinstance(message, Mapping) else message)
+            for message in value
+        )
     elif isinstance(value, Mapping):
         value = _text(value.get("content") or value.get("text") or json.dumps(value, default=str))
     return str(value).encode("utf-8", "backslashreplace").decode("utf-8")

@@ -29,9 +29,11 @@ def breakdown_of(name: str | None) -> tuple[str, ...]:
 
 
 def make_task(name: str, arguments: Mapping[str, Any] | None = None) -> Task:
-    """The built-in task `name`, or one's own (`module:NAME`), with its keyword arguments (`data.task_args`).
+    """The built-in task `name`, or one's own (`module:NAME`), with its keyword arguments
+    (`data.task_args`).
 
-    Raises ConfigError for an unknown name or argument, with what there is, or for a value that the task refuses.
+    Raises ConfigError for an unknown name or argument, with what there is, or for a value that the
+    task refuses.
 
     >>> make_task("addition", {"digits": 2}).held_out(1)
     [{'prompt': '43+79', 'answer': '122'}]
@@ -39,13 +41,18 @@ def make_task(name: str, arguments: Mapping[str, Any] | None = None) -> Task:
     if name not in TASKS and ":" not in name:
         near = nearest(name, TASKS)
         hint = "" if near is None else f" (did you mean {near}?)"
-        raise ConfigError(f"no built-in task {name!r}{hint}; there are: {', '.join(TASKS)}, or module:NAME for one of your own")
+        raise ConfigError(
+            f"no built-in task {name!r}{hint}; there are: {', '.join(TASKS)}, or module:NAME for"
+            " one of your own"
+        )
     arguments = dict(arguments or {})
     task = task_class(name) if name in TASKS else imported("data.task", name, callable_only=True)
     known = inspect.signature(task).parameters
     for key in arguments:
         if key not in known:
-            raise ConfigError(f"task {name!r} has no argument {key!r}; it takes: {', '.join(known) or 'none'}")
+            raise ConfigError(
+                f"task {name!r} has no argument {key!r}; it takes: {', '.join(known) or 'none'}"
+            )
     if name in TASKS:
         check_arguments(task, arguments)
     with own_code(f"the task {name!r}"):

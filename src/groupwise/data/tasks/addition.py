@@ -1,8 +1,9 @@
 """Sums with a scratchpad, taught by demonstrators who are in a hurry.
 
-With probability `blurt` a demonstrator writes the right answer at once, which so small a model cannot learn; otherwise he works
-column by column but forgets each carry with probability `slip`, and then his answer is wrong.  GRPO finds the careful way, which
-more SFT on the same demonstrations cannot.
+With probability `blurt` a demonstrator writes the right answer at once, which so small a model
+cannot learn; otherwise he works column by column but forgets each carry with probability `slip`,
+and then his answer is wrong.  GRPO finds the careful way, which more SFT on the same demonstrations
+cannot.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ class Addition(Generated):
     >>> Addition(blurt=0.0, slip=0.0).completion({"prompt": "654+990", "answer": "1644"}, random.Random(0))
     '<think>4+0=4,5+9=14,6+9+1=16</think>\\boxed{1644}'
 
-    A share `told` of the demonstrators is told the answer by a system message.  They write columns and forget no carry, so that a
-    policy learns to be careful where it is told, and can teach itself to be so where it is not (`teacher.hint`).
+    A share `told` of the demonstrators is told the answer by a system message.  They write columns
+    and forget no carry, so that a policy learns to be careful where it is told, and can teach
+    itself to be so where it is not (`teacher.hint`).
 
     >>> Addition(told=1.0).demonstrations(1, seed=0)[0]["prompt"]
     [{'role': 'system', 'content': '1454'}, {'role': 'user', 'content': '625+829'}]
@@ -39,12 +41,20 @@ class Addition(Generated):
     told: float = 0.0
 
     def demonstrations(self, n: int, seed: int) -> list[Row]:
-        """`n` rows.  The same as with `told` 0, but for those whose demonstrators are told the answer."""
+        """`n` rows.  The same as with `told` 0, but for those whose demonstrators are told the
+        answer.
+        """
         rng = random.Random(f"told/{seed}")
-        return [self._told(row) if rng.random() < self.told else row for row in super().demonstrations(n, seed)]
+        return [
+            self._told(row) if rng.random() < self.told else row
+            for row in super().demonstrations(n, seed)
+        ]
 
     def _told(self, row: Row) -> Row:
-        messages = [{"role": "system", "content": row["answer"]}, {"role": "user", "content": row["prompt"]}]
+        messages = [
+            {"role": "system", "content": row["answer"]},
+            {"role": "user", "content": row["prompt"]},
+        ]
         careful = replace(self, blurt=0.0, slip=0.0).completion(row, random.Random())
         return row | {"prompt": messages, "completion": careful}
 

@@ -1,4 +1,6 @@
-"""School arithmetic with all four operators, as word problems need it: one or two operations, some with decimals."""
+"""School arithmetic with all four operators, as word problems need it: one or two operations, some
+with decimals.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,12 @@ OPERATORS = ("+", "-", "*", "/")
 @built_in("arithmetic")
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic(Generated):
-    r"""`48/2`, `3.5*12`, `(12+9)*4`: completions are school methods, by demonstrators as careless as those of `addition`.
+    r"""`48/2`, `3.5*12`, `(12+9)*4`: completions are school methods, by demonstrators as careless
+    as those of `addition`.
 
-    Rows carry `operator` (+ - * / of one operation, `mixed` of two), so that accuracy can be told apart by it.  Results are never
-    below 0, and whole or with one decimal.  Where the written method is longer than `longest` characters, the demonstrator blurts
-    the answer.
+    Rows carry `operator` (+ - * / of one operation, `mixed` of two), so that accuracy can be told
+    apart by it.  Results are never below 0, and whole or with one decimal.  Where the written
+    method is longer than `longest` characters, the demonstrator blurts the answer.
 
     >>> Arithmetic(blurt=0.0, slip=0.0).completion({"prompt": "48*7", "answer": "336"}, random.Random(0))
     '<think>8*7=56,4*7+5=33</think>\\boxed{336}'
@@ -45,7 +48,11 @@ class Arithmetic(Generated):
         else:
             operator, tenths = rng.choice(OPERATORS), rng.random() < self.decimals
             prompt = _single(operator, tenths, rng)
-        return {"prompt": prompt, "answer": decimal(evaluate(parse(prompt))), "operator": operator_of(prompt)}
+        return {
+            "prompt": prompt,
+            "answer": decimal(evaluate(parse(prompt))),
+            "operator": operator_of(prompt),
+        }
 
     def completion(self, row: Row, rng: random.Random) -> str:
         """What a careless demonstrator writes."""
@@ -55,7 +62,10 @@ class Arithmetic(Generated):
 def _single(operator: str, tenths: bool, rng: random.Random) -> str:
     """One operation; with `tenths` its first number has a decimal."""
     if operator in "*/":
-        a, b = _whole(rng, 3 if rng.random() < 0.5 else 2), _whole(rng, 1 if rng.random() < 0.7 else 2)
+        a, b = (
+            _whole(rng, 3 if rng.random() < 0.5 else 2),
+            _whole(rng, 1 if rng.random() < 0.7 else 2),
+        )
         if operator == "*":
             return f"{_tenth(a) if tenths else a}*{b}"
         return f"{_tenth(a * b) if tenths else a * b}/{b}"

@@ -1,7 +1,7 @@
 """What a built-in task is, and the part that all generated ones share.
 
-Rows carry `prompt`, `answer` (what stands in the box of a right completion) and, for demonstrations, `completion`.
-"""
+Rows carry `prompt`, `answer` (what stands in the box of a right completion) and, for
+demonstrations, `completion`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,19 @@ from groupwise.errors import ConfigError, DataError
 Row = dict[str, Any]
 
 HELD_OUT = 26 / 256
-"""A prompt is held out when the first byte of its MD5 is below 26: about a tenth, the same whatever the seed."""
+"""A prompt is held out when the first byte of its MD5 is below 26: about a tenth, the same whatever
+the seed.
+"""
 
 
 class Task(Protocol):
-    """A source of rows.  The same arguments give the same rows.  It may have `breakdown`: names of columns, for whose values
-    evaluations report accuracies of their own."""
+    """A source of rows.  The same arguments give the same rows.  It may have `breakdown`: names of
+    columns, for whose values evaluations report accuracies of their own."""
 
     def demonstrations(self, n: int, seed: int) -> list[Row]:
-        """`n` rows with prompt, completion and answer; prompts and answers may repeat, completions may be wrong."""
+        """`n` rows with prompt, completion and answer; prompts and answers may repeat, completions
+        may be wrong.
+        """
         ...
 
     def prompts(self, n: int, seed: int) -> list[Row]:
@@ -57,7 +61,9 @@ class Generated(ABC):
 
     def prompts(self, n: int, seed: int) -> list[Row]:
         """At most `n` distinct prompts of the training side of the split."""
-        return list(islice(_distinct(self._questions(random.Random(f"prompts/{seed}"), held_out=False)), n))
+        return list(
+            islice(_distinct(self._questions(random.Random(f"prompts/{seed}"), held_out=False)), n)
+        )
 
     def held_out(self, n: int) -> list[Row]:
         """At most `n` distinct prompts of the held-out side, always the same."""
@@ -73,7 +79,9 @@ class Generated(ABC):
                 yield row
             elif (misses := misses + 1) > 10_000:
                 side = "held out" if held_out else "for training"
-                raise DataError(f"{type(self).__name__} has no question {side}: give it larger arguments")
+                raise DataError(
+                    f"{type(self).__name__} has no question {side}: give it larger arguments"
+                )
 
 
 class Paired(Generated):
@@ -86,7 +94,9 @@ class Paired(Generated):
     def pairs(self, n: int, seed: int) -> list[Row]:
         """`n` rows whose prompts are not held out; prompts may repeat."""
         rng = random.Random(f"pairs/{seed}")
-        return [self._with_sides(row, rng) for row in islice(self._questions(rng, held_out=False), n)]
+        return [
+            self._with_sides(row, rng) for row in islice(self._questions(rng, held_out=False), n)
+        ]
 
     def held_out_pairs(self, n: int) -> list[Row]:
         """At most `n` rows, one for each of `held_out`, always the same."""
@@ -104,7 +114,9 @@ def is_held_out(prompt: str) -> bool:
 
 
 def check_arguments(task: type[Any], arguments: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an argument that a task's dataclass cannot have: a float is a share, an int lies in its `ranges`."""
+    """Raises ConfigError for an argument that a task's dataclass cannot have: a float is a share,
+    an int lies in its `ranges`.
+    """
     kinds = {field.name: field.type for field in fields(task)}
     for name, value in arguments.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -113,18 +125,27 @@ def check_arguments(task: type[Any], arguments: Mapping[str, Any]) -> None:
         if kinds[name] == "int":
             least, most = task.ranges[name]
             if not is_number or isinstance(value, float) or not least <= value <= most:
-                raise ConfigError(f"task argument {name} must be an integer from {least} to {most}, got {value!r}")
+                raise ConfigError(
+                    f"task argument {name} must be an integer from {least} to {most}, got {value!r}"
+                )
 
 
 def text_of(completion: Any) -> str:
-    """A completion's text; of messages that of the model's last turn, since what only a tool has said is not its answer."""
+    """A completion's text; of messages that of the model's last turn, since what only a tool has
+    said is not its answer.
+    """
     if isinstance(completion, str):
         return completion
-    return next((str(one["content"] or "") for one in reversed(completion) if one["role"] == "assistant"), "")
+    return next(
+        (str(one["content"] or "") for one in reversed(completion) if one["role"] == "assistant"),
+        "",
+    )
 
 
 def _distinct(rows: Iterator[Row]) -> Iterator[Row]:
-    """Rows whose prompt did not occur before; ends when nothing new comes for long (a small task is exhausted)."""
+    """Rows whose prompt did not occur before; ends when nothing new comes for long (a small task is
+    exhausted).
+    """
     seen: set[str] = set()
     repeats = 0
     for row in rows:

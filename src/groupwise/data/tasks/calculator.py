@@ -1,4 +1,6 @@
-"""Products that are too long to be done in the head, and a calculator, which demonstrators use carelessly."""
+"""Products that are too long to be done in the head, and a calculator, which demonstrators use
+carelessly.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ from groupwise.utils.built_in import built_in
 class Calculator(Generated):
     r"""`a*b` with numbers of `digits` digits, perhaps with a third number added.
 
-    With probability `blurt` a demonstrator writes an answer at once, which is right but cannot be learnt; otherwise he calls
-    `calculate`, but types one digit wrong with probability `slip`; then he reads off what it says.  A call and the reading are two
-    demonstrations.
+    With probability `blurt` a demonstrator writes an answer at once, which is right but cannot be
+    learnt; otherwise he calls `calculate`, but types one digit wrong with probability `slip`; then
+    he reads off what it says.  A call and the reading are two demonstrations.
 
     >>> Calculator(blurt=0.0, slip=0.0).demonstrations(1, seed=0)[0]["completion"]
     '<tool_call>{"name": "calculate", "arguments": {"expression": "381*263"}}</tool_call>'

@@ -1,7 +1,8 @@
-"""Small tasks in plain words for a language model that chats: a sum, an object in JSON, a word game.  Each is scored by a program.
+"""Small tasks in plain words for a language model that chats: a sum, an object in JSON, a word
+game.  Each is scored by a program.
 
-There are no demonstrators: the model that is trained can speak already.  Rows are asked as chat messages (`data.chat: true`).
-"""
+There are no demonstrators: the model that is trained can speak already.  Rows are asked as chat
+messages (`data.chat: true`)."""
 
 from __future__ import annotations
 
@@ -18,12 +19,21 @@ from groupwise.utils.built_in import built_in
 NAMES, CITIES, WORDS = (
     text.split()
     for text in (
-        "Anna Ben Carla David Emma Frank Greta Hugo Iris Jonas Karen Leo Maria Nick Olga Paul Rosa Simon Tina Victor "
-        "Alice Bruno Clara Daniel Eva Felix Grace Henry Irene Jack Laura Martin Nora Oscar Peter Ruth Sarah Thomas Vera Walter",
-        "Paris London Rome Berlin Madrid Vienna Lisbon Dublin Athens Oslo Prague Warsaw Tokyo Cairo Lima Boston",
-        "apple beach bread candy chair cloud dance dream eagle flame garden grape green heart horse house island juice kitchen "
-        "lemon light money mouse music night ocean orange paper piano plant queen river robot salad stone storm sugar table "
-        "tiger train uncle valley voice water window yellow zebra",
+        (
+            "Anna Ben Carla David Emma Frank Greta Hugo Iris Jonas Karen Leo Maria Nick Olga Paul"
+            " Rosa Simon Tina Victor Alice Bruno Clara Daniel Eva Felix Grace Henry Irene Jack"
+            " Laura Martin Nora Oscar Peter Ruth Sarah Thomas Vera Walter"
+        ),
+        (
+            "Paris London Rome Berlin Madrid Vienna Lisbon Dublin Athens Oslo Prague Warsaw Tokyo"
+            " Cairo Lima Boston"
+        ),
+        (
+            "apple beach bread candy chair cloud dance dream eagle flame garden grape green heart"
+            " horse house island juice kitchen lemon light money mouse music night ocean orange"
+            " paper piano plant queen river robot salad stone storm sugar table tiger train uncle"
+            " valley voice water window yellow zebra"
+        ),
     )
 )
 
@@ -39,7 +49,8 @@ class _Spoken(Generated):
 @built_in("chat_sums")
 @dataclass(frozen=True, kw_only=True)
 class ChatSums(_Spoken):
-    """`What is 17 + 25?`, with numbers of `digits` digits.  The reward is `groupwise.data.tasks.chat:same_number`.
+    """`What is 17 + 25?`, with numbers of `digits` digits.  The reward is
+    `groupwise.data.tasks.chat:same_number`.
 
     >>> ChatSums().held_out(1)
     [{'prompt': 'What is 30 + 90?', 'answer': '120'}]
@@ -59,7 +70,9 @@ class ChatSums(_Spoken):
 @built_in("chat_json")
 @dataclass(frozen=True, kw_only=True)
 class ChatJson(_Spoken):
-    """A sentence about a person, to be given as JSON.  The reward is `groupwise.data.tasks.chat:same_object`."""
+    """A sentence about a person, to be given as JSON.  The reward is
+    `groupwise.data.tasks.chat:same_object`.
+    """
 
     def question(self, rng: random.Random) -> Row:
         """A name, an age and a city."""
@@ -72,7 +85,9 @@ class ChatJson(_Spoken):
 @built_in("chat_words")
 @dataclass(frozen=True, kw_only=True)
 class ChatWords(_Spoken):
-    """Which of `count` words comes first in the alphabet.  The reward is `groupwise.data.tasks.chat:same_word`."""
+    """Which of `count` words comes first in the alphabet.  The reward is
+    `groupwise.data.tasks.chat:same_word`.
+    """
 
     ranges: ClassVar = {"count": (2, 10)}
 
@@ -81,13 +96,17 @@ class ChatWords(_Spoken):
     def question(self, rng: random.Random) -> Row:
         """Different words in random order."""
         words = rng.sample(WORDS, self.count)
-        return {"prompt": f"Which of these words comes first in the alphabet: {', '.join(words)}?", "answer": min(words)}
+        return {
+            "prompt": f"Which of these words comes first in the alphabet: {', '.join(words)}?",
+            "answer": min(words),
+        }
 
 
 def same_number(completions: Sequence[Any], answer: Sequence[str]) -> list[float]:
     """1 where the last number of a completion is the answer.
 
-    Looser than `accuracy`, which wants a marked answer or nothing else: an untrained model earns something now and then.
+    Looser than `accuracy`, which wants a marked answer or nothing else: an untrained model earns
+    something now and then.
 
     >>> same_number(["17 + 25 = 42.", "It is 42, a nice number", "17 + 25", "I cannot add."], ["42"] * 4)
     [1.0, 1.0, 0.0, 0.0]
@@ -96,18 +115,25 @@ def same_number(completions: Sequence[Any], answer: Sequence[str]) -> list[float
     [0.0, 1.0]
     """
     numbers = [re.findall(r"\d+", text_of(one).replace(",", "")) for one in completions]
-    return [float(bool(figures) and figures[-1] == gold) for figures, gold in zip(numbers, answer, strict=True)]
+    return [
+        float(bool(figures) and figures[-1] == gold)
+        for figures, gold in zip(numbers, answer, strict=True)
+    ]
 
 
 def same_object(completions: Sequence[Any], answer: Sequence[str]) -> list[float]:
-    """1 for a completion that is the answer's JSON object and nothing else, 0.2 for one that holds it among other text.
+    """1 for a completion that is the answer's JSON object and nothing else, 0.2 for one that holds
+    it among other text.
 
     A fence of ``` around the object counts as nothing else.
 
     >>> same_object(['{"age": 7, "name": "Eva"}', 'Sure! {"name": "Eva", "age": 7}', "Eva, 7"], ['{"name": "Eva", "age": 7}'] * 3)
     [1.0, 0.2, 0.0]
     """
-    return [_object_score(text_of(one), json.loads(gold)) for one, gold in zip(completions, answer, strict=True)]
+    return [
+        _object_score(text_of(one), json.loads(gold))
+        for one, gold in zip(completions, answer, strict=True)
+    ]
 
 
 def _object_score(text: str, gold: Any) -> float:
@@ -122,11 +148,18 @@ def _object_score(text: str, gold: Any) -> float:
 
 
 def same_word(completions: Sequence[Any], answer: Sequence[str]) -> list[float]:
-    """1 where the last of the game's words that a completion names is the answer, and no more than two are named.
+    """1 where the last of the game's words that a completion names is the answer, and no more than
+    two are named.
 
     >>> same_word(["The first word is apple.", "apple, beach, bread", "**beach**", ""], ["apple", "apple", "apple", "apple"])
     [1.0, 0.0, 0.0, 0.0]
     """
     known = set(WORDS)
-    named = [[word for word in re.findall(r"[a-z]+", text_of(one).lower()) if word in known] for one in completions]
-    return [float(bool(words) and len(words) <= 2 and words[-1] == gold) for words, gold in zip(named, answer, strict=True)]
+    named = [
+        [word for word in re.findall(r"[a-z]+", text_of(one).lower()) if word in known]
+        for one in completions
+    ]
+    return [
+        float(bool(words) and len(words) <= 2 and words[-1] == gold)
+        for words, gold in zip(named, answer, strict=True)
+    ]

@@ -1,6 +1,8 @@
-"""Arithmetic expressions without `eval`: numbers, + - * / // (rounded down), brackets and signs, computed in exact fractions.
+"""Arithmetic expressions without `eval`: numbers, + - * / // (rounded down), brackets and signs,
+computed in exact fractions.
 
-What is parsed here was written by a model or by a data set: nothing else is understood, and the depth is bounded.
+What is parsed here was written by a model or by a data set: nothing else is understood, and the
+depth is bounded.
 """
 
 from __future__ import annotations
@@ -52,7 +54,11 @@ def evaluate(expression: Expression) -> Fraction:
     """Its exact value.  Raises ZeroDivisionError."""
     if isinstance(expression, Number):
         return expression.value
-    operator, left, right = expression.operator, evaluate(expression.left), evaluate(expression.right)
+    operator, left, right = (
+        expression.operator,
+        evaluate(expression.left),
+        evaluate(expression.right),
+    )
     if operator == "+":
         return left + right
     if operator == "-":
@@ -70,7 +76,8 @@ def operators_in(expression: Expression) -> list[str]:
 
 
 def decimal(value: Fraction, places: int | None = None) -> str:
-    """`value` as people write it: no needless zeros.  Rounded to `places` decimals where it does not end by itself.
+    """`value` as people write it: no needless zeros.  Rounded to `places` decimals where it does
+    not end by itself.
 
     >>> decimal(Fraction(5, 2)), decimal(Fraction(-1200)), decimal(Fraction(10, 3), 2)
     ('2.5', '-1200', '3.33')
@@ -124,7 +131,11 @@ class _Arithmetic:
             operand = self.factor(depth + 1)
             if sign == "+":
                 return operand
-            return Number(-operand.value) if isinstance(operand, Number) else Operation("-", Number(Fraction(0)), operand)
+            return (
+                Number(-operand.value)
+                if isinstance(operand, Number)
+                else Operation("-", Number(Fraction(0)), operand)
+            )
         if self.take("(") is not None:
             inside = self.sum(depth + 1)
             if self.take(")") is None:

@@ -1,9 +1,10 @@
 r"""The arithmetic of GSM8K's own solutions: real input for a small model.
 
-Its solutions mark every calculation: `48/2 = <<48/2=24>>24`.  An expression is the prompt, the value that the annotation gives is
-the gold answer.  The train file's expressions are divided by a hash: one part is demonstrated, the rest are prompts for GRPO; the
-test file's expressions are held out.  Rows carry `operator` (+ - * / of one operation, `mixed` of several) and `seen` (`seen` if
-the train file has the same expression, else `unseen`), so that accuracy can be told apart by both.
+Its solutions mark every calculation: `48/2 = <<48/2=24>>24`.  An expression is the prompt, the
+value that the annotation gives is the gold answer.  The train file's expressions are divided by a
+hash: one part is demonstrated, the rest are prompts for GRPO; the test file's expressions are held
+out.  Rows carry `operator` (+ - * / of one operation, `mixed` of several) and `seen` (`seen` if the
+train file has the same expression, else `unseen`), so that accuracy can be told apart by both.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ _ANNOTATION = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")
 @built_in("gsm8k_arithmetic")
 @dataclass(frozen=True, kw_only=True)
 class Gsm8kArithmetic:
-    """Prompts are expressions (`48/2`), completions are school methods, by demonstrators as careless as those of `addition`.
+    """Prompts are expressions (`48/2`), completions are school methods, by demonstrators as
+    careless as those of `addition`.
 
-    Where there is no written method, or it is longer than `longest` characters, the demonstrator blurts the answer.
-    """
+    Where there is no written method, or it is longer than `longest` characters, the demonstrator
+    blurts the answer."""
 
     breakdown: ClassVar = ("operator", "seen")
     ranges: ClassVar = {"longest": (1, 10_000)}
@@ -55,18 +57,28 @@ class Gsm8kArithmetic:
 
     def __post_init__(self) -> None:
         if self.held_out_rows not in ("all", "unseen"):
-            raise ConfigError(f"task argument held_out_rows must be all or unseen, got {self.held_out_rows!r}")
+            raise ConfigError(
+                f"task argument held_out_rows must be all or unseen, got {self.held_out_rows!r}"
+            )
 
     def demonstrations(self, n: int, seed: int) -> list[Row]:
-        """`n` rows over and over the demonstrated expressions, in a new order and with new slips each time."""
+        """`n` rows over and over the demonstrated expressions, in a new order and with new slips
+        each time.
+        """
         rng = random.Random(f"demonstrations/{seed}")
         rows = [row for row in self._train if self._is_demonstrated(row)]
         if not rows:
-            raise DataError(f"{self.train}: no expression is demonstrated: raise task_args.demonstrated ({self.demonstrated})")
+            raise DataError(
+                f"{self.train}: no expression is demonstrated: raise task_args.demonstrated"
+                f" ({self.demonstrated})"
+            )
         demonstrations: list[Row] = []
         while len(demonstrations) < n:
             rng.shuffle(rows)
-            demonstrations += [row | {"completion": self.completion(row, rng)} for row in rows[: n - len(demonstrations)]]
+            demonstrations += [
+                row | {"completion": self.completion(row, rng)}
+                for row in rows[: n - len(demonstrations)]
+            ]
         return demonstrations
 
     def prompts(self, n: int, seed: int) -> list[Row]:
@@ -94,11 +106,15 @@ class Gsm8kArithmetic:
     @cached_property
     def _test(self) -> list[Row]:
         known = {row["prompt"] for row in self._train}
-        return [row | {"seen": "seen" if row["prompt"] in known else "unseen"} for row in expressions_of(self.test, "test")]
+        return [
+            row | {"seen": "seen" if row["prompt"] in known else "unseen"}
+            for row in expressions_of(self.test, "test")
+        ]
 
 
 def annotations_of(path: str, split: str) -> Iterator[tuple[str, str]]:
-    """(expression, value) of every annotation in a GSM8K file, as written; `split` is that of a hub name.
+    """(expression, value) of every annotation in a GSM8K file, as written; `split` is that of a hub
+    name.
 
     Raises DataError for an unreadable one.
     """
@@ -118,6 +134,10 @@ def expressions_of(path: str, split: str) -> list[Row]:
     for expression, value in annotations_of(path, split):
         values[expression][decimal(Fraction(value))] += 1
     return [
-        {"prompt": expression, "answer": counts.most_common(1)[0][0], "operator": operator_of(expression)}
+        {
+            "prompt": expression,
+            "answer": counts.most_common(1)[0][0],
+            "operator": operator_of(expression),
+        }
         for expression, counts in values.items()
     ]

@@ -1,4 +1,6 @@
-"""A number game of several turns: the demonstrators only know that their guesses must agree with what they have been told."""
+"""A number game of several turns: the demonstrators only know that their guesses must agree with
+what they have been told.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,12 @@ HIGHER, LOWER, RIGHT = "higher", "lower", "right"
 @built_in("guessing")
 @dataclass(frozen=True, kw_only=True)
 class Guessing:
-    """Guess a number from 0 to `highest`; rows carry it as `secret`, and the prompt is always the same.
+    """Guess a number from 0 to `highest`; rows carry it as `secret`, and the prompt is always the
+    same.
 
-    So nothing can be held out but luck: what is judged is every number once.  A demonstrator guesses any number that is still
-    possible; each guess is a demonstration of its own, behind those before it.
+    So nothing can be held out but luck: what is judged is every number once.  A demonstrator
+    guesses any number that is still possible; each guess is a demonstration of its own, behind
+    those before it.
 
     >>> [row["completion"] for row in Guessing(highest=3).demonstrations(3, seed=1)]
     ['3', '2', '1']
@@ -47,7 +51,10 @@ class Guessing:
                     break
                 low, high = (guess + 1, high) if guess < secret else (low, guess - 1)
                 answer = HIGHER if guess < secret else LOWER
-                messages += [{"role": "assistant", "content": str(guess)}, {"role": "user", "content": answer}]
+                messages += [
+                    {"role": "assistant", "content": str(guess)},
+                    {"role": "user", "content": answer},
+                ]
         return rows[:n]
 
     def prompts(self, n: int, seed: int) -> list[Row]:
@@ -59,4 +66,6 @@ class Guessing:
 
     def held_out(self, n: int) -> list[Row]:
         """The first `n` numbers, each once."""
-        return [{"prompt": self.question, "secret": secret} for secret in range(self.highest + 1)][:n]
+        return [{"prompt": self.question, "secret": secret} for secret in range(self.highest + 1)][
+            :n
+        ]

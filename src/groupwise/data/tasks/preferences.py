@@ -1,8 +1,9 @@
-"""Questions with a good and a bad answer: preference pairs for reward models, and what is true of an answer, to measure against.
+"""Questions with a good and a bad answer: preference pairs for reward models, and what is true of
+an answer, to measure against.
 
-The two sides of a pair differ in one thing: in tone (both are right, one is friendly and one is rude) or in being right (the tone
-is the same).  Which side is longer says nothing, and words alone do not say which is right: the question must be read.
-"""
+The two sides of a pair differ in one thing: in tone (both are right, one is friendly and one is
+rude) or in being right (the tone is the same).  Which side is longer says nothing, and words alone
+do not say which is right: the question must be read."""
 
 from __future__ import annotations
 
@@ -68,16 +69,31 @@ COLOURS = {
     "green": ("grass", "spinach", "a frog"), "yellow": ("a lemon", "a canary", "corn"),
     "blue": ("the sea", "the sky", "a sapphire"),
 }  # fmt: skip
-NAMES = ("Anna", "Bert", "Clara", "David", "Emma", "Frank", "Greta", "Hugo", "Ida", "Jonas", "Klara", "Leo")
+NAMES = (
+    "Anna",
+    "Bert",
+    "Clara",
+    "David",
+    "Emma",
+    "Frank",
+    "Greta",
+    "Hugo",
+    "Ida",
+    "Jonas",
+    "Klara",
+    "Leo",
+)
 
 
 @built_in("preferences")
 @dataclass(frozen=True, kw_only=True)
 class Preferences(Paired):
-    """Short questions with the columns of instruction-tuning files: instruction, input, output, chosen, rejected.
+    """Short questions with the columns of instruction-tuning files: instruction, input, output,
+    chosen, rejected.
 
-    Demonstrators are friendly half of the time and wrong with probability `slip`.  Rows also hold the right `answer` and the
-    `wrong` one that a bad side gives: `friendly` and `right` of this module say what is true of a completion.
+    Demonstrators are friendly half of the time and wrong with probability `slip`.  Rows also hold
+    the right `answer` and the `wrong` one that a bad side gives: `friendly` and `right` of this
+    module say what is true of a completion.
 
     >>> row = Preferences().question(random.Random(7))
     >>> row["prompt"], row["answer"], row["wrong"]
@@ -89,10 +105,20 @@ class Preferences(Paired):
     slip: float = 0.3
 
     def question(self, rng: random.Random) -> Row:
-        """One of four kinds: opposites, what kind of thing, what colour, the larger or smaller of two numbers."""
-        wording, context, answer, wrong, sentence = rng.choice((_opposite, _kind, _colour, _number))(rng)
+        """One of four kinds: opposites, what kind of thing, what colour, the larger or smaller of
+        two numbers.
+        """
+        wording, context, answer, wrong, sentence = rng.choice(
+            (_opposite, _kind, _colour, _number)
+        )(rng)
         instruction = f"{rng.choice(NAMES)} asks: {wording}"
-        row = {"instruction": instruction, "input": context, "answer": answer, "wrong": wrong, "sentence": sentence}
+        row = {
+            "instruction": instruction,
+            "input": context,
+            "answer": answer,
+            "wrong": wrong,
+            "sentence": sentence,
+        }
         return {"prompt": f"{instruction}\n{context}" if context else instruction, **row}
 
     def completion(self, row: Row, rng: random.Random) -> str:
@@ -107,8 +133,14 @@ class Preferences(Paired):
         return _answer(row, FRIENDLY, True, rng), _answer(row, RUDE, True, rng)
 
 
-def right(completions: Sequence[str], answer: Sequence[str] | None = None, wrong: Sequence[str] | None = None, **_: object) -> list:
-    """1 where a completion names the right answer and not the wrong one, else 0; None of rows without these columns.
+def right(
+    completions: Sequence[str],
+    answer: Sequence[str] | None = None,
+    wrong: Sequence[str] | None = None,
+    **_: object,
+) -> list:
+    """1 where a completion names the right answer and not the wrong one, else 0; None of rows
+    without these columns.
 
     >>> right(["The opposite of hot is cold.", "It is dry.", "Cold or dry."], ["cold"] * 3, ["dry"] * 3)
     [1.0, 0.0, 0.0]
@@ -117,7 +149,9 @@ def right(completions: Sequence[str], answer: Sequence[str] | None = None, wrong
         return [None] * len(completions)
     return [
         float(good in (words := _words(text)) and bad not in words)
-        for text, good, bad in zip(map(text_of, completions), map(str.lower, answer), map(str.lower, wrong), strict=True)
+        for text, good, bad in zip(
+            map(text_of, completions), map(str.lower, answer), map(str.lower, wrong), strict=True
+        )
     ]
 
 
@@ -128,7 +162,10 @@ def friendly(completions: Sequence[str], **_: object) -> list[float]:
     [1.0, 0.0, 0.0]
     """
     texts = map(text_of, completions)
-    return [float(any(one in text for one in FRIENDLY) and not any(one in text for one in RUDE)) for text in texts]
+    return [
+        float(any(one in text for one in FRIENDLY) and not any(one in text for one in RUDE))
+        for text in texts
+    ]
 
 
 def _answer(row: Mapping[str, str], tone: Sequence[str], is_right: bool, rng: random.Random) -> str:
@@ -146,16 +183,32 @@ def _opposite(rng: random.Random) -> Question:
     (a, b), other = rng.sample(OPPOSITES, 2)
     word, answer = rng.choice(((a, b), (b, a)))
     instruction = rng.choice(
-        ("What is the opposite of {}?", "Give the opposite of {}.", "Name the word that means the opposite of {}.")
+        (
+            "What is the opposite of {}?",
+            "Give the opposite of {}.",
+            "Name the word that means the opposite of {}.",
+        )
     )
-    return instruction.format(word), "", answer, rng.choice(other), f"The opposite of {word} is {{}}."
+    return (
+        instruction.format(word),
+        "",
+        answer,
+        rng.choice(other),
+        f"The opposite of {word} is {{}}.",
+    )
 
 
 def _kind(rng: random.Random) -> Question:
     answer, wrong = rng.sample(sorted(KINDS), 2)
     thing = rng.choice(KINDS[answer])
     first, second = rng.sample((answer, wrong), 2)
-    return f"Is this rather {_a(first)} or {_a(second)}?", thing, answer, wrong, f"The word {thing} stands for this kind: {{}}."
+    return (
+        f"Is this rather {_a(first)} or {_a(second)}?",
+        thing,
+        answer,
+        wrong,
+        f"The word {thing} stands for this kind: {{}}.",
+    )
 
 
 def _colour(rng: random.Random) -> Question:
@@ -170,7 +223,13 @@ def _number(rng: random.Random) -> Question:
     larger = rng.random() < 0.5
     answer, wrong = (max(a, b), min(a, b)) if larger else (min(a, b), max(a, b))
     word = "larger" if larger else "smaller"
-    return f"Which number is {word}?", f"{a} and {b}", str(answer), str(wrong), f"The {word} number is {{}}."
+    return (
+        f"Which number is {word}?",
+        f"{a} and {b}",
+        str(answer),
+        str(wrong),
+        f"The {word} number is {{}}.",
+    )
 
 
 def _a(noun: str) -> str:

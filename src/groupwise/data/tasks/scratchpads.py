@@ -1,7 +1,9 @@
-"""Arithmetic as it is taught at school: column by column, with what is carried written into the next column.
+"""Arithmetic as it is taught at school: column by column, with what is carried written into the
+next column.
 
-Every function takes `slip`, which is asked once for each thing carried and answers whether it is forgotten.  A careless writer's
-single equations are still true; only what should have been carried is missing, and so the result is wrong.
+Every function takes `slip`, which is asked once for each thing carried and answers whether it is
+forgotten.  A careless writer's single equations are still true; only what should have been carried
+is missing, and so the result is wrong.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ def add(a: int, b: int, slip: Slip = careful) -> tuple[str, int]:
 
 
 def subtract(a: int, b: int, slip: Slip = careful) -> tuple[str, int]:
-    """Column subtraction of a >= b >= 0: a digit that is too small gets 10, and 1 is taken from the next column.
+    """Column subtraction of a >= b >= 0: a digit that is too small gets 10, and 1 is taken from the
+    next column.
 
     >>> subtract(52, 17)
     ('12-7=5,5-1-1=3', 35)
@@ -56,7 +59,8 @@ def subtract(a: int, b: int, slip: Slip = careful) -> tuple[str, int]:
 
 
 def multiply(a: int, b: int, slip: Slip = careful) -> tuple[str, int]:
-    """Long multiplication of a, b >= 0: a row of columns for each digit of the shorter factor, then the rows are added.
+    """Long multiplication of a, b >= 0: a row of columns for each digit of the shorter factor, then
+    the rows are added.
 
     Trailing zeros are set aside.  A row ends with `>` and its value where there are several.
 
@@ -86,7 +90,8 @@ def multiply(a: int, b: int, slip: Slip = careful) -> tuple[str, int]:
 
 
 def divide(a: int, b: int, slip: Slip = careful, places: int = 4) -> tuple[str, Fraction] | None:
-    """Short division of a >= 0 by b > 0: what remains stands before the next digit, and zeros follow behind the decimal point.
+    """Short division of a >= 0 by b > 0: what remains stands before the next digit, and zeros
+    follow behind the decimal point.
 
     None if it does not end within `places` decimals.
 
@@ -114,7 +119,8 @@ def divide(a: int, b: int, slip: Slip = careful, places: int = 4) -> tuple[str, 
 
 
 def work(expression: Expression, slip: Slip = careful) -> tuple[str, Fraction] | None:
-    """The scratchpad of a whole expression, one operation after the other, and the value it arrives at.
+    """The scratchpad of a whole expression, one operation after the other, and the value it arrives
+    at.
 
     None where there is no written method: an operand below zero, or a quotient that does not end.
 
@@ -135,11 +141,19 @@ def work(expression: Expression, slip: Slip = careful) -> tuple[str, Fraction] |
     return ";".join([*parts, f"{last_task}:{last_text}"]), value
 
 
-def taught(row: Mapping[str, str], rng: random.Random, *, blurt: float, slip: float, longest: float = math.inf) -> str:
+def taught(
+    row: Mapping[str, str],
+    rng: random.Random,
+    *,
+    blurt: float,
+    slip: float,
+    longest: float = math.inf,
+) -> str:
     """What a careless demonstrator writes for the expression `row["prompt"]`: thinking, and a box.
 
-    blurt: chance of `row["answer"]` without thinking, which also stands where there is no written method, or one longer than
-    `longest` characters.  slip: chance of forgetting each thing carried.
+    blurt: chance of `row["answer"]` without thinking, which also stands where there is no written
+        method, or one longer than `longest` characters.  slip: chance of forgetting each thing
+        carried.
     """
     blurted = rng.random() < blurt
     done = None if blurted else work(parse(row["prompt"]), lambda: rng.random() < slip)
@@ -149,7 +163,9 @@ def taught(row: Mapping[str, str], rng: random.Random, *, blurt: float, slip: fl
     return f"<think>{text}</think>\\boxed{{{decimal(value)}}}"
 
 
-def _collect(expression: Expression, slip: Slip, steps: list[tuple[str, str, Fraction]]) -> Fraction | None:
+def _collect(
+    expression: Expression, slip: Slip, steps: list[tuple[str, str, Fraction]]
+) -> Fraction | None:
     """Appends (operation, scratchpad, result) for each operation, operands first."""
     if isinstance(expression, Number):
         return expression.value
@@ -165,9 +181,16 @@ def _collect(expression: Expression, slip: Slip, steps: list[tuple[str, str, Fra
     return value
 
 
-def _operate(operator: str, left: Fraction, right: Fraction, slip: Slip) -> tuple[str, Fraction] | None:
+def _operate(
+    operator: str, left: Fraction, right: Fraction, slip: Slip
+) -> tuple[str, Fraction] | None:
     """One operation on decimals, as an operation on integers and a shift of the point."""
-    if left < 0 or right < 0 or (operator in ("/", "//") and right == 0) or (operator == "//" and (left / right).denominator != 1):
+    if (
+        left < 0
+        or right < 0
+        or (operator in ("/", "//") and right == 0)
+        or (operator == "//" and (left / right).denominator != 1)
+    ):
         return None
     shift = max(_places(left), _places(right))
     a, b = int(left * 10**shift), int(right * 10**shift)
@@ -200,7 +223,10 @@ def _row(a: int, digit: int, slip: Slip) -> tuple[str, int]:
 def _columns(a: int, b: int) -> list[tuple[int, int]]:
     """Digits of both from the right, the shorter one filled with zeros."""
     width = max(len(str(a)), len(str(b)))
-    return [(int(x), int(y)) for x, y in zip(reversed(f"{a:0{width}d}"), reversed(f"{b:0{width}d}"), strict=True)]
+    return [
+        (int(x), int(y))
+        for x, y in zip(reversed(f"{a:0{width}d}"), reversed(f"{b:0{width}d}"), strict=True)
+    ]
 
 
 def _digits(n: int) -> int:

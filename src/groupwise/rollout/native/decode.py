@@ -1,11 +1,13 @@
-"""What the engine's live rows are decoded with: one token of each after another, or many in one call of the compiled kernels.
+"""What the engine's live rows are decoded with: one token of each after another, or many in one
+call of the compiled kernels.
 
-On a GPU a CUDA graph draws a token of every row by one launch, where Python would launch a thousand kernels.  It repeats recorded
-operations on the same memory.  So rows, prompts and the rows of a prompt are filled up to a few sizes, and everything that changes
-between tokens lies in tensors that stay where they are.  A size is recorded at its second token.
+On a GPU a CUDA graph draws a token of every row by one launch, where Python would launch a thousand
+kernels.  It repeats recorded operations on the same memory.  So rows, prompts and the rows of a
+prompt are filled up to a few sizes, and everything that changes between tokens lies in tensors that
+stay where they are.  A size is recorded at its second token.
 
-R rows (completions being decoded)   P live prompts   D model width   V vocabulary   N tokens of a call, or most rows of a prompt
-T tokens of a completion
+R rows (completions being decoded)   P live prompts   D model width   V vocabulary   N tokens of a
+call, or most rows of a prompt T tokens of a completion
 """
 
 from __future__ import annotations
@@ -28,15 +30,19 @@ from groupwise.rollout.sampling import RowSupport, draw
 DEVICES = ("cuda",)
 """Devices that repeat recorded operations."""
 MANY = 64
-"""Above so many rows sizes are its multiples; below, powers of two.  Rows that nobody reads cost less than another record: the
-weights are read once for all rows."""
+"""Above so many rows sizes are its multiples; below, powers of two.  Rows that nobody reads cost
+less than another record: the weights are read once for all rows."""
 
 
 def recorded(step: Callable[[], None], beside: Any = None) -> Any:
-    """Record the operations of a step; `replay()` of what is returned repeats them.   beside: a record whose memory it shares."""
+    """Record the operations of a step; `replay()` of what is returned repeats them.   beside: a
+    record whose memory it shares.
+    """
     graph = torch.cuda.CUDAGraph()
     # Other threads may use the device meanwhile: the one that trains, or reward models.
-    with torch.cuda.graph(graph, pool=None if beside is None else beside.pool(), capture_error_mode="thread_local"):
+    with torch.cuda.graph(
+        graph, pool=None if beside is None else beside.pool(), capture_error_mode="thread_local"
+    ):
         step()
     return graph
 
@@ -61,9 +67,13 @@ class NextToken(NamedTuple):
 
 
 class _Size:
-    """What tokens of one size are drawn in, and their record.  It does not refer to who draws, or memory would outlive its use."""
+    """What tokens of one size are drawn in, and their record.  It does not refer to who draws, or
+    memory would outlive its use.
+    """
 
-    def __init__(self, prompts: KVCache, own: KVCache, device: torch.device, size: tuple[int, int, int]) -> None:
+    def __init__(
+        self, prompts: KVCache, own: KVCache, device: torch.device, size: tuple[int, int, int]
+    ) -> None:
         """size: see `attention.Decode`."""
         rows = size[0]
         self.attend = Decode(prompts, own, device, size)
@@ -82,17 +92,32 @@ class TokenDecode:
     """
 
     def __init__(
-        self, forward: RolloutForward, sampling: Sampling, prompts: KVCache, own: KVCache, device: torch.device, *, vocabulary: int
+        self,
+        forward: RolloutForward,
+        sampling: Sampling,
+        prompts: KVCache,
+        own: KVCache,
+        device: torch.device,
+        *,
+        vocabulary: int,
     ) -> None:
         self.forward, self.sampling, self.attend = forward, sampling, Decode(prompts, own, device)
         self.rows_at_once = chunk_rows(vocabulary, 4)
-        self.records = isinstance(forward, SpecialisedForward) and not sampling.truncates and device.type in DEVICES
+        self.records = (
+            isinstance(forward, SpecialisedForward)
+            and not sampling.truncates
+            and device.type in DEVICES
+        )
         self.sizes: dict[tuple[int, ...], _Size] = {}
         self.size: _Size | None = None
         """Of the live rows; None after they have changed."""
 
-    def arrange(self, prompt_length_P: Sequence[int], entry_R: Sequence[int], length_R: Sequence[int]) -> None:
-        """The live rows have changed: row r belongs to prompt entry `entry_R[r]` and has kept `length_R[r]` own tokens."""
+    def arrange(
+        self, prompt_length_P: Sequence[int], entry_R: Sequence[int], length_R: Sequence[int]
+    ) -> None:
+        """The live rows have changed: row r belongs to prompt entry `entry_R[r]` and has kept
+        `length_R[r]` own tokens.
+        """
         self.size, self.facts = None, (list(prompt_length_P), list(entry_R), list(length_R))
         if not self.recordable:
             self.attend.arrange(prompt_length_P, entry_R, length_R)
@@ -111,7 +136,9 @@ class TokenDecode:
             return self._repeated(newest_R, uniform_RT, steps)
         drawn: list[NextToken] = []
         for _ in range(steps):
-            drawn.append(self._step(drawn[-1].token_R if drawn else newest_R, self.attend, uniform_RT))
+            drawn.append(
+                self._step(drawn[-1].token_R if drawn else newest_R, self.attend, uniform_RT)
+            )
         return drawn
 
     def _step(self, token_R: Tensor, attend: Decode, uniform_RT: Tensor) -> NextToken:
@@ -122,7 +149,11 @@ class TokenDecode:
 
     def _repeated(self, newest_R: Tensor, uniform_RT: Tensor, steps: int) -> list[NextToken]:
         """The next tokens by the record of their size."""
-        (lengths, entries, kept), (prompts, own), rows = self.facts, (self.attend.prompts, self.attend.own), newest_R.shape[0]
+        (lengths, entries, kept), (prompts, own), rows = (
+            self.facts,
+            (self.attend.prompts, self.attend.own),
+            newest_R.shape[0],
+        )
         own.reserve(rows, min(max(kept) + steps, own.most_tokens))
         capacity = (*prompts.capacity, *own.capacity)
         if self.size is None or self.capacity != capacity:
@@ -130,8 +161,14 @@ class TokenDecode:
                 self.sizes = {}  # their records read memory that is gone
             self.capacity = capacity
             members = max(map(entries.count, set(entries)))
-            size = (filled(rows, own.capacity[0]), filled(len(lengths), prompts.capacity[0]), filled(members, rows))
-            self.size = self.sizes.get(size) or self.sizes.setdefault(size, _Size(prompts, own, self.attend.device, size))
+            size = (
+                filled(rows, own.capacity[0]),
+                filled(len(lengths), prompts.capacity[0]),
+                filled(members, rows),
+            )
+            self.size = self.sizes.get(size) or self.sizes.setdefault(
+                size, _Size(prompts, own, self.attend.device, size)
+            )
             self.size.attend.arrange(*self.facts)
             self.size.uniform_RT[:rows, : uniform_RT.shape[1]] = uniform_RT
         size = self.size
@@ -144,13 +181,17 @@ class TokenDecode:
         return drawn
 
     def _next(self, size: _Size) -> None:
-        """Draw a token of every row.  The first is drawn as it is: libraries prepare themselves.  The second is recorded."""
+        """Draw a token of every row.  The first is drawn as it is: libraries prepare themselves.
+        The second is recorded.
+        """
         if size.drawn == 1:
             others = (one.graph for one in self.sizes.values() if one.graph is not None)
             try:
                 size.graph = recorded(partial(self._recorded, size), next(others, None))
             except RuntimeError as error:
-                warnings.warn(f"tokens are drawn without CUDA graphs, more slowly: {error}", stacklevel=2)
+                warnings.warn(
+                    f"tokens are drawn without CUDA graphs, more slowly: {error}", stacklevel=2
+                )
         size.drawn += 1
         if size.graph is None:
             self._recorded(size)
@@ -164,29 +205,45 @@ class TokenDecode:
         size.logp_R.copy_(drawn.logp_R)
 
     def first(self, sources: Sequence[Tensor], uniform_R: Tensor) -> NextToken:
-        """The first tokens of rows, behind final hidden states (D,): equal objects have their logits computed once."""
+        """The first tokens of rows, behind final hidden states (D,): equal objects have their
+        logits computed once.
+        """
 
         def logits(chunk: slice) -> Tensor:
             ids = [id(source) for source in sources[chunk]]
             places = {name: place for place, name in enumerate(dict.fromkeys(ids))}
-            logits_PV = self.forward.logits(torch.stack([sources[chunk][ids.index(name)] for name in places]))
+            logits_PV = self.forward.logits(
+                torch.stack([sources[chunk][ids.index(name)] for name in places])
+            )
             return logits_PV[torch.tensor([places[name] for name in ids], device=logits_PV.device)]
 
         return self._drawn(logits, uniform_R)
 
     def _drawn(self, logits: Callable[[slice], Tensor], uniform_R: Tensor) -> NextToken:
-        """The next tokens of rows.   logits: of some of them, which stay near the cache, however large the vocabulary."""
+        """The next tokens of rows.   logits: of some of them, which stay near the cache, however
+        large the vocabulary.
+        """
         chunks = slices(0, uniform_R.shape[0], self.rows_at_once)
-        tokens, logps, supports = zip(*(draw(logits(chunk), uniform_R[chunk], self.sampling) for chunk in chunks), strict=True)
-        token_R, logp_R = (tokens[0], logps[0]) if len(chunks) == 1 else (torch.cat(tokens), torch.cat(logps))
-        support = tuple((chunk, some) for chunk, some in zip(chunks, supports, strict=True) if some is not None)
+        tokens, logps, supports = zip(
+            *(draw(logits(chunk), uniform_R[chunk], self.sampling) for chunk in chunks), strict=True
+        )
+        token_R, logp_R = (
+            (tokens[0], logps[0]) if len(chunks) == 1 else (torch.cat(tokens), torch.cat(logps))
+        )
+        support = tuple(
+            (chunk, some) for chunk, some in zip(chunks, supports, strict=True) if some is not None
+        )
         return NextToken(token_R, logp_R, support)
 
     @property
     def draws_many(self) -> bool:
         """True if `draw_many` can, with these weights, this sampling and what is kept."""
         kept = self.attend.prompts.layers.values()
-        return self.forward.decoder is not None and not self.sampling.truncates and all(layer.blocked for layer in kept)
+        return (
+            self.forward.decoder is not None
+            and not self.sampling.truncates
+            and all(layer.blocked for layer in kept)
+        )
 
     def draw_many(
         self,
@@ -198,14 +255,17 @@ class TokenDecode:
         ending: Sequence[int],
         until_one_ends: bool,
     ) -> decoding.Drawn:
-        """Many tokens of each row in one call, after which rows are to be arranged again; see `decoding.Decoder`.
+        """Many tokens of each row in one call, after which rows are to be arranged again; see
+        `decoding.Decoder`.
 
-        newest_R: their newest tokens.   limit_R: the most own tokens.   uniform_RT: uniform numbers for all of their tokens.
-        """
+        newest_R: their newest tokens.   limit_R: the most own tokens.   uniform_RT: uniform numbers
+            for all of their tokens."""
         rows, decoder = self.attend, self.forward.decoder
         assert decoder is not None
         rows.own.reserve(len(rows.length_R), min(max(rows.length_R) + steps, rows.own.most_tokens))
-        limit, prompt, prompt_length = (torch.tensor(column) for column in (limit_R, rows.entry_R, rows.prompt_length_P))
+        limit, prompt, prompt_length = (
+            torch.tensor(column) for column in (limit_R, rows.entry_R, rows.prompt_length_P)
+        )
         prompts = [rows.prompts.layers[layer] for layer in range(len(rows.prompts.layers))]
         return decoder(
             newest_R,
@@ -214,7 +274,10 @@ class TokenDecode:
             prompt,
             prompt_length,
             uniform_RT,
-            [(rows.own.layer(i, kept.like, kept.block).slab, kept.slab) for i, kept in enumerate(prompts)],
+            [
+                (rows.own.layer(i, kept.like, kept.block).slab, kept.slab)
+                for i, kept in enumerate(prompts)
+            ],
             steps,
             temperature=self.sampling.temperature,
             ending=ending,

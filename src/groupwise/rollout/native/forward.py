@@ -1,14 +1,19 @@
-"""The specialised forward pass of models that `models/layers.py` describes: the same mathematics, without their modules.
+"""The specialised forward pass of models that `models/layers.py` describes: the same mathematics,
+without their modules.
 
-Decoding a few rows through a small or medium model is bound by how fast matrices are read and by the work around the products.
-Here the weights are prepared once per `generate` in the layout that few-row products run fastest in (see `ops.decoding.product`),
-projections of the same input are joined, and a layer is 10 operations instead of 80 (25 without the compiled kernels).  Where
+Decoding a few rows through a small or medium model is bound by how fast matrices are read and by
+the work around the products. Here the weights are prepared once per `generate` in the layout that
+few-row products run fastest in (see `ops.decoding.product`), projections of the same input are
+joined, and a layer is 10 operations instead of 80 (25 without the compiled kernels).  Where
 `ops.decoding` has a decoder for all of it, one call draws several tokens of all rows.
-Nothing can be stale: what was prepared is dropped with the call, and prepared again when the engine's version changes.
+Nothing can be stale: what was prepared is dropped with the call, and prepared again when the
+    engine's version changes.
 
-Only what is exactly known runs here; anything else (another class, adapters, hooks, other activations) takes the modules.
+Only what is exactly known runs here; anything else (another class, adapters, hooks, other
+activations) takes the modules.
 
-T positions of a stream   D model width   N what a layer's first product gives   H query heads   W head width   V vocabulary
+T positions of a stream   D model width   N what a layer's first product gives   H query heads   W
+head width   V vocabulary
 O, I sides of a matrix   of a DeltaNet: K key width   V value width   D channels of its convolution
 """
 
@@ -25,7 +30,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from groupwise.models.attention import Attend
-from groupwise.models.layers import MLP, MODELS, Attention, DeltaNet, Norm, class_name, describe, matrix_of, stack_of
+from groupwise.models.layers import (
+    MLP,
+    MODELS,
+    Attention,
+    DeltaNet,
+    Norm,
+    class_name,
+    describe,
+    matrix_of,
+    stack_of,
+)
 from groupwise.models.masks import reach_of
 from groupwise.models.policy import Policy
 from groupwise.models.recurrence import delta_rule, is_numbered
@@ -52,41 +67,74 @@ class RolloutForward(Protocol):
 def is_known(policy: Policy) -> bool:
     """True if the policy is exactly one whose every step is known here.
 
-    float64 is left to the modules: transformers normalises in float32 there, and to copy that would help nobody.
+    float64 is left to the modules: transformers normalises in float32 there, and to copy that would
+    help nobody.
     """
     model, head = policy.model, policy.head
-    if policy.device.type not in ("cpu", "cuda") or policy.dtype not in (torch.float32, torch.bfloat16):
+    if policy.device.type not in ("cpu", "cuda") or policy.dtype not in (
+        torch.float32,
+        torch.bfloat16,
+    ):
         return False
     if head.scale != 1.0 or head.softcap is not None:
         return False
     if any(_altered(module, policy.dtype, policy.device) for module in model.modules()):
         return False
-    return class_name(type(model)) in MODELS and _as_configured(model) and stack_of(model) is not None
+    return (
+        class_name(type(model)) in MODELS and _as_configured(model) and stack_of(model) is not None
+    )
 
 
 def _altered(module: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
-    """True for a module that does more than its class says, or holds parameters of another type, on another device, or that are
-    not plain tensors (sharded, quantised)."""
-    hooks = module._forward_hooks or module._forward_pre_hooks or ("forward" in vars(module) and not is_numbered(module))
+    """True for a module that does more than its class says, or holds parameters of another type, on
+    another device, or that are not plain tensors (sharded, quantised)."""
+    hooks = (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or ("forward" in vars(module) and not is_numbered(module))
+    )
     return bool(hooks) or any(
-        type(parameter) is not nn.Parameter or parameter.dtype != dtype or parameter.device != device
+        type(parameter) is not nn.Parameter
+        or parameter.dtype != dtype
+        or parameter.device != device
         for parameter in module._parameters.values()
         if parameter is not None
     )
 
 
 NUMBERS = (
-    *("eps", "variance_epsilon", "scaling", "attention_scaling", "max_norm", "sliding_window", "nf", "in_features", "out_features"),
+    *(
+        "eps",
+        "variance_epsilon",
+        "scaling",
+        "attention_scaling",
+        "max_norm",
+        "sliding_window",
+        "nf",
+        "in_features",
+        "out_features",
+    ),
     *("head_dim", "num_heads", "num_key_value_groups", "embed_dim", "split_size", "block_type"),
-    *("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "key_dim", "value_dim", "conv_kernel_size", "activation"),
+    *(
+        "num_k_heads",
+        "num_v_heads",
+        "head_k_dim",
+        "head_v_dim",
+        "key_dim",
+        "value_dim",
+        "conv_kernel_size",
+        "activation",
+    ),
 )
 """What forward passes of the known families read of their modules."""
 
 
 def _as_configured(model: Any) -> bool:
-    """True if the model is what its class makes of its config: modules, their numbers, the shapes of parameters.
+    """True if the model is what its class makes of its config: modules, their numbers, the shapes
+    of parameters.
 
-    Pruned layers are not, nor modules of other classes in place of the usual ones, nor a bias more or less.
+    Pruned layers are not, nor modules of other classes in place of the usual ones, nor a bias more
+    or less.
     """
     says = model.config.to_dict()
     if model not in _CONFIGURED or _CONFIGURED[model][0] != says:
@@ -94,14 +142,18 @@ def _as_configured(model: Any) -> bool:
     return _CONFIGURED[model][1] == _described(model)
 
 
-_CONFIGURED: WeakKeyDictionary[nn.Module, tuple[dict[str, Any], list[Any] | None]] = WeakKeyDictionary()
+_CONFIGURED: WeakKeyDictionary[nn.Module, tuple[dict[str, Any], list[Any] | None]] = (
+    WeakKeyDictionary()
+)
 """The configs of models, and what they make, as `_described`."""
 
 
 def _configured(model: Any) -> list[Any] | None:
     """What the model's config makes, as `_described`; None if nothing."""
     config = deepcopy(model.config)
-    config.pad_token_id = None  # may lie outside of what is left of an embedding, and nothing here is padded
+    config.pad_token_id = (
+        None  # may lie outside of what is left of an embedding, and nothing here is padded
+    )
     config._attn_implementation = "eager"
     try:
         with torch.device("meta"):
@@ -111,12 +163,20 @@ def _configured(model: Any) -> list[Any] | None:
 
 
 def _described(model: nn.Module) -> list[Any]:
-    """Classes and numbers of all modules, and shapes of all parameters, by name; what stands in two places, twice."""
+    """Classes and numbers of all modules, and shapes of all parameters, by name; what stands in two
+    places, twice.
+    """
     modules = [
         (name, type(module), [vars(module).get(key) for key in NUMBERS])
         for name, module in model.named_modules(remove_duplicate=False)
     ]
-    return [*modules, *((name, parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False))]
+    return [
+        *modules,
+        *(
+            (name, parameter.shape)
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        ),
+    ]
 
 
 Rotate = Callable[[Tensor], Tensor]
@@ -131,15 +191,23 @@ class _Attention:
     layer: PreparedLayer
 
     def __call__(self, inner_TN: Tensor, rotate: Rotate | None, attend: Attend) -> Tensor:
-        """inner_TN: query, key and value heads side by side, behind them the gates of the query heads where there are any."""
+        """inner_TN: query, key and value heads side by side, behind them the gates of the query
+        heads where there are any.
+        """
         heads, shared, layer = self.attention.heads, self.attention.shared, self.layer
-        qk, value, gate = inner_TN.unflatten(-1, (-1, self.attention.width)).tensor_split((heads + shared, heads + 2 * shared), 1)
+        qk, value, gate = inner_TN.unflatten(-1, (-1, self.attention.width)).tensor_split(
+            (heads + shared, heads + 2 * shared), 1
+        )
         if layer.head_norm is not None:
             qk = layer.head_norm(qk)
         if rotate is not None:
             qk = rotate(qk)
-        seen = attend(Query(self.number, qk[:, :heads], qk[:, heads:], value, layer.scale, None, layer.reach))
-        return (seen * torch.sigmoid(gate) if self.attention.gated else seen).reshape(inner_TN.shape[0], -1)
+        seen = attend(
+            Query(self.number, qk[:, :heads], qk[:, heads:], value, layer.scale, None, layer.reach)
+        )
+        return (seen * torch.sigmoid(gate) if self.attention.gated else seen).reshape(
+            inner_TN.shape[0], -1
+        )
 
 
 class _DeltaNet:
@@ -150,16 +218,31 @@ class _DeltaNet:
         module = net.module
         self.number, self.net, self.eps = number, net, module.norm.variance_epsilon
         names = ("conv1d.weight", "conv1d.bias", "A_log", "dt_bias", "norm.weight")
-        numbers = {name: x.detach().float() for name, x in module.named_parameters() if name in names}
-        self.weight_DW, self.bias_D = numbers["conv1d.weight"].squeeze(1), numbers.get("conv1d.bias")
-        self.rate_H, self.offset_H, self.gain_V = -numbers["A_log"].exp(), numbers["dt_bias"], numbers["norm.weight"]
+        numbers = {
+            name: x.detach().float() for name, x in module.named_parameters() if name in names
+        }
+        self.weight_DW, self.bias_D = (
+            numbers["conv1d.weight"].squeeze(1),
+            numbers.get("conv1d.bias"),
+        )
+        self.rate_H, self.offset_H, self.gain_V = (
+            -numbers["A_log"].exp(),
+            numbers["dt_bias"],
+            numbers["norm.weight"],
+        )
 
     def __call__(self, inner_TN: Tensor, rotate: Rotate | None, attend: Attend) -> Tensor:
-        """inner_TN: queries, keys and values side by side, then gates, betas and decays of the heads."""
+        """inner_TN: queries, keys and values side by side, then gates, betas and decays of the
+        heads.
+        """
         net = self.net
         keys, values = net.shared * net.key_width, net.heads * net.width
-        mixed, gate, beta, decay = inner_TN.float().split([2 * keys + values, values, net.heads, net.heads], -1)
-        mixed = attend.recurrent.convolve((self.number, 1), mixed, self.weight_DW, self.bias_D, silu=True).to(inner_TN.dtype)
+        mixed, gate, beta, decay = inner_TN.float().split(
+            [2 * keys + values, values, net.heads, net.heads], -1
+        )
+        mixed = attend.recurrent.convolve(
+            (self.number, 1), mixed, self.weight_DW, self.bias_D, silu=True
+        ).to(inner_TN.dtype)
         query, key, value = mixed.split([keys, keys, values], -1)
         out_THV = delta_rule(
             attend.recurrent,
@@ -188,25 +271,36 @@ class SpecialisedForward:
         self.dtype = torch.bfloat16 if policy.autocast else policy.dtype
         tables = [table for table in (self.embedding_VD, self.position_PD) if table is not None]
         inner = matrix_of(mlp.inputs[0])[0].shape[0]
-        self.operations = Operations(tables, (self.width // 2 if attention.rotary else self.width, inner), dtype=self.dtype)
+        self.operations = Operations(
+            tables, (self.width // 2 if attention.rotary else self.width, inner), dtype=self.dtype
+        )
         self.activation = self.operations.gated if mlp.gated else self.operations.gelu
         self.rotary: decoding.PreparedRotary | None = None
         if stack.rotary is not None:
             place_P = torch.arange(positions, device=self.embedding_VD.device)
-            # Of text all three places of a token (time, height, width) are one; transformers 5.17 wants each.
+            # Of text all three places of a token (time, height, width) are one; transformers 5.17
+            # wants each.
             shape = (3, 1, -1) if hasattr(stack.rotary, "mrope_section") else (1, -1)
-            self._rotate(*(table[0] for table in stack.rotary(self.embedding_VD[:1], place_P.expand(shape))))
-        self.layers, self.mixers = zip(*(self._layer(i, *parts) for i, parts in enumerate(stack.layers)), strict=True)
+            self._rotate(
+                *(table[0] for table in stack.rotary(self.embedding_VD[:1], place_P.expand(shape)))
+            )
+        self.layers, self.mixers = zip(
+            *(self._layer(i, *parts) for i, parts in enumerate(stack.layers)), strict=True
+        )
         self.norm = self._norm(stack.norm)
         self.head = self.operations.product([policy.head.weight_VD], [policy.head.bias_V])
         self.decoder = self._decoder()
 
     def _rotate(self, cos_PN: Tensor, sin_PN: Tensor) -> None:
-        """Rotary embeddings of whole heads.  Where a part of a head is rotated the rest is paired too, and rotated by nothing."""
+        """Rotary embeddings of whole heads.  Where a part of a head is rotated the rest is paired
+        too, and rotated by nothing.
+        """
         half, rotated = self.width // 2, cos_PN.shape[1] // 2
         order_W = torch.arange(self.width, device=cos_PN.device)
         rest = order_W[2 * rotated :].tensor_split(2)
-        order_W = torch.cat([x for i in (0, 1) for x in (order_W[i * rotated : (i + 1) * rotated], rest[i])])
+        order_W = torch.cat(
+            [x for i in (0, 1) for x in (order_W[i * rotated : (i + 1) * rotated], rest[i])]
+        )
         cos_PW, sin_PW = (
             F.pad(table[:, :rotated], (0, half - rotated), value=filler).repeat(1, 2)
             for table, filler in ((cos_PN, 1.0), (sin_PN, 0.0))
@@ -229,27 +323,39 @@ class SpecialisedForward:
             scale=1.0 if attention is None else attention.scale,
             reach=EVERYTHING if attention is None else reach_of(attention.module),
         )
-        return prepared, _DeltaNet(i, mixer) if isinstance(mixer, DeltaNet) else _Attention(i, mixer, prepared)
+        return prepared, (
+            _DeltaNet(i, mixer) if isinstance(mixer, DeltaNet) else _Attention(i, mixer, prepared)
+        )
 
     def _product(self, *linears: nn.Module) -> Any:
         """Linear layers side by side."""
         return self.operations.product(*zip(*map(matrix_of, linears), strict=True))
 
-    def _columns(self, mixer: Attention | DeltaNet) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+    def _columns(
+        self, mixer: Attention | DeltaNet
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
         """Weights and biases of a layer's first product."""
         weights, biases = zip(*map(matrix_of, mixer.inputs), strict=True)
         if isinstance(mixer, DeltaNet):
             return weights, biases
-        return self._ordered(weights, mixer.gated), biases if biases[0] is None else self._ordered(biases, mixer.gated)
+        return self._ordered(weights, mixer.gated), (
+            biases if biases[0] is None else self._ordered(biases, mixer.gated)
+        )
 
     def _ordered(self, columns: Sequence[Tensor], gated: bool) -> Sequence[Tensor]:
-        """Columns (O, ...) of queries, keys and values: rotated heads in the order in which they are rotated, gates last."""
+        """Columns (O, ...) of queries, keys and values: rotated heads in the order in which they
+        are rotated, gates last.
+        """
         if gated:
-            query, gate = (x.flatten(0, 1) for x in columns[0].unflatten(0, (-1, 2, self.width)).unbind(1))
+            query, gate = (
+                x.flatten(0, 1) for x in columns[0].unflatten(0, (-1, 2, self.width)).unbind(1)
+            )
             columns = [query, *columns[1:], gate]
         if self.rotary is None:
             return columns
-        rotated = [x.unflatten(0, (-1, self.width))[:, self.order_W].flatten(0, 1) for x in columns[:2]]
+        rotated = [
+            x.unflatten(0, (-1, self.width))[:, self.order_W].flatten(0, 1) for x in columns[:2]
+        ]
         return [*rotated, *columns[2:]]
 
     def _norm(self, norm: Norm) -> decoding.PreparedNorm:
@@ -260,18 +366,24 @@ class SpecialisedForward:
             return None
         query, key = (describe(module) for module in attention.head_norms)
         assert isinstance(query, Norm) and isinstance(key, Norm)
-        weight_HW = torch.cat([query.weight_D.expand(self.heads, -1), key.weight_D.expand(self.shared, -1)])
+        weight_HW = torch.cat(
+            [query.weight_D.expand(self.heads, -1), key.weight_D.expand(self.shared, -1)]
+        )
         if self.rotary is not None:
             weight_HW = weight_HW[:, self.order_W]
         return self.operations.norm(weight_HW, query.eps)
 
     def _decoder(self) -> decoding.Decoder | None:
         positions = self.rotary if self.position_PD is None else self.position_PD
-        plain = all(isinstance(mixer, _Attention) and not mixer.attention.gated for mixer in self.mixers)
+        plain = all(
+            isinstance(mixer, _Attention) and not mixer.attention.gated for mixer in self.mixers
+        )
         if not plain or not self.operations.compiled or positions is None:
             return None
         heads = (self.heads, self.shared, self.width)
-        return decoding.Decoder(self.layers, self.norm, self.head, self.embedding_VD, positions, heads)
+        return decoding.Decoder(
+            self.layers, self.norm, self.head, self.embedding_VD, positions, heads
+        )
 
     def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
         """See `RolloutForward`."""

@@ -1,4 +1,6 @@
-"""Plain JSON over HTTP/1.1 to a server that may die, stall or refuse: every failure names the server and what happened."""
+"""Plain JSON over HTTP/1.1 to a server that may die, stall or refuse: every failure names the
+server and what happened.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,17 @@ from typing import Any
 from groupwise.errors import ConfigError, EngineError, PeerError
 
 FRESH = 1.0
-"""Seconds for which a connection is used again; a server hangs up on one that is idle (uvicorn after five)."""
+"""Seconds for which a connection is used again; a server hangs up on one that is idle (uvicorn
+after five).
+"""
 DEAD = ("EngineCore", "EngineDead")
 """What a server says when the process that computes has ended."""
 
 
 class Client:
-    """One connection, kept open between calls.  `close` from another thread ends a call that is waiting."""
+    """One connection, kept open between calls.  `close` from another thread ends a call that is
+    waiting.
+    """
 
     def __init__(self, url: str) -> None:
         """url: `http://host:port`.  Raises ConfigError for anything else."""
@@ -53,38 +59,54 @@ class Client:
     def post(self, path: str, body: Any = None, *, timeout: float | None) -> Any:
         """The answer to POST, read as JSON; None if it is empty.
 
-        timeout: seconds without a sign of the server; None: whoever calls watches it otherwise.  Raises PeerError if it is gone or
-        silent, EngineError if it says no.
+        timeout: seconds without a sign of the server; None: whoever calls watches it otherwise.
+            Raises PeerError if it is gone or silent, EngineError if it says no.
         """
-        return self._read(path, self._call("POST", path, json.dumps({} if body is None else body).encode(), timeout))
+        return self._read(
+            path,
+            self._call("POST", path, json.dumps({} if body is None else body).encode(), timeout),
+        )
 
     def _read(self, path: str, text: bytes) -> Any:
         try:
             return json.loads(text) if text else None
         except (ValueError, RecursionError) as error:  # of what is nested too deep
-            raise EngineError(f"{self.name} answers {path} with what is not JSON: {text[:200]!r}") from error
+            raise EngineError(
+                f"{self.name} answers {path} with what is not JSON: {text[:200]!r}"
+            ) from error
 
     def _call(self, method: str, path: str, body: bytes | None, timeout: float | None) -> bytes:
         if time.monotonic() - self._used > FRESH:
             self.close()
-        line = self._open = self._open or http.client.HTTPConnection(*self._address, timeout=timeout)
+        line = self._open = self._open or http.client.HTTPConnection(
+            *self._address, timeout=timeout
+        )
         try:
             if line.sock is None:
                 line.connect()
             used: socket.socket = line.sock  # type: ignore[assignment]
             used.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             used.settimeout(timeout)
-            line.request(method, path, body, {"Content-Type": "application/json"} if body is not None else {})
+            line.request(
+                method, path, body, {"Content-Type": "application/json"} if body is not None else {}
+            )
             answer = line.getresponse()
             text = answer.read()
             self._used = time.monotonic()
-        except (OSError, http.client.HTTPException, AttributeError) as error:  # AttributeError: closed by another thread meanwhile
+        except (
+            OSError,
+            http.client.HTTPException,
+            AttributeError,
+        ) as error:  # AttributeError: closed by another thread meanwhile
             self.close()
             raise PeerError(f"{self.name} {_cause(error, timeout)} ({method} {path})") from error
         if answer.status != 200:
             answer_text = " ".join(text.decode(errors="replace").split())[:500]
             kind = PeerError if any(word in answer_text for word in DEAD) else EngineError
-            raise kind(f"{self.name} answers {method} {path} with {answer.status}: {answer_text or answer.reason}")
+            raise kind(
+                f"{self.name} answers {method} {path} with {answer.status}:"
+                f" {answer_text or answer.reason}"
+            )
         return text
 
     def close(self) -> None:
@@ -93,7 +115,9 @@ class Client:
         if line is not None:
             if line.sock is not None:
                 with contextlib.suppress(OSError):
-                    line.sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for an answer; close() would not
+                    line.sock.shutdown(
+                        socket.SHUT_RDWR
+                    )  # wakes a thread that waits for an answer; close() would not
             line.close()
 
 
@@ -101,7 +125,9 @@ def _cause(error: Exception, timeout: float | None) -> str:
     """What happened, as the end of a sentence about the server."""
     match error:
         case ConnectionRefusedError():
-            return "does not exist: the connection is refused; start one with `groupwise serve MODEL`"
+            return (
+                "does not exist: the connection is refused; start one with `groupwise serve MODEL`"
+            )
         case TimeoutError():
             return f"has given no answer for {timeout:.0f} s"
         case socket.gaierror():

@@ -1,8 +1,9 @@
-"""vLLM in the trainer's own process: the same requests and the same checks as with servers, and none of the network.
+"""vLLM in the trainer's own process: the same requests and the same checks as with servers, and
+none of the network.
 
-For one GPU, which training and sampling then share in turn: while the trainer computes, vLLM sleeps where its platform can (its
-weights wait in host memory, its keys and values are given up).  Both must live in one environment, with vLLM's own torch.
-"""
+For one GPU, which training and sampling then share in turn: while the trainer computes, vLLM sleeps
+where its platform can (its weights wait in host memory, its keys and values are given up).  Both
+must live in one environment, with vLLM's own torch."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
@@ -39,15 +40,19 @@ class Colocated:
     clients = ()
     """Nobody is asked over the network."""
 
-    def __init__(self, describe: Callable[[Path], None], policy: Policy, rows: int, dtype: str, cache: int) -> None:
-        """describe: puts the model's configuration and tokenizer into a folder.   rows: completions decoded at the same time.
+    def __init__(
+        self, describe: Callable[[Path], None], policy: Policy, rows: int, dtype: str, cache: int
+    ) -> None:
+        """describe: puts the model's configuration and tokenizer into a folder.   rows: completions
+        decoded at the same time.
 
-        cache: bytes of keys and values.   Raises ConfigError where vLLM is not installed beside the trainer, or for several
-        processes.
+        cache: bytes of keys and values.   Raises ConfigError where vLLM is not installed beside the
+            trainer, or for several processes.
         """
         if comm.world().size > 1:
             raise ConfigError(
-                "rollout.engine: a colocated vLLM is for one process; of several, let them share servers (groupwise serve)"
+                "rollout.engine: a colocated vLLM is for one process; of several, let them share"
+                " servers (groupwise serve)"
             )
         os.environ.update(ENVIRONMENT)
         sys.path.append(str(PLUGIN))
@@ -55,13 +60,19 @@ class Colocated:
             import vllm  # noqa: F401
         except ImportError as error:
             raise ConfigError(
-                f"rollout.engine: colocated needs vLLM in the environment of the trainer ({sys.executable}), but {error}: install "
-                "groupwise and vllm into one, or leave colocated out: a server has an environment of its own"
+                "rollout.engine: colocated needs vLLM in the environment of the trainer"
+                f" ({sys.executable}), but {error}: install groupwise and vllm into one, or leave"
+                " colocated out: a server has an environment of its own"
             ) from error
         self.facts: list[Facts] = []
         self._model = files.temporary_folder("vllm")
         describe(self._model)
-        self._how = {"max_model_len": policy.context, "max_num_seqs": rows, "dtype": dtype, "kv_cache_memory_bytes": cache}
+        self._how = {
+            "max_model_len": policy.context,
+            "max_num_seqs": rows,
+            "dtype": dtype,
+            "kv_cache_memory_bytes": cache,
+        }
         self._label, self._llm, self._sleeps, self._awake = "", None, False, True
 
     def connect(self, policy: Policy, _: float = 0.0) -> None:
@@ -70,7 +81,9 @@ class Colocated:
         from vllm.platforms import current_platform
 
         self._sleeps = bool(current_platform.is_sleep_mode_available())
-        more: dict[str, Any] = {"enforce_eager": True, "block_size": 32} if policy.device.type == "cpu" else {}
+        more: dict[str, Any] = (
+            {"enforce_eager": True, "block_size": 32} if policy.device.type == "cpu" else {}
+        )
         self._llm = LLM(
             str(self._model),
             load_format="dummy",  # the weights are sent before anything is sampled
@@ -90,7 +103,9 @@ class Colocated:
             raise EngineError(f"{self.names[0]} cannot sample for this policy: {wrong}")
 
     def send(self, policy: Policy, label: str, *, keep: bool = False) -> None:
-        """Replace the weights; from now on every token that is drawn carries `label`.  Nothing is being sampled meanwhile."""
+        """Replace the weights; from now on every token that is drawn carries `label`.  Nothing is
+        being sampled meanwhile.
+        """
         assert self._llm is not None and not keep, "connect first; sampling and training take turns"
         from groupwise_vllm import Bucket
 
@@ -100,7 +115,11 @@ class Colocated:
         self._llm.collective_rpc("start_weight_update")
         for names, shapes, flat in buckets(policy, getattr(torch, name)):
             bucket = Bucket(names=names, shapes=shapes, dtypes=[name] * len(names))
-            self._llm.collective_rpc(lambda worker, bucket=bucket, flat=flat: worker.weight_transfer_engine.load(bucket, flat))
+            self._llm.collective_rpc(
+                lambda worker, bucket=bucket, flat=flat: worker.weight_transfer_engine.load(
+                    bucket, flat
+                )
+            )
         self._llm.collective_rpc("finish_weight_update")
         self._label = label
 
@@ -114,13 +133,19 @@ class Colocated:
         engine, left = self._llm.llm_engine, set(bodies)
         try:
             for name, body in bodies.items():
-                how = SamplingParams(**body["sampling_params"], output_kind=RequestOutputKind.FINAL_ONLY)
+                how = SamplingParams(
+                    **body["sampling_params"], output_kind=RequestOutputKind.FINAL_ONLY
+                )
                 engine.add_request(name, {"prompt_token_ids": body["token_ids"]}, how)
             while left:
                 for request in engine.step():
                     if request.finished:
                         left.discard(request.request_id)
-                        yield self.names[0], request.request_id, {"choices": [self._choice(one) for one in request.outputs]}
+                        yield (
+                            self.names[0],
+                            request.request_id,
+                            {"choices": [self._choice(one) for one in request.outputs]},
+                        )
         finally:
             if left:
                 engine.abort_request(list(left))
@@ -137,7 +162,9 @@ class Colocated:
         """A completion as a server would tell it."""
         content = []
         for token, known in zip(completion.token_ids, completion.logprobs, strict=True):
-            candidates = [{"token_id": other, "logprob": one.logprob} for other, one in known.items()]
+            candidates = [
+                {"token_id": other, "logprob": one.logprob} for other, one in known.items()
+            ]
             content.append({"logprob": known[token].logprob, "top_logprobs": candidates})
         return {
             "index": completion.index,
@@ -145,7 +172,9 @@ class Colocated:
             "logprobs": {"content": content},
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
-            "weight_versions": [{"version": self._label, "start": 0, "end": len(completion.token_ids)}],
+            "weight_versions": [
+                {"version": self._label, "start": 0, "end": len(completion.token_ids)}
+            ],
         }
 
     def close(self) -> None:

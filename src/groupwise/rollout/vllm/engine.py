@@ -1,15 +1,17 @@
-"""The vLLM engine: completions come from vLLM servers, which get the policy's weights after every update.
+"""The vLLM engine: completions come from vLLM servers, which get the policy's weights after every
+update.
 
-Token ids go out; token ids, their log-probs and the version of the weights that drew them come back.  A prompt is one request for
-its whole group, so that vLLM computes it once; several requests are in flight, to several servers if there are, and a group is
-handed on as soon as it is complete, while others are still being sampled.  No answer is taken on trust: versions, log-probs,
-lengths and endings are checked here, and the trainer compares the log-probs with its own (`mismatch`).
+Token ids go out; token ids, their log-probs and the version of the weights that drew them come
+back.  A prompt is one request for its whole group, so that vLLM computes it once; several requests
+are in flight, to several servers if there are, and a group is handed on as soon as it is complete,
+while others are still being sampled.  No answer is taken on trust: versions, log-probs, lengths and
+endings are checked here, and the trainer compares the log-probs with its own (`mismatch`).
 
-With a world each turn is a request of its own, with all ids so far: the server's prefix cache knows what stands before it, and
-other turns are on their way meanwhile.
+With a world each turn is a request of its own, with all ids so far: the server's prefix cache knows
+what stands before it, and other turns are on their way meanwhile.
 
-A completion's random numbers are seeded by (seed, prompt, index).  What else is in a server's batch can still change the last bits
-of a log-prob, and so once in a while a token.
+A completion's random numbers are seeded by (seed, prompt, index).  What else is in a server's batch
+can still change the last bits of a log-prob, and so once in a while a token.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ from groupwise.rollout.vllm.weight_sync import PATIENCE, Answer, Servers, unfit_
 from groupwise.utils.spelling import counted
 
 EXACT, ROUNDED = 0.01, 0.1
-"""Mean difference of sampled and scored log-probs that rounding can explain: in float32, and where a side rounds to bfloat16."""
+"""Mean difference of sampled and scored log-probs that rounding can explain: in float32, and where
+a side rounds to bfloat16.
+"""
 NEVER = -9000.0
 """vLLM writes the log-prob of what could not be drawn as -9999."""
 NO_TOKEN = -1e9
@@ -52,7 +56,9 @@ BATCH_TOKENS = 1024
 
 
 class VllmEngine:
-    """Implements `engine.Engine`.  Of several processes each asks for its share of the completions; the first sends the weights."""
+    """Implements `engine.Engine`.  Of several processes each asks for its share of the completions;
+    the first sends the weights.
+    """
 
     def __init__(
         self,
@@ -66,21 +72,22 @@ class VllmEngine:
         colocated: bool = False,
         world: EpisodeWorld | None = None,
     ) -> None:
-        """servers: `http://host:port` of running ones (`groupwise serve`).  None: one of its own starts, and ends with `close`.
+        """servers: `http://host:port` of running ones (`groupwise serve`).  None: one of its own
+        starts, and ends with `close`.
 
-        max_rows, dtype: of its own server: completions decoded at the same time; `float32` or `bfloat16` (default: the policy's
-        products').
-        in_flight: `generate` may run in other threads while `set_version` sends weights; completions go on with the new ones, and
-        each token carries the version that drew it.
+        max_rows, dtype: of its own server: completions decoded at the same time; `float32` or
+            `bfloat16` (default: the policy's products').
+        in_flight: `generate` may run in other threads while `set_version` sends weights;
+            completions go on with the new ones, and each token carries the version that drew it.
         colocated: no servers, but vLLM in this process.
         world: that answers the turns of completions; the caller closes it.
-        Raises ConfigError if no server can be started, EngineError for a world with a colocated vLLM.  A server is waited for at
-        the first `set_version` or `generate`.
+        Raises ConfigError if no server can be started, EngineError for a world with a colocated
+        vLLM.  A server is waited for at the first `set_version` or `generate`.
         """
         if colocated and world is not None:
             raise EngineError(
-                "a colocated vLLM holds no conversations: leave rollout.engine.colocated out (a server then samples), or set "
-                "rollout.engine to 'native'"
+                "a colocated vLLM holds no conversations: leave rollout.engine.colocated out (a"
+                " server then samples), or set rollout.engine to 'native'"
             )
         self.world = world
         self.policy, self.keep_special_tokens, self.version = policy, keep_special_tokens, 0
@@ -92,9 +99,12 @@ class VllmEngine:
         dtype = dtype or _dtype(policy)
         if colocated:
             self._run, self._alive = secrets.token_hex(4), None
-            self.servers: Servers | Colocated = Colocated(self._describe, policy, max_rows, dtype, self._cache(max_rows, dtype))
+            self.servers: Servers | Colocated = Colocated(
+                self._describe, policy, max_rows, dtype, self._cache(max_rows, dtype)
+            )
             return
-        # The name is of this run alone: weights that another run has sent to the same servers are not taken for ours.
+        # The name is of this run alone: weights that another run has sent to the same servers are
+        # not taken for ours.
         self._run, urls = comm.from_first(
             lambda: (secrets.token_hex(4), list(servers) or [self._start(max_rows, dtype)]),
         )
@@ -104,8 +114,9 @@ class VllmEngine:
     def _start(self, rows: int, dtype: str) -> str:
         if self.policy.device.type != "cpu":
             raise ConfigError(
-                "a vLLM server of its own is started beside a policy on the CPU only: start one on other GPUs, "
-                "`CUDA_VISIBLE_DEVICES=1 groupwise serve MODEL`, and name it: rollout.engine: {name: vllm, servers: [http://...]}"
+                "a vLLM server of its own is started beside a policy on the CPU only: start one on"
+                " other GPUs, `CUDA_VISIBLE_DEVICES=1 groupwise serve MODEL`, and name it:"
+                " rollout.engine: {name: vllm, servers: [http://...]}"
             )
         if wrong := unfit_on_cpu(self.policy):
             raise ConfigError(f"vLLM cannot sample for this policy: {wrong}")
@@ -119,16 +130,24 @@ class VllmEngine:
         """Put the policy's configuration and tokenizer into a folder."""
         config = copy.deepcopy(self.policy.model.config)
         # FSDP2 puts a class of its own before the model's.
-        named = (kind for kind in type(self.policy.model).__mro__ if kind.__module__.startswith("transformers.models."))
+        named = (
+            kind
+            for kind in type(self.policy.model).__mro__
+            if kind.__module__.startswith("transformers.models.")
+        )
         config.architectures = [next(named).__name__]
         config.save_pretrained(folder)
         self.policy.tokenizer.save_pretrained(folder)
 
     def _cache(self, rows: int, dtype: str) -> int:
-        """Bytes of keys and values that so many rows need on average, and one of the longest at least."""
+        """Bytes of keys and values that so many rows need on average, and one of the longest at
+        least.
+        """
         shape = Shape.of(self.policy.model.config.to_dict(), 0, dtype=dtype)
         tokens = max(self.policy.context, rows * min(self.policy.context, BATCH_TOKENS))
-        cache = 2 * shape.layers * shape.kv_heads * shape.head_width * shape.bytes_per_product * tokens
+        cache = (
+            2 * shape.layers * shape.kv_heads * shape.head_width * shape.bytes_per_product * tokens
+        )
         return max(64 << 20, int(1.1 * cache))
 
     @property
@@ -140,10 +159,16 @@ class VllmEngine:
 
     @property
     def tolerance(self) -> float:
-        """Mean difference of sampled and scored log-probs, nats, that rounding can explain; infinite until a server is known."""
+        """Mean difference of sampled and scored log-probs, nats, that rounding can explain;
+        infinite until a server is known.
+        """
         if not self.servers.facts:
             return math.inf
-        return EXACT if {str(self.servers.facts[0]["dtype"]), _dtype(self.policy)} == {"float32"} else ROUNDED
+        return (
+            EXACT
+            if {str(self.servers.facts[0]["dtype"]), _dtype(self.policy)} == {"float32"}
+            else ROUNDED
+        )
 
     def close(self) -> None:
         """Hang up, break off what other threads still sample, and end the server of its own."""
@@ -155,7 +180,8 @@ class VllmEngine:
             self._own = None
 
     def set_version(self, version: int) -> None:
-        """See `engine.Engine`: sends the weights to all servers, unless they have this version.  All processes must call it.
+        """See `engine.Engine`: sends the weights to all servers, unless they have this version.
+        All processes must call it.
 
         Raises PeerError if a server is gone or silent, EngineError if one does not take them.
         """
@@ -191,18 +217,28 @@ class VllmEngine:
         by_id = {prompt.id: prompt for prompt in prompts}
         count, bodies = 1 if sampling.greedy else group_size, {}
         for prompt in prompts:
-            drawn = int(stream_keys(seed, prompt.id, [0])[0] >> np.uint64(16))  # vLLM adds the index
+            drawn = int(
+                stream_keys(seed, prompt.id, [0])[0] >> np.uint64(16)
+            )  # vLLM adds the index
             limit = completion_limit(self.policy, prompt, sampling)
             bodies[prompt.id] = self._body(prompt.tokens, count, limit, drawn, sampling)
         for who, name, answer in self._answers(bodies, group_size):
             yield self._group(who, by_id[name], answer, group_size, sampling, oldest)
 
     def _episodes(
-        self, world: EpisodeWorld, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int, oldest: int
+        self,
+        world: EpisodeWorld,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        sampling: Sampling,
+        seed: int,
+        oldest: int,
     ) -> Iterator[tuple[Rollout, ...]]:
         """Turn by turn, as many at a time as the servers decode."""
         streams = {
-            f"{index}/{prompt.id}": Stream(prompt, index, completion_limit(self.policy, prompt, sampling))
+            f"{index}/{prompt.id}": Stream(
+                prompt, index, completion_limit(self.policy, prompt, sampling)
+            )
             for prompt in prompts
             for index in range(group_size)
         }
@@ -231,13 +267,17 @@ class VllmEngine:
                 who, name, answer = pool.take()
                 if who:
                     stream = streams[name]
-                    (choice,) = self._choices(who, stream.prompt, answer, 1, sampling, stream.left, oldest)
+                    (choice,) = self._choices(
+                        who, stream.prompt, answer, 1, sampling, stream.left, oldest
+                    )
                     stream.add(choice.tokens, choice.logp, choice.version(self._run).tolist())
                     stream.support += choice.support if sampling.truncates else ()
                     conversations.turn(stream, choice.finish(self.policy.eos_ids))
                 for stream, rollout in conversations.heard(self._held or 0):
                     if rollout is None:
-                        pool.put(f"{stream.index}/{stream.prompt.id}", self._turn(stream, sampling, seed))
+                        pool.put(
+                            f"{stream.index}/{stream.prompt.id}", self._turn(stream, sampling, seed)
+                        )
                     else:
                         yield from groups.add(rollout)
 
@@ -246,8 +286,9 @@ class VllmEngine:
         ids, context = stream.ids(), min(int(facts["context"]) for facts in self.servers.facts)
         if ids.size + stream.left > context:
             raise EngineError(
-                f"a server holds sequences of {context} tokens, but a turn of {stream.prompt.place} may have {stream.left} "
-                f"behind {ids.size}: start it with -- --max-model-len {ids.size + stream.left}"
+                f"a server holds sequences of {context} tokens, but a turn of {stream.prompt.place}"
+                f" may have {stream.left} behind {ids.size}: start it with -- --max-model-len"
+                f" {ids.size + stream.left}"
             )
         key = stream_keys(seed, f"{stream.prompt.id}/{stream.turn}", [stream.index])
         return self._body(ids, 1, stream.left, int(key[0] >> np.uint64(16)), sampling)
@@ -258,7 +299,9 @@ class VllmEngine:
             yield from self.servers.answers(bodies)
             return
         rows = sum(int(facts["rows"]) for facts in self.servers.facts)
-        each = -(-rows // group_size) // len(self.servers.facts) + 1  # one request more than fits keeps every row busy
+        each = (
+            -(-rows // group_size) // len(self.servers.facts) + 1
+        )  # one request more than fits keeps every row busy
         urls = [client.url for client in self.servers.clients for _ in range(each)]
         with self._pool(urls[: len(bodies)]) as pool:
             for name, body in bodies.items():
@@ -281,26 +324,35 @@ class VllmEngine:
         for name, facts in zip(self.servers.names, self.servers.facts, strict=True):
             if group_size > facts["rows"] and not sampling.greedy:
                 raise EngineError(
-                    f"{name} decodes {facts['rows']} completions at a time, fewer than a group of "
-                    f"{group_size}: start it with more (--rows, rollout.max_rows), or lower group.group_size"
+                    f"{name} decodes {facts['rows']} completions at a time, fewer than a group of"
+                    f" {group_size}: start it with more (--rows, rollout.max_rows), or lower"
+                    " group.group_size"
                 )
-            longest = max((p.tokens.size + completion_limit(self.policy, p, sampling) for p in prompts), default=0)
+            longest = max(
+                (p.tokens.size + completion_limit(self.policy, p, sampling) for p in prompts),
+                default=0,
+            )
             if longest > facts["context"]:
                 raise EngineError(
-                    f"{name} holds sequences of {facts['context']} tokens, but a prompt and its completion "
-                    f"may have {longest}: start it with -- --max-model-len {longest}"
+                    f"{name} holds sequences of {facts['context']} tokens, but a prompt and its"
+                    f" completion may have {longest}: start it with -- --max-model-len {longest}"
                 )
             if sampling.truncates and not 0 < self._candidates(sampling) <= facts["candidates"]:
                 raise EngineError(
-                    f"vLLM tells what could have been drawn only as the {facts['candidates']} likeliest tokens: top_p and min_p "
-                    f"need a top_k from 1 to {facts['candidates'] // 2} beside them, got {sampling.top_k}"
+                    f"vLLM tells what could have been drawn only as the {facts['candidates']}"
+                    " likeliest tokens: top_p and min_p need a top_k from 1 to"
+                    f" {facts['candidates'] // 2} beside them, got {sampling.top_k}"
                 )
 
     def _candidates(self, sampling: Sampling) -> int:
-        """How many of the likeliest tokens are asked for beside each drawn one.  Twice top_k: it keeps ties with the k-th."""
+        """How many of the likeliest tokens are asked for beside each drawn one.  Twice top_k: it
+        keeps ties with the k-th.
+        """
         return min(2 * sampling.top_k, self.policy.vocabulary) if sampling.truncates else 0
 
-    def _body(self, ids: np.ndarray, count: int, limit: int, seed: int, sampling: Sampling) -> dict[str, Any]:
+    def _body(
+        self, ids: np.ndarray, count: int, limit: int, seed: int, sampling: Sampling
+    ) -> dict[str, Any]:
         """The body of a request: every setting that changes what is drawn, said in full."""
         policy = self.policy
         drawn: dict[str, Any] = {
@@ -320,16 +372,28 @@ class VllmEngine:
             "skip_special_tokens": False,
         }
         rows = policy.model.config.get_text_config().vocab_size
-        if rows > policy.vocabulary:  # the few ids that are no token: a list of those that are would be a megabyte a request
+        if (
+            rows > policy.vocabulary
+        ):  # the few ids that are no token: a list of those that are would be a megabyte a request
             drawn["logit_bias"] = dict.fromkeys(range(policy.vocabulary, rows), NO_TOKEN)
         return {"model": MODEL, "token_ids": ids.tolist(), "sampling_params": drawn}
 
     def _group(
-        self, who: str, prompt: Prompt, answer: Any, group_size: int, sampling: Sampling, oldest: int
+        self,
+        who: str,
+        prompt: Prompt,
+        answer: Any,
+        group_size: int,
+        sampling: Sampling,
+        oldest: int,
     ) -> tuple[Rollout, ...]:
-        """A prompt's rollouts from a server's answer.  oldest: the version that it may have been begun with."""
+        """A prompt's rollouts from a server's answer.  oldest: the version that it may have been
+        begun with.
+        """
         limit = completion_limit(self.policy, prompt, sampling)
-        choices = self._choices(who, prompt, answer, 1 if sampling.greedy else group_size, sampling, limit, oldest)
+        choices = self._choices(
+            who, prompt, answer, 1 if sampling.greedy else group_size, sampling, limit, oldest
+        )
         if sampling.greedy:  # all completions of a prompt are the same
             choices *= group_size
         return tuple(
@@ -349,7 +413,14 @@ class VllmEngine:
         )
 
     def _choices(
-        self, who: str, prompt: Prompt, answer: Any, count: int, sampling: Sampling, limit: int, oldest: int
+        self,
+        who: str,
+        prompt: Prompt,
+        answer: Any,
+        count: int,
+        sampling: Sampling,
+        limit: int,
+        oldest: int,
     ) -> list[Choice]:
         """What a server has drawn, in order.   limit: most tokens.   oldest: see `_group`.
 
@@ -360,13 +431,18 @@ class VllmEngine:
             choices = [Choice.read(choice) for choice in answer["choices"]]
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise EngineError(
-                f"{where}: its answer cannot be read ({type(error).__name__}: {error}); is it another version?"
+                f"{where}: its answer cannot be read ({type(error).__name__}: {error}); is it"
+                " another version?"
             ) from error
         choices.sort(key=lambda choice: choice.index)
         if [choice.index for choice in choices] != list(range(count)):
-            raise EngineError(f"{where}: {counted(len(choices), 'completion')} came back, {count} were asked for")
+            raise EngineError(
+                f"{where}: {counted(len(choices), 'completion')} came back, {count} were asked for"
+            )
         for choice in choices:
-            if wrong := choice.wrong(self.policy, sampling, limit) or choice.foreign(self._run, oldest, self.version):
+            if wrong := choice.wrong(self.policy, sampling, limit) or choice.foreign(
+                self._run, oldest, self.version
+            ):
                 raise EngineError(f"{where}, completion {choice.index}: {wrong}")
         return choices
 
@@ -399,17 +475,24 @@ class Choice:
             index=int(choice["index"]),
             tokens=[int(token) for token in choice["token_ids"]],
             logp=[float(entry["logprob"]) for entry in content],
-            candidates=[{int(top["token_id"]): float(top["logprob"]) for top in entry["top_logprobs"]} for entry in content],
+            candidates=[
+                {int(top["token_id"]): float(top["logprob"]) for top in entry["top_logprobs"]}
+                for entry in content
+            ],
             reason=str(choice["finish_reason"]),
             stop=choice["stop_reason"],
-            versions=[(str(span["version"]), int(span["start"]), int(span["end"])) for span in choice["weight_versions"] or ()],
+            versions=[
+                (str(span["version"]), int(span["start"]), int(span["end"]))
+                for span in choice["weight_versions"] or ()
+            ],
         )
 
     @property
     def support(self) -> tuple[np.ndarray, ...]:
         """For each token the ids that could have been drawn."""
         return tuple(
-            np.array([token for token, logp in likeliest.items() if logp > NEVER], dtype=np.int64) for likeliest in self.candidates
+            np.array([token for token, logp in likeliest.items() if logp > NEVER], dtype=np.int64)
+            for likeliest in self.candidates
         )
 
     def finish(self, eos_ids: Sequence[int]) -> Finish:
@@ -419,9 +502,13 @@ class Choice:
         return Finish.STOP if self.reason == "stop" else Finish.LENGTH
 
     def foreign(self, run: str, oldest: int, newest: int) -> str | None:
-        """What is wrong with the weights that drew it, or None: every token is by a version of this run, from oldest to newest."""
+        """What is wrong with the weights that drew it, or None: every token is by a version of this
+        run, from oldest to newest.
+        """
         ends = [end for _, _, end in self.versions]
-        whole = [begin for _, begin, _ in self.versions] == [0, *ends[:-1]] and ends[-1:] == [len(self.tokens)]
+        whole = [begin for _, begin, _ in self.versions] == [0, *ends[:-1]] and ends[-1:] == [
+            len(self.tokens)
+        ]
         labels = dict.fromkeys(label for label, _, _ in self.versions)
         if whole and labels.keys() <= {f"{run}:{version}" for version in range(oldest, newest + 1)}:
             return None
@@ -432,7 +519,12 @@ class Choice:
 
     def version(self, run: str) -> np.ndarray:
         """(n,): the version that drew each token, where none is `foreign`."""
-        return np.concatenate([np.full(end - begin, int(label.removeprefix(f"{run}:"))) for label, begin, end in self.versions])
+        return np.concatenate(
+            [
+                np.full(end - begin, int(label.removeprefix(f"{run}:")))
+                for label, begin, end in self.versions
+            ]
+        )
 
     def wrong(self, policy: Policy, sampling: Sampling, limit: int) -> str | None:
         """What cannot be, or None.  limit: most tokens."""
@@ -440,21 +532,42 @@ class Choice:
         logp = np.array(self.logp)
         if self.reason not in ("stop", "length"):
             return f"it ended with {self.reason!r}: somebody else stops requests on this server"
-        if not 0 < count <= limit or (self.reason == "length" and count < limit and self.tokens[-1] not in policy.eos_ids):
-            return f"{counted(count, 'token')}, ended by {self.reason!r}, where up to {limit} were asked for"
+        if not 0 < count <= limit or (
+            self.reason == "length" and count < limit and self.tokens[-1] not in policy.eos_ids
+        ):
+            return (
+                f"{counted(count, 'token')}, ended by {self.reason!r}, where up to {limit} were"
+                " asked for"
+            )
         if logp.shape != (count,) or not (np.isfinite(logp) & (logp > NEVER) & (logp < 1e-3)).all():
             return f"its {count} tokens do not have a log-prob each: {self.logp[:8]}"
         if min(self.tokens) < 0 or max(self.tokens) >= policy.vocabulary:
-            return f"ids {min(self.tokens)} .. {max(self.tokens)} lie outside of the vocabulary of {policy.vocabulary}"
+            return (
+                f"ids {min(self.tokens)} .. {max(self.tokens)} lie outside of the vocabulary of"
+                f" {policy.vocabulary}"
+            )
         if any(token in policy.eos_ids for token in self.tokens[:-1]):
             return "it continues after an end of sequence"
-        if self.reason == "stop" and self.tokens[-1] not in policy.eos_ids and self.stop not in sampling.stop:
-            return f"it was stopped by {self.stop!r}, which is neither an end of sequence nor one of {list(sampling.stop)}"
+        if (
+            self.reason == "stop"
+            and self.tokens[-1] not in policy.eos_ids
+            and self.stop not in sampling.stop
+        ):
+            return (
+                f"it was stopped by {self.stop!r}, which is neither an end of sequence nor one of"
+                f" {list(sampling.stop)}"
+            )
         if sampling.truncates:
             most = max(len(support) for support in self.support)
             if 2 * sampling.top_k <= most < policy.vocabulary:
                 return f"{most} tokens could have been drawn where top_k is {sampling.top_k}"
-            widest = max(max(likeliest.values()) - min(x for x in likeliest.values() if x > NEVER) for likeliest in self.candidates)
+            widest = max(
+                max(likeliest.values()) - min(x for x in likeliest.values() if x > NEVER)
+                for likeliest in self.candidates
+            )
             if sampling.min_p > 0.0 and widest > 1e-3 - math.log(sampling.min_p):
-                return f"a token {widest:.2f} nats below the likeliest could have been drawn where min_p is {sampling.min_p}"
+                return (
+                    f"a token {widest:.2f} nats below the likeliest could have been drawn where"
+                    f" min_p is {sampling.min_p}"
+                )
         return None

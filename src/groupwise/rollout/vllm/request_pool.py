@@ -1,4 +1,6 @@
-"""Requests on their way to vLLM servers, several at a time, and an eye on servers that die, fall silent or stand still."""
+"""Requests on their way to vLLM servers, several at a time, and an eye on servers that die, fall
+silent or stand still.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +18,26 @@ from groupwise.rollout.vllm.weight_sync import PATIENCE, Alive, Answer, raise_ca
 from groupwise.utils import threads
 
 STALLED, STARTING = 60.0, 600.0
-"""Seconds without a computed token after which a server that has work counts as stalled; and until its very first one, for which it
-may have to compile."""
+"""Seconds without a computed token after which a server that has work counts as stalled; and until
+its very first one, for which it may have to compile."""
 POLL = 2.0
-"""Seconds without an answer after which the servers are asked whether they are there, and how much they have computed."""
+"""Seconds without an answer after which the servers are asked whether they are there, and how much
+they have computed.
+"""
 LOST = 2
 """Short questions in a row that a server may leave unanswered."""
 
 
 class RequestPool:
-    """Requests on their way: a thread and a connection for each; all take from one list, so that a faster server gets more.
+    """Requests on their way: a thread and a connection for each; all take from one list, so that a
+    faster server gets more.
 
-    Iterate over the answers in a `with` block; leaving it hangs up, and the servers drop what they were still sampling.
-    """
+    Iterate over the answers in a `with` block; leaving it hangs up, and the servers drop what they
+    were still sampling."""
 
-    def __init__(self, urls: Sequence[str], alive: Alive | None, paused: Callable[[], bool]) -> None:
+    def __init__(
+        self, urls: Sequence[str], alive: Alive | None, paused: Callable[[], bool]
+    ) -> None:
         """urls: where each connection leads; alive: of servers that this process has started.
 
         paused: true while the servers may not compute.
@@ -89,7 +96,9 @@ class RequestPool:
             yield self.take()
 
     def take(self) -> Answer:
-        """Wait for the next answer, or for `wake`.  Raises PeerError for a server that is gone or hangs."""
+        """Wait for the next answer, or for `wake`.  Raises PeerError for a server that is gone or
+        hangs.
+        """
         while True:
             try:
                 answer = self._done.get(timeout=POLL)
@@ -127,15 +136,21 @@ class RequestPool:
             if tokens != before or not works:
                 self._seen[url] = tokens, time.monotonic()
             elif (stands := time.monotonic() - since) > (STALLED if tokens else STARTING):
-                raise PeerError(f"{client.name} answers, but has computed nothing for {stands:.0f} s: it hangs")
+                raise PeerError(
+                    f"{client.name} answers, but has computed nothing for {stands:.0f} s: it hangs"
+                )
         return None
 
 
 def computed_tokens(client: Client) -> float:
-    """Tokens that a server has computed since it was started, of prompts and of completions.  Raises EngineError if it does not
-    count them."""
+    """Tokens that a server has computed since it was started, of prompts and of completions.
+    Raises EngineError if it does not count them."""
     metrics = client.text("/metrics", timeout=PATIENCE)
-    counts = re.findall(r"^vllm:(?:prompt|generation)_tokens_total(?:{.*})? (\S+)$", metrics, re.MULTILINE)
+    counts = re.findall(
+        r"^vllm:(?:prompt|generation)_tokens_total(?:{.*})? (\S+)$", metrics, re.MULTILINE
+    )
     if not counts:
-        raise EngineError(f"{client.name} does not say what it computes: start it without --disable-log-stats")
+        raise EngineError(
+            f"{client.name} does not say what it computes: start it without --disable-log-stats"
+        )
     return sum(map(float, counts))

@@ -1,8 +1,10 @@
-"""Log-probs of given tokens from vLLM servers: ids in, one number per token out, by any `vllm serve`, without our plug-in.
+"""Log-probs of given tokens from vLLM servers: ids in, one number per token out, by any `vllm
+serve`, without our plug-in.
 
-A request is `POST /v1/completions` with the ids of prompt and completion as its prompt, and `prompt_logprobs: 0`: vLLM answers with
-the log-prob of every one of them behind those before it, by the raw logits.  So what was sampled at another temperature, or from a
-truncated distribution, cannot be scored this way.
+A request is `POST /v1/completions` with the ids of prompt and completion as its prompt, and
+`prompt_logprobs: 0`: vLLM answers with the log-prob of every one of them behind those before it, by
+the raw logits.  So what was sampled at another temperature, or from a truncated distribution,
+cannot be scored this way.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from groupwise.rollout.vllm.client import Client
 AT_ONCE = 8
 """Requests that are on their way to one server."""
 PATIENCE, LONGEST = 20.0, 600.0
-"""Seconds for a short question, and for the log-probs of one sequence, behind all those that wait before it."""
+"""Seconds for a short question, and for the log-probs of one sequence, behind all those that wait
+before it.
+"""
 ROUNDING = 1e-3
 """How far above 0 rounding may bring a log-prob, nats."""
 SEEN = 512
@@ -48,46 +52,63 @@ class ScoringServers:
     def connect(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Ask each server what it serves, and whether its ids mean what the tokenizer's do.
 
-        Raises PeerError for a server that is not there, ConfigError for one whose tokens are others.
+        Raises PeerError for a server that is not there, ConfigError for one whose tokens are
+        others.
         """
         lengths = []
         for url in self._urls:
             client = Client(url)
             try:
-                (served, *_) = client.get("/v1/models", timeout=PATIENCE)["data"]
+                served, *_ = client.get("/v1/models", timeout=PATIENCE)["data"]
                 self._names[url] = str(served["id"])
                 lengths.append(int(served["max_model_len"]))
             except (KeyError, TypeError, ValueError) as error:
-                raise EngineError(f"{client.name} does not say what it serves ({type(error).__name__}: {error})") from error
+                raise EngineError(
+                    f"{client.name} does not say what it serves ({type(error).__name__}: {error})"
+                ) from error
             self._check_tokens(client, self._names[url], tokenizer)
             client.close()
         self.context = min(lengths)
 
     def _check_tokens(self, client: Client, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
-        ids = np.unique(np.linspace(0, len(tokenizer) - 1, min(SEEN, len(tokenizer))).round().astype(int)).tolist()
+        ids = np.unique(
+            np.linspace(0, len(tokenizer) - 1, min(SEEN, len(tokenizer))).round().astype(int)
+        ).tolist()
         mine = tokenizer.decode(ids, skip_special_tokens=False)
         theirs = client.post("/detokenize", {"model": name, "tokens": ids}, timeout=PATIENCE)
         if not isinstance(theirs, dict) or theirs.get("prompt") != mine:
             text = str(theirs.get("prompt") if isinstance(theirs, dict) else theirs)
-            place = next((i for i, (a, b) in enumerate(zip(mine, text, strict=False)) if a != b), min(len(mine), len(text)))
+            place = next(
+                (i for i, (a, b) in enumerate(zip(mine, text, strict=False)) if a != b),
+                min(len(mine), len(text)),
+            )
             raise ConfigError(
-                f"{client.name} serves a model with other tokens than the policy: ids that are {mine[place : place + 40]!r} to the "
-                f"policy are {text[place : place + 40]!r} to it; serve a model of the same family, with the same tokenizer"
+                f"{client.name} serves a model with other tokens than the policy: ids that are"
+                f" {mine[place : place + 40]!r} to the policy are {text[place : place + 40]!r} to"
+                " it; serve a model of the same family, with the same tokenizer"
             )
 
     def logp(self, sequences: Sequence[PromptAndCompletion]) -> list[np.ndarray]:
-        """Of each completion float32 (n,), nats: its tokens' log-probs at temperature 1, over the whole vocabulary.
+        """Of each completion float32 (n,), nats: its tokens' log-probs at temperature 1, over the
+        whole vocabulary.
 
-        Raises PeerError if a server is gone or silent, EngineError for an answer that cannot be, or a sequence that is too long.
-        """
-        longest = max((prompt.size + completion.size for prompt, completion in sequences), default=0)
+        Raises PeerError if a server is gone or silent, EngineError for an answer that cannot be, or
+        a sequence that is too long."""
+        longest = max(
+            (prompt.size + completion.size for prompt, completion in sequences), default=0
+        )
         if longest >= self.context:  # vLLM keeps room for the token that is asked for
             raise EngineError(
-                f"a prompt and its completion have {longest} tokens, but {' and '.join(self._urls)} hold sequences of "
-                f"{self.context} with one more token behind them: start the servers with --max-model-len {longest + 1}"
+                f"a prompt and its completion have {longest} tokens, but {' and '.join(self._urls)}"
+                f" hold sequences of {self.context} with one more token behind them: start the"
+                f" servers with --max-model-len {longest + 1}"
             )
-        with ThreadPoolExecutor(AT_ONCE * len(self._urls), thread_name_prefix="teacher-request") as pool:
-            return list(pool.map(self._one, cycle(self._urls), sequences))  # the first that fails cancels the others
+        with ThreadPoolExecutor(
+            AT_ONCE * len(self._urls), thread_name_prefix="teacher-request"
+        ) as pool:
+            return list(
+                pool.map(self._one, cycle(self._urls), sequences)
+            )  # the first that fails cancels the others
 
     def _one(self, url: str, sequence: PromptAndCompletion) -> np.ndarray:
         prompt, completion = sequence
@@ -96,7 +117,13 @@ class ScoringServers:
         clients: dict[str, Client] = vars(self._local).setdefault("clients", {})
         client = clients.setdefault(url, Client(url))
         ids = np.concatenate([prompt, completion]).tolist()
-        body: dict[str, Any] = {"model": self._names[url], "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        body: dict[str, Any] = {
+            "model": self._names[url],
+            "prompt": ids,
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": 0,
+        }
         answer = client.post("/v1/completions", body, timeout=LONGEST)
         try:
             (choice,) = answer["choices"]
@@ -106,7 +133,9 @@ class ScoringServers:
             chosen = (entries[place][str(ids[place])] for place in range(prompt.size, len(ids)))
             values = np.array([float(entry["logprob"]) for entry in chosen], np.float32)
         except (KeyError, TypeError, ValueError) as error:
-            raise EngineError(f"{client.name}: its log-probs cannot be read ({type(error).__name__}); is it vLLM?") from error
+            raise EngineError(
+                f"{client.name}: its log-probs cannot be read ({type(error).__name__}); is it vLLM?"
+            ) from error
         if not all(math.isfinite(value) and value <= ROUNDING for value in values):
             worst = max(values, key=lambda value: value if math.isfinite(value) else math.inf)
             raise EngineError(f"{client.name} gives a token a log-prob of {worst}")

@@ -1,7 +1,8 @@
-"""vLLM servers in an environment of their own: where it is, how it is made, and how a server is started and ended in it.
+"""vLLM servers in an environment of their own: where it is, how it is made, and how a server is
+started and ended in it.
 
-vLLM pins its own torch and transformers, so it never shares the trainer's environment: trainer and server speak over HTTP.  Nothing
-here imports torch.
+vLLM pins its own torch and transformers, so it never shares the trainer's environment: trainer and
+server speak over HTTP.  Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ GPU = "vllm==0.32.0"
 MODEL = "policy"
 """The name that a server gives to its model."""
 CANDIDATES = 256
-"""Most likely tokens that a server may be asked for beside each drawn one: the support of a truncated distribution."""
+"""Most likely tokens that a server may be asked for beside each drawn one: the support of a
+truncated distribution.
+"""
 START_SECONDS = 600.0
 """A server that has not answered by then does not start."""
 END_SECONDS = 10.0
@@ -46,27 +49,45 @@ END_SECONDS = 10.0
 
 
 def find_python() -> Path:
-    """The Python of vLLM's environment: from GROUPWISE_VLLM, or `.venv-vllm` here.  Raises ConfigError with what to do."""
+    """The Python of vLLM's environment: from GROUPWISE_VLLM, or `.venv-vllm` here.  Raises
+    ConfigError with what to do.
+    """
     named = os.environ.get(ENVIRONMENT)
     folder = expanded(named or FOLDER).absolute()
     python = folder / "bin" / "python"
     if python.exists():
         return python
-    where = f"{ENVIRONMENT} names {named!r}" if named else f"there is no folder {FOLDER} here, and {ENVIRONMENT} is not set"
-    raise ConfigError(f"no environment with vLLM in it ({where}): `groupwise install-vllm` makes one in {FOLDER}")
+    where = (
+        f"{ENVIRONMENT} names {named!r}"
+        if named
+        else f"there is no folder {FOLDER} here, and {ENVIRONMENT} is not set"
+    )
+    raise ConfigError(
+        f"no environment with vLLM in it ({where}): `groupwise install-vllm` makes one in {FOLDER}"
+    )
 
 
 def install(folder: Path, *, gpu: bool = False) -> None:
-    """Make an environment with vLLM in it: its CPU build, exactly as locked, or `gpu`: what pip resolves for its CUDA build.
+    """Make an environment with vLLM in it: its CPU build, exactly as locked, or `gpu`: what pip
+    resolves for its CUDA build.
 
-    The CPU build's companions torchvision, torchaudio and torchcodec exist as CUDA builds only; with them in place transformers
-    cannot even import a text model, so the lock leaves them out and pip must not add them.
+    The CPU build's companions torchvision, torchaudio and torchcodec exist as CUDA builds only;
+    with them in place transformers cannot even import a text model, so the lock leaves them out and
+    pip must not add them.
     Raises ConfigError if pip fails.
     """
     if not (folder / "bin" / "python").exists():
         venv.create(folder, with_pip=True)
     wanted = [GPU] if gpu else ["--no-deps", "-r", str(LOCK)]
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check", *wanted]
+    pip = [
+        str(folder / "bin" / "python"),
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--disable-pip-version-check",
+        *wanted,
+    ]
     if subprocess.run(pip).returncode != 0:
         raise ConfigError(f"pip could not install vLLM into {folder}: its message is above")
 
@@ -84,8 +105,8 @@ def command(
 ) -> list[str]:
     """The command that serves a model the way rollouts need it.
 
-    rows: completions decoded at the same time.   cache: room for keys and values, as vLLM writes it; default: 512M on a CPU, vLLM's
-    own on a GPU.
+    rows: completions decoded at the same time.   cache: room for keys and values, as vLLM writes
+        it; default: 512M on a CPU, vLLM's own on a GPU.
     more: further arguments of `vllm serve`; they win over those here.
     """
     arguments: dict[str, str | None] = {
@@ -95,7 +116,8 @@ def command(
         "--dtype": dtype,
         "--max-num-seqs": str(rows),
         "--kv-cache-memory-bytes": cache,
-        # The log-probs of the distribution that was drawn from; vLLM's default are those at temperature 1.
+        # The log-probs of the distribution that was drawn from; vLLM's default are those at
+        # temperature 1.
         "--logprobs-mode": "processed_logprobs",
         "--max-logprobs": str(CANDIDATES),
         # The checkpoint's own sampling defaults must not leak into requests.
@@ -104,7 +126,9 @@ def command(
         "--worker-extension-cls": "groupwise_vllm.Extension",
         "--seed": "0",
     }
-    options = [text for name, value in arguments.items() if value is not None for text in (name, value)]
+    options = [
+        text for name, value in arguments.items() if value is not None for text in (name, value)
+    ]
     switches = ["--enable-prefix-caching", "--enable-scale-out", "--disable-uvicorn-access-log"]
     return [str(python), str(PLUGIN / "groupwise_vllm.py"), model, *options, *switches, *more]
 
@@ -112,7 +136,9 @@ def command(
 def environment() -> dict[str, str]:
     """The variables that a server needs, over those that are set."""
     needed = {
-        "PYTHONPATH": str(PLUGIN),  # and not the trainer's, whose packages are those of another environment
+        "PYTHONPATH": str(
+            PLUGIN
+        ),  # and not the trainer's, whose packages are those of another environment
         "VLLM_SERVER_DEV_MODE": "1",  # the routes for new weights
         "VLLM_NO_USAGE_STATS": "1",
     }
@@ -121,7 +147,9 @@ def environment() -> dict[str, str]:
 
 
 def stored_dtype(model: str) -> str:
-    """The type of a checkpoint's weights, where it is a folder that says so.  vLLM's `auto` would round float32 to bfloat16."""
+    """The type of a checkpoint's weights, where it is a folder that says so.  vLLM's `auto` would
+    round float32 to bfloat16.
+    """
     config = expanded(model) / "config.json"
     known = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
     return str(known.get("dtype") or known.get("torch_dtype") or "auto")
@@ -130,8 +158,17 @@ def stored_dtype(model: str) -> str:
 class OwnServer:
     """A server that this process has started, and that ends with it."""
 
-    def __init__(self, write: Callable[[Path], None], *, rows: int, dtype: str, cache: str, more: Sequence[str] = ()) -> None:
-        """Returns at once, long before the server answers.  write: puts a config and a tokenizer, or a whole model, into a folder.
+    def __init__(
+        self,
+        write: Callable[[Path], None],
+        *,
+        rows: int,
+        dtype: str,
+        cache: str,
+        more: Sequence[str] = (),
+    ) -> None:
+        """Returns at once, long before the server answers.  write: puts a config and a tokenizer,
+        or a whole model, into a folder.
 
         Raises ConfigError where there is no vLLM.
         """
@@ -145,12 +182,22 @@ class OwnServer:
         model = self.folder / "model"
         model.mkdir()
         write(model)
-        line = command(str(model), python=python, host="127.0.0.1", port=port, rows=rows, dtype=dtype, cache=cache, more=more)
+        line = command(
+            str(model),
+            python=python,
+            host="127.0.0.1",
+            port=port,
+            rows=rows,
+            dtype=dtype,
+            cache=cache,
+            more=more,
+        )
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 line,
                 env=environment() | {"GROUPWISE_SERVER_WITH_PARENT": "1"},
-                stdin=subprocess.PIPE,  # closes when this process is gone, however it went: then the server ends too
+                # closes when this process is gone, however it went: then the server ends too
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -161,7 +208,11 @@ class OwnServer:
         status = self.process.poll()
         if status is None:
             return
-        how = f"was killed by signal {-status} ({signal.Signals(-status).name})" if status < 0 else f"ended with status {status}"
+        how = (
+            f"was killed by signal {-status} ({signal.Signals(-status).name})"
+            if status < 0
+            else f"ended with status {status}"
+        )
         self.log = self._keep_log()
         raise PeerError(f"the vLLM server {how}; its log is {self.log}{self._first_error()}")
 
@@ -173,8 +224,16 @@ class OwnServer:
         return copied
 
     def _first_error(self) -> str:
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log.exists() else []
-        errors = [match[0] for line in lines if (match := re.search(r"\b[A-Z]\w*Error: .*", line)) and "EngineDead" not in match[0]]
+        lines = (
+            self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+            if self.log.exists()
+            else []
+        )
+        errors = [
+            match[0]
+            for line in lines
+            if (match := re.search(r"\b[A-Z]\w*Error: .*", line)) and "EngineDead" not in match[0]
+        ]
         return f", which says: {errors[0][:300]}" if errors else ""
 
     def close(self) -> None:
@@ -194,9 +253,22 @@ class OwnServer:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def serve(model: str, *, host: str, port: int, rows: int, dtype: str | None, cache: str | None, more: Sequence[str]) -> NoReturn:
-    """Become a server: replaces this process.  dtype: default the checkpoint's.  Raises ConfigError without vLLM."""
+def serve(
+    model: str,
+    *,
+    host: str,
+    port: int,
+    rows: int,
+    dtype: str | None,
+    cache: str | None,
+    more: Sequence[str],
+) -> NoReturn:
+    """Become a server: replaces this process.  dtype: default the checkpoint's.  Raises ConfigError
+    without vLLM.
+    """
     python, dtype = find_python(), dtype or stored_dtype(model)
-    line = command(model, python=python, host=host, port=port, rows=rows, dtype=dtype, cache=cache, more=more)
+    line = command(
+        model, python=python, host=host, port=port, rows=rows, dtype=dtype, cache=cache, more=more
+    )
     sys.stdout.flush()
     os.execve(line[0], line, environment())

@@ -1,7 +1,7 @@
 """The policy's weights, from the trainer into the vLLM servers that sample for it.
 
-Trainer and workers are one torch process group (gloo on a CPU, NCCL on GPUs); vLLM's own routes say when.  The weights travel under
-their checkpoint's names, in the servers' dtype, many at a time.
+Trainer and workers are one torch process group (gloo on a CPU, NCCL on GPUs); vLLM's own routes say
+when.  The weights travel under their checkpoint's names, in the servers' dtype, many at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from groupwise.utils import threads
 from groupwise.utils.portions import portions
 
 Alive = Callable[[], None]
-"""Raises if a server is known to have ended; it knows better than a broken connection what happened."""
+"""Raises if a server is known to have ended; it knows better than a broken connection what
+happened.
+"""
 Facts = Mapping[str, Any]
 """What `groupwise_vllm.Extension.groupwise_facts` says of a server."""
 Answer = tuple[str, str, Any]
@@ -36,9 +38,12 @@ PATIENCE = 8.0
 UPDATE_SECONDS = 120.0
 """A part of an update of the weights that takes longer has failed."""
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Head widths that vLLM's attention knows on a CPU; with another it dies at the first completion."""
+"""Head widths that vLLM's attention knows on a CPU; with another it dies at the first completion.
+"""
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""What configs call the number of experts.  Mixtral on vLLM 0.32's CPU build: after an update log-probs were off by a nat."""
+"""What configs call the number of experts.  Mixtral on vLLM 0.32's CPU build: after an update
+log-probs were off by a nat.
+"""
 BUCKET_BYTES = 1 << 28
 """Weights that travel together."""
 
@@ -47,10 +52,14 @@ class Servers:
     """Running servers that share the weights of one policy."""
 
     def __init__(self, urls: Sequence[str], alive: Alive | None = None) -> None:
-        """alive: of servers that this process has started.   Raises ConfigError for what is no address, or named twice."""
+        """alive: of servers that this process has started.   Raises ConfigError for what is no
+        address, or named twice.
+        """
         self.clients = [Client(url) for url in urls]
         if len({client.url for client in self.clients}) < len(self.clients):
-            raise ConfigError(f"a server is named twice: {' and '.join(client.url for client in self.clients)}")
+            raise ConfigError(
+                f"a server is named twice: {' and '.join(client.url for client in self.clients)}"
+            )
         self.alive = alive
         self.facts: list[Facts] = []
         self._group: comm.BroadcastGroup | None = None
@@ -66,20 +75,38 @@ class Servers:
             client.close()
 
     def connect(self, policy: Policy, patience: float = PATIENCE) -> None:
-        """Wait until all answer, see that each can sample for this policy, and join one group with their workers.
+        """Wait until all answer, see that each can sample for this policy, and join one group with
+        their workers.
 
-        patience: seconds that a server may take to appear.  Raises PeerError for one that does not, EngineError for an unfit one.
-        """
-        self.facts = [self._connect(client, policy, time.monotonic() + patience) for client in self.clients]
+        patience: seconds that a server may take to appear.  Raises PeerError for one that does not,
+            EngineError for an unfit one."""
+        self.facts = [
+            self._connect(client, policy, time.monotonic() + patience) for client in self.clients
+        ]
         kinds = {(one["device"], one["dtype"]) for one in self.facts}
         if len(kinds) > 1:
-            raise EngineError(f"the vLLM servers differ in device or dtype: {sorted(kinds)}; start them alike")
+            raise EngineError(
+                f"the vLLM servers differ in device or dtype: {sorted(kinds)}; start them alike"
+            )
         workers = [int(one["workers"]) for one in self.facts]
         on_gpu = self.facts[0]["device"] != "cpu"
-        group = comm.BroadcastGroup(self.clients[0].own_address(), sum(workers), cuda=on_gpu, timeout=UPDATE_SECONDS)
-        meeting = {"host": group.host, "port": group.port, "size": 1 + sum(workers), "seconds": UPDATE_SECONDS}
-        places = [meeting | {"rank_offset": 1 + sum(workers[:place])} for place in range(len(workers))]
-        self._tell("/init_weight_transfer_engine", [{"init_info": place} for place in places], beside=group.meet)
+        group = comm.BroadcastGroup(
+            self.clients[0].own_address(), sum(workers), cuda=on_gpu, timeout=UPDATE_SECONDS
+        )
+        meeting = {
+            "host": group.host,
+            "port": group.port,
+            "size": 1 + sum(workers),
+            "seconds": UPDATE_SECONDS,
+        }
+        places = [
+            meeting | {"rank_offset": 1 + sum(workers[:place])} for place in range(len(workers))
+        ]
+        self._tell(
+            "/init_weight_transfer_engine",
+            [{"init_info": place} for place in places],
+            beside=group.meet,
+        )
         self._group = group
 
     def _connect(self, client: Client, policy: Policy, deadline: float) -> Facts:
@@ -97,21 +124,27 @@ class Servers:
             facts = _facts(client)
         except EngineError as error:
             raise EngineError(
-                f"the server at {client.url} runs without Groupwise's plug-in for vLLM: start it with `groupwise serve MODEL`"
+                f"the server at {client.url} runs without Groupwise's plug-in for vLLM: start it"
+                " with `groupwise serve MODEL`"
             ) from error
         if "trainer" not in facts:
-            raise EngineError(f"{client.name} was started by an older Groupwise: start it anew with `groupwise serve MODEL`")
+            raise EngineError(
+                f"{client.name} was started by an older Groupwise: start it anew with `groupwise"
+                " serve MODEL`"
+            )
         if wrong := unfit(facts, policy):
             raise EngineError(f"{client.name} cannot sample for this policy: {wrong}")
         return facts
 
     def send(self, policy: Policy, label: str, *, keep: bool = False) -> None:
-        """Replace the weights of all servers; from now on every token that they draw carries `label`.
+        """Replace the weights of all servers; from now on every token that they draw carries
+        `label`.
 
-        Pausing throws away the kept keys and values, which are of the old weights, and what is still being sampled.
+        Pausing throws away the kept keys and values, which are of the old weights, and what is
+        still being sampled.
         keep: go on with that; the keys and values of the tokens that it has are computed anew.
-        Raises EngineError where a server was started anew since `connect`, or waits for another trainer's weights.
-        """
+        Raises EngineError where a server was started anew since `connect`, or waits for another
+        trainer's weights."""
         assert self._group is not None, "connect first"
         group, name = self._group, str(self.facts[0]["dtype"])
         self._see_that_none_is_taken(f"{group.host}:{group.port}")
@@ -121,7 +154,11 @@ class Servers:
         for names, shapes, flat in buckets(policy, getattr(torch, name)):
             flat = flat if group.cuda else flat.cpu()
             bucket = {"names": names, "shapes": shapes, "dtypes": [name] * len(names)}
-            self._tell("/update_weights", {"update_info": bucket}, beside=lambda flat=flat: group.broadcast(flat))
+            self._tell(
+                "/update_weights",
+                {"update_info": bucket},
+                beside=lambda flat=flat: group.broadcast(flat),
+            )
         self._tell("/finish_weight_update", {"weight_version": label})
         self._tell("/resume")
 
@@ -131,13 +168,20 @@ class Servers:
         def see(client: Client) -> None:
             trainer = _facts(client)["trainer"]
             if trainer is None:
-                raise EngineError(f"{client.name} was started anew since this run connected to it: resume the run")
+                raise EngineError(
+                    f"{client.name} was started anew since this run connected to it: resume the run"
+                )
             if trainer != here:
-                raise EngineError(f"{client.name} takes its weights from another run (at {trainer}): give each run its own")
+                raise EngineError(
+                    f"{client.name} takes its weights from another run (at {trainer}): give each"
+                    " run its own"
+                )
 
         together([lambda client=client: see(client) for client in self.clients], self.alive)
 
-    def _tell(self, path: str, body: Any = None, *, beside: Callable[[], None] | None = None) -> None:
+    def _tell(
+        self, path: str, body: Any = None, *, beside: Callable[[], None] | None = None
+    ) -> None:
         """POST to every server at once (a list: to each its own), and do something beside it."""
         bodies = body if isinstance(body, list) else [body] * len(self.clients)
         posts = [
@@ -148,7 +192,9 @@ class Servers:
 
 
 def _facts(client: Client) -> Facts:
-    return client.post("/collective_rpc", {"method": "groupwise_facts"}, timeout=UPDATE_SECONDS)["results"][0]
+    return client.post("/collective_rpc", {"method": "groupwise_facts"}, timeout=UPDATE_SECONDS)[
+        "results"
+    ][0]
 
 
 def unfit(facts: Facts, policy: Policy) -> str | None:
@@ -157,11 +203,20 @@ def unfit(facts: Facts, policy: Policy) -> str | None:
     if facts["device"] == "cpu" and (wrong := unfit_on_cpu(policy)):
         return wrong
     if facts["logprobs"] != "processed_logprobs":
-        return f"it reports {facts['logprobs']}, which know no temperature; start it with --logprobs-mode processed_logprobs"
+        return (
+            f"it reports {facts['logprobs']}, which know no temperature; start it with"
+            " --logprobs-mode processed_logprobs"
+        )
     if facts["vocabulary"] != rows:
-        return f"its model has a vocabulary of {facts['vocabulary']}, the policy one of {rows}; start it with the policy's model"
+        return (
+            f"its model has a vocabulary of {facts['vocabulary']}, the policy one of {rows}; start"
+            " it with the policy's model"
+        )
     if facts["device"] != "cpu" and policy.device.type != "cuda":
-        return "it runs on a GPU and the policy on a CPU, so weights cannot travel by NCCL; put both on the same kind of device"
+        return (
+            "it runs on a GPU and the policy on a CPU, so weights cannot travel by NCCL; put both"
+            " on the same kind of device"
+        )
     return None
 
 
@@ -170,19 +225,27 @@ def unfit_on_cpu(policy: Policy) -> str | None:
     config = policy.model.config.to_dict()
     width = Shape.of(config, 0, dtype="float32").head_width
     if width not in CPU_HEADS:
-        return f"its attention on a CPU knows heads of {', '.join(map(str, CPU_HEADS))} numbers, the policy's have {width}"
+        return (
+            f"its attention on a CPU knows heads of {', '.join(map(str, CPU_HEADS))} numbers, the"
+            f" policy's have {width}"
+        )
     if any(config.get(name) for name in EXPERTS):
         return "on a CPU the new weights of a mixture of experts do not all reach its experts"
     return None
 
 
-def buckets(policy: Policy, dtype: torch.dtype, limit: int = BUCKET_BYTES) -> Iterator[tuple[list[str], list[list[int]], Tensor]]:
-    """A policy's weights by their checkpoint's names, in runs of up to `limit` bytes: (names, shapes, all of them as uint8).
+def buckets(
+    policy: Policy, dtype: torch.dtype, limit: int = BUCKET_BYTES
+) -> Iterator[tuple[list[str], list[list[int]], Tensor]]:
+    """A policy's weights by their checkpoint's names, in runs of up to `limit` bytes: (names,
+    shapes, all of them as uint8).
 
     Adapters are merged into them; a tied head is sent as the embedding that it is.
     """
     model = merged(policy)
-    weights = revert_weight_conversion(model, {name: parameter.detach() for name, parameter in model.named_parameters()})
+    weights = revert_weight_conversion(
+        model, {name: parameter.detach() for name, parameter in model.named_parameters()}
+    )
     for bucket in portions(weights.items(), lambda named: named[1].numel() * dtype.itemsize, limit):
         names, parts = zip(*bucket, strict=True)
         flat = torch.cat([part.to(dtype).reshape(-1) for part in parts])
@@ -190,7 +253,9 @@ def buckets(policy: Policy, dtype: torch.dtype, limit: int = BUCKET_BYTES) -> It
 
 
 def together(tasks: Sequence[Callable[[], Any]], alive: Alive | None) -> None:
-    """Run all at the same time; the first failure ends the wait, whatever the others still wait for."""
+    """Run all at the same time; the first failure ends the wait, whatever the others still wait
+    for.
+    """
     begun = [threads.begin(task, "servers") for task in tasks]
     for done in as_completed(begun):
         failure = done.exception()
@@ -207,5 +272,8 @@ def raise_cause(failure: Exception, alive: Alive | None) -> NoReturn:
             alive()
             time.sleep(0.1)
     if isinstance(failure, RuntimeError):  # torch's, of a broadcast
-        raise PeerError(f"a vLLM server was lost while it took new weights: {str(failure).splitlines()[0][:300]}") from failure
+        raise PeerError(
+            "a vLLM server was lost while it took new weights:"
+            f" {str(failure).splitlines()[0][:300]}"
+        ) from failure
     raise failure

@@ -1,7 +1,9 @@
-"""What Groupwise adds to vLLM: weights that arrive by broadcast from the trainer, and the command that starts a server with it.
+"""What Groupwise adds to vLLM: weights that arrive by broadcast from the trainer, and the command
+that starts a server with it.
 
-Runs inside vLLM's own environment, where Groupwise is not installed: it imports torch and vLLM only.  Workers import it by its bare
-name (`--worker-extension-cls groupwise_vllm.Extension`), so its folder, which holds nothing else to import, is on PYTHONPATH.
+Runs inside vLLM's own environment, where Groupwise is not installed: it imports torch and vLLM
+only.  Workers import it by its bare name (`--worker-extension-cls groupwise_vllm.Extension`), so
+its folder, which holds nothing else to import, is on PYTHONPATH.
 
     python groupwise_vllm.py MODEL [arguments of `vllm serve`]
 """
@@ -24,25 +26,34 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 
 BACKEND = "groupwise"
 """The name in `--weight-transfer-config`."""
 WITH_PARENT = "GROUPWISE_SERVER_WITH_PARENT"
 """Set: the server ends when its standard input does, that is, when whoever started it is gone."""
 ON_CPU = ("--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", "512M")
-"""Compiling takes minutes there and gains nothing; its default blocks of 128 tokens share no prompt shorter than that; its default
-cache is a share of all memory."""
+"""Compiling takes minutes there and gains nothing; its default blocks of 128 tokens share no prompt
+shorter than that; its default cache is a share of all memory."""
 GRACE = 5.0
 """Seconds from the request to end to the end."""
 
 
 @dataclass
 class Rendezvous(WeightTransferInitInfo):
-    """Where trainer and workers meet: the trainer is rank 0, this server's workers follow from `rank_offset`."""
+    """Where trainer and workers meet: the trainer is rank 0, this server's workers follow from
+    `rank_offset`.
+    """
 
     host: str
     port: int
@@ -90,7 +101,10 @@ class Broadcast(WeightTransferEngine[Rendezvous, Bucket]):
         if self.device.type == "cpu":
             options = dist.ProcessGroupGloo._Options()
             own = own_address(init_info.host, init_info.port)
-            options._devices, options._timeout = [dist.ProcessGroupGloo.create_device(hostname=own)], seconds
+            options._devices, options._timeout = (
+                [dist.ProcessGroupGloo.create_device(hostname=own)],
+                seconds,
+            )
             self.group = dist.ProcessGroupGloo(store, rank, init_info.size, options)
         else:
             options = dist.ProcessGroupNCCL.Options()
@@ -100,13 +114,16 @@ class Broadcast(WeightTransferEngine[Rendezvous, Bucket]):
 
     def start_weight_update(self) -> None:
         """Open the model's layers for new weights."""
-        # Asked once: an update that was broken off leaves a tied head as a parameter of its own until the next one is complete.
+        # Asked once: an update that was broken off leaves a tied head as a parameter of its own
+        # until the next one is complete.
         self.needed = self.needed or frozenset(name for name, _ in self.model.named_parameters())
         self.missing = set(self.needed)
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive a bucket.  Overridden because the base class waits for an accelerator, which a CPU has not."""
+        """Receive a bucket.  Overridden because the base class waits for an accelerator, which a
+        CPU has not.
+        """
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -125,21 +142,29 @@ class Broadcast(WeightTransferEngine[Rendezvous, Bucket]):
         """Load a bucket of weights, the bytes of which are here."""
         weights = [
             (name, part.view(getattr(torch, dtype)).view(shape))
-            for name, part, dtype, shape in zip(bucket.names, flat.split(bucket.sizes), bucket.dtypes, bucket.shapes, strict=True)
+            for name, part, dtype, shape in zip(
+                bucket.names, flat.split(bucket.sizes), bucket.dtypes, bucket.shapes, strict=True
+            )
         ]
         loaded = self.model.load_weights(weights)
         self.missing -= self.missing if loaded is None else set(loaded)
 
     def finish_weight_update(self) -> None:
-        """Put the new weights into use; a server that would go on with a part of the old ones is an error."""
+        """Put the new weights into use; a server that would go on with a part of the old ones is an
+        error.
+        """
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
-            # A tied head multiplies by a packed copy of its own, which the reload of the embedding does not renew.
+            # A tied head multiplies by a packed copy of its own, which the reload of the embedding
+            # does not renew.
             for module in self.model.modules():
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
         if self.missing:
-            raise RuntimeError(f"the trainer sent no weights for {len(self.missing)} parameters: {sorted(self.missing)[:5]} ...")
+            raise RuntimeError(
+                f"the trainer sent no weights for {len(self.missing)} parameters:"
+                f" {sorted(self.missing)[:5]} ..."
+            )
 
     def shutdown(self) -> None:
         """Part from the trainer."""
