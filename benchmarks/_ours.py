@@ -27,7 +27,7 @@ from groupwise.models.policy import Policy
 from groupwise.models.reward_head import load_scorer
 from groupwise.models.shape import Shape
 from groupwise.models.sharded import frozen_copy
-from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored, Step
+from groupwise.records import Finish, Prompt, Rollout, RolloutGroup, Sample, Sampling, Step
 from groupwise.rewards.compose import build_rewards, no_rewards
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.plan import Load, microbatch, prepared_weights, process_memory
@@ -153,7 +153,7 @@ class Ours:
             group=work.group,
             prompt_tokens=work.prompt,
             completion_tokens=work.completion,
-            budget=positions(work, self.policy),
+            max_tokens_per_microbatch=positions(work, self.policy),
             rows=work.prompts * work.group,
             prepared=prepared_weights(shape, cpu=True),
             reference=self.reference is not None,
@@ -184,7 +184,7 @@ class Ours:
             ),
             Optimizer(self.policy.model, settings, STEPS),
             group=self.group,
-            budget=positions(work, self.policy),
+            max_tokens_per_microbatch=positions(work, self.policy),
             reference=self.reference,
             teacher=self.teacher,
             checkpointing=work.checkpointing,
@@ -199,7 +199,7 @@ class Ours:
             objective,
             draw=lambda count: rows,
             optimizer=Optimizer(self.policy.model, settings, STEPS),
-            budget=positions(self.work, self.policy),
+            max_tokens_per_microbatch=positions(self.work, self.policy),
             batch_size=len(rows),
             steps=STEPS,
             checkpointing=self.work.checkpointing,
@@ -238,8 +238,8 @@ class Ours:
                 if i // size == p
             ]
             reward = np.array(rewards[p * size : (p + 1) * size])
-            groups.append(Scored(rollouts=tuple(rollouts), names=("reward",), rewards=reward[:, None], reward=reward))
-        groups = add_signals(groups, self.algorithm, reference=self.reference, budget=1 << 20)
+            groups.append(RolloutGroup(rollouts=tuple(rollouts), names=("reward",), rewards=reward[:, None], reward=reward))
+        groups = add_signals(groups, self.algorithm, reference=self.reference, max_tokens_per_microbatch=1 << 20)
         return weigh(groups, self.algorithm.advantages(groups), self.algorithm)
 
     def _gradients(self, samples: list[Sample], loss: Any, **options: Any) -> tuple[float, list[np.ndarray]]:

@@ -39,7 +39,7 @@ from groupwise.data.order import Order
 from groupwise.models import saving
 from groupwise.models.loading import load_policy
 from groupwise.models.shape import Shape
-from groupwise.records import Sampling, Scored, Step
+from groupwise.records import RolloutGroup, Sampling, Step
 from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.job import make_job
@@ -105,7 +105,7 @@ def more_sft(recipe: Recipe, extra: float, spent: float, folder: Path) -> tuple[
     return seconds - spent, found, f"{longer.steps} steps in all, {rows} demonstrations"
 
 
-def kept(groups: Sequence[Scored]) -> list[Demonstration]:
+def kept(groups: Sequence[RolloutGroup]) -> list[Demonstration]:
     """The right completions, each different one of a prompt once."""
     rows = []
     for group in groups:
@@ -117,7 +117,7 @@ def kept(groups: Sequence[Scored]) -> list[Demonstration]:
 
 
 def rejection(
-    start: Path, sft: Recipe, grpo: Recipe, budget: float, step_seconds: float, rounds: int
+    start: Path, sft: Recipe, grpo: Recipe, max_tokens_per_microbatch: float, step_seconds: float, rounds: int
 ) -> tuple[float, Evaluation, str]:
     """Sample, keep what is right, train on it.  step_seconds: of one SFT step, to spend the budget to the end."""
     policy = load_policy(ModelSettings(path=str(start)))
@@ -128,13 +128,13 @@ def rejection(
     rewards = build_rewards(grpo.rewards, columns=list(data.train[0].row), tokenizer=policy.tokenizer, verdict=grpo.verdict)
     order = Order(len(data.train), sft.seed)
     sampling = Sampling(temperature=grpo.rollout.temperature, max_new_tokens=limit)
-    steps = max(round(budget / 2 / rounds / step_seconds), 1)
+    steps = max(round(max_tokens_per_microbatch / 2 / rounds / step_seconds), 1)
     optimizer = Optimizer(policy.model, dataclasses.replace(sft.optimizer, lr=REJECTION_LR), steps * rounds)
     spent, sampled, chosen = 0.0, 0, 0
     for _ in range(rounds):
         clock = time.process_time()
         right: list[Demonstration] = []
-        while time.process_time() - clock < budget / 2 / rounds:
+        while time.process_time() - clock < max_tokens_per_microbatch / 2 / rounds:
             prompts = [visit(data.train[row], epoch) for epoch, row in order.take(PROMPTS)]
             groups = rewards.score(list(engine.generate(prompts, group_size=SIZE, sampling=sampling, seed=sft.seed)))
             sampled += PROMPTS * SIZE
@@ -150,7 +150,7 @@ def rejection(
                 SFT,
                 draw=lambda k, right=right, rows=rows: [right[row] for _, row in rows.take(k)],
                 optimizer=optimizer,
-                budget=sft.optimizer.tokens_per_microbatch or microbatch(Shape.of_policy(policy)),
+                max_tokens_per_microbatch=sft.optimizer.tokens_per_microbatch or microbatch(Shape.of_policy(policy)),
                 batch_size=sft.batch_size,
                 done=taken,
                 steps=taken + steps,
@@ -178,13 +178,13 @@ def compare(path: str, overrides: list[str], seed: int, rounds: list[int], folde
     sft_seconds, found = stage(sft, start)
     yield Result("sft (the start)", seed, 0.0, found, f"{sft.steps} steps, {sft_seconds:.1f} s")
     grpo = dataclasses.replace(grpo, model=dataclasses.replace(grpo.model, path=str(start)))
-    budget, found = stage(grpo, folder / "grpo")
-    yield Result(grpo.objective, seed, budget, found, f"{grpo.steps} steps")
-    seconds, found, note = more_sft(sft, budget, sft_seconds, folder / "more")
+    max_tokens_per_microbatch, found = stage(grpo, folder / "grpo")
+    yield Result(grpo.objective, seed, max_tokens_per_microbatch, found, f"{grpo.steps} steps")
+    seconds, found, note = more_sft(sft, max_tokens_per_microbatch, sft_seconds, folder / "more")
     yield Result("more sft", seed, seconds, found, note)
     assert sft.steps is not None
     for count in rounds:
-        seconds, found, note = rejection(start, sft, grpo, budget, sft_seconds / sft.steps, count)
+        seconds, found, note = rejection(start, sft, grpo, max_tokens_per_microbatch, sft_seconds / sft.steps, count)
         label = f"rejection sampling, {count} round{'s' if count > 1 else ''}"
         yield Result(label, seed, seconds, found, note)
 

@@ -73,7 +73,7 @@ def imitate(run: Path) -> Result:
             SFT,
             draw=lambda k: [row for _, row in zip(range(k), waiting, strict=False)],
             optimizer=Optimizer(student.model, sft.optimizer, steps),
-            budget=sft.optimizer.tokens_per_microbatch or microbatch(Shape.of_policy(student)),
+            max_tokens_per_microbatch=sft.optimizer.tokens_per_microbatch or microbatch(Shape.of_policy(student)),
             batch_size=sft.batch_size,
             steps=steps,
         )

@@ -125,7 +125,7 @@ def run(work: Workload, policy: Any, engine: Any, optimizer: Any, size: int) -> 
         ),
         optimizer,
         group=group,
-        budget=positions(work, policy),
+        max_tokens_per_microbatch=positions(work, policy),
     )
 
 

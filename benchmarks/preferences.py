@@ -88,7 +88,9 @@ def verdicts(
     for recipe in (recipe for recipe in stages.values() if recipe.objective == "reward"):
         objective = reward_objective(recipe.reward_model)
         job = trained(recipe, None if recipe.model.path is None else folder / "sft")
-        score_S = pooled(assess(job.policy, objective.loss, objective.samples(pairs.held_out), budget=4096, whole_groups=True))
+        score_S = pooled(
+            assess(job.policy, objective.loss, objective.samples(pairs.held_out), max_tokens_per_microbatch=4096, whole_groups=True)
+        )
         yield f"pooling {recipe.reward_model.pooling}", _right(score_S[0::2] - score_S[1::2])
         job.close()
 

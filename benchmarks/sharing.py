@@ -51,11 +51,11 @@ def main() -> None:
             policy.model.zero_grad(set_to_none=True)
             return time.process_time() - begin
 
-        budget = positions(here, side.policy)
+        max_tokens_per_microbatch = positions(here, side.policy)
         ways = {
-            "shared": pack(samples, budget),
-            "repeated": pack(samples, budget, share=False),
-            "alone": [batch for sample in samples for batch in pack([sample], budget)],
+            "shared": pack(samples, max_tokens_per_microbatch),
+            "repeated": pack(samples, max_tokens_per_microbatch, share=False),
+            "alone": [batch for sample in samples for batch in pack([sample], max_tokens_per_microbatch)],
         }
         seconds = {name: significant(min(update(streams) for _ in range(options.times))) for name, streams in ways.items()}
         rows.append({"prompt": prompt} | seconds)

@@ -630,7 +630,7 @@ def planned(config: dict[str, Any], dtype: str, *, rank: int = 0, servers: bool 
     parameters = outside + config["num_hidden_layers"] * sum(one * other for one, other in products)
     shape = Shape.of(config, parameters, dtype=dtype)
     load = Load(
-        prompts=16, group=8, prompt_tokens=256, completion_tokens=512, budget=8192, recompute=True, cpu=False,
+        prompts=16, group=8, prompt_tokens=256, completion_tokens=512, max_tokens_per_microbatch=8192, recompute=True, cpu=False,
         rows=0 if servers else 128, prepared=0 if servers else prepared_weights(shape, cpu=False),
         adapter=config["num_hidden_layers"] * rank * sum(one + other for one, other in products),
     )  # fmt: skip

@@ -29,7 +29,7 @@ from groupwise.environments.conversation import Reply, Stream
 from groupwise.models.loading import make_policy
 from groupwise.models.policy import Policy
 from groupwise.models.scratch import scratch_model
-from groupwise.records import Branch, Episode, Finish, Prompt, Rollout, Sample, Sampling, Scored, Turn
+from groupwise.records import Branch, Episode, Finish, Prompt, Rollout, RolloutGroup, Sample, Sampling, Turn
 
 # The same examples in every run, so that a failure is a failure everywhere. `--hypothesis-seed=N` takes as many others,
 # `--hypothesis-profile=search` looks for new ones; `few` is for what is asked again under other circumstances.
@@ -284,7 +284,7 @@ def random_samples() -> Callable[..., list[Sample]]:
 
 
 @pytest.fixture
-def scored_group() -> Callable[..., Scored]:
+def scored_group() -> Callable[..., RolloutGroup]:
     """`scored_group(rewards, lengths, ...)`: a group of rollouts with random tokens and given rewards; None = unscorable."""
 
     def make(
@@ -299,7 +299,7 @@ def scored_group() -> Callable[..., Scored]:
         eos: int | None = None,
         sampling: Sampling | None = None,
         behavior: float = -4.0,
-    ) -> Scored:
+    ) -> RolloutGroup:
         rng = np.random.default_rng(seed)
         lengths = lengths or [int(rng.integers(1, 10)) for _ in rewards]
         question = Prompt(id=id, tokens=rng.integers(5, vocabulary, size=prompt), text="?", row={"answer": "1"})
@@ -322,7 +322,7 @@ def scored_group() -> Callable[..., Scored]:
                 )
             )
         values = np.array([np.nan if r is None else r for r in rewards], dtype=np.float64)
-        return Scored(rollouts=tuple(rollouts), names=("r",), rewards=values[:, None], reward=values)
+        return RolloutGroup(rollouts=tuple(rollouts), names=("r",), rewards=values[:, None], reward=values)
 
     return make
 

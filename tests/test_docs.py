@@ -48,7 +48,7 @@ from groupwise.models.policy import Policy
 from groupwise.models.scratch import scratch_model
 from groupwise.models.shape import Shape
 from groupwise.models.sharded import frozen_copy
-from groupwise.records import Prompt, Sampling, Scored, Step
+from groupwise.records import Prompt, RolloutGroup, Sampling, Step
 from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.sampling import stream_keys, uniforms
@@ -274,14 +274,16 @@ def cells(page: str, columns: int) -> list[list[str]]:
     return rows
 
 
-def test_the_page_explains_every_metric_of_a_step(scored_group: Callable[..., Scored], tiny_policy: Callable[..., Policy]) -> None:
+def test_the_page_explains_every_metric_of_a_step(
+    scored_group: Callable[..., RolloutGroup], tiny_policy: Callable[..., Policy]
+) -> None:
     groups = [scored_group([1.0, 0.0, None], [2, 3, 4], id="0/0", truncated=(1,)), scored_group([1.0, 1.0], [2, 2], id="0/1")]
     policy, settings = (
         tiny_policy(),
         GroupSettings(group_size=2, beta=0.1, off_policy_delta=0.5, entropy_target=9.0, entropy_bonus=0.01),
     )
     algorithm = replace(resolve("grpo", settings, 8), correction=Correction())
-    groups = add_signals(groups, algorithm, reference=frozen_copy(policy), budget=1000)
+    groups = add_signals(groups, algorithm, reference=frozen_copy(policy), max_tokens_per_microbatch=1000)
     names = ("value", "old_value", "return", "teacher_logp")
     made_up = {name: lambda r, i=i: np.arange(len(r)) * 0.1 + i for i, name in enumerate(names)}
     groups = [
@@ -294,7 +296,7 @@ def test_the_page_explains_every_metric_of_a_step(scored_group: Callable[..., Sc
         for group in groups
     ]
     samples = weigh(groups, algorithm.credit(groups), algorithm)
-    taken = improve(policy, algorithm, samples, Optimizer(policy.model, OptimizerSettings(), 1), budget=1000)
+    taken = improve(policy, algorithm, samples, Optimizer(policy.model, OptimizerSettings(), 1), max_tokens_per_microbatch=1000)
     for rollout in groups[0].rollouts:  # the other group was drawn by older weights
         rollout.version[:] = 1
     found = measure(groups, [taken], algorithm, drawn=2, minibatches=1, seconds={"rollout": 1.0}, version=1)
@@ -578,7 +580,7 @@ def test_ten_steps_of_the_one_file_are_the_librarys(
                 ),
                 Optimizer(policy.model, OptimizerSettings(lr=2e-3), STEPS * mu),
                 group=settings,
-                budget=40,
+                max_tokens_per_microbatch=40,
                 reference=frozen_copy(policy) if beta else None,
             )
         )

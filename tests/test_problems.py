@@ -94,7 +94,7 @@ def test_p09_gpt2_as_it_is_configured_starts_at_its_reference() -> None:
         ),
         Optimizer(policy.model, OptimizerSettings(lr=1e-4), 2),
         group=settings,
-        budget=100,
+        max_tokens_per_microbatch=100,
         reference=frozen_copy(policy),
     )
     metrics = next(loop).metrics
@@ -277,12 +277,12 @@ def test_p64_a_step_out_of_memory_is_computed_in_smaller_parts_to_the_same_resul
         optimizer = Optimizer(
             policy.model, OptimizerSettings(lr=1.0, warmup_steps=0, eps=1.0), 1
         )  # eps: the step follows the gradient
-        taken = update(policy, loss, samples, optimizer, budget=60)
+        taken = update(policy, loss, samples, optimizer, max_tokens_per_microbatch=60)
         return taken, {name: parameter.detach().clone() for name, parameter in policy.model.named_parameters()}
 
     expected, weights = step(10**9)
     found, same = step(40)
-    assert (expected.budget, found.budget) == (60, 30)
+    assert (expected.max_tokens_per_microbatch, found.max_tokens_per_microbatch) == (60, 30)
     assert found.stats.grad_norm == pytest.approx(expected.stats.grad_norm, rel=1e-6)
     assert all(torch.allclose(same[name], weights[name], atol=1e-6) for name in weights)
     assert "60 packed positions at a time do not fit into memory: going on with 30, to the same result" in caplog.text
@@ -315,8 +315,8 @@ def test_an_update_that_was_interrupted_leaves_nothing_to_the_next(
 
         if stopped:
             with pytest.raises(KeyboardInterrupt):
-                update(policy, loss, samples, optimizer, budget=60)
-        return update(policy, loss, samples, optimizer, budget=60).stats.grad_norm
+                update(policy, loss, samples, optimizer, max_tokens_per_microbatch=60)
+        return update(policy, loss, samples, optimizer, max_tokens_per_microbatch=60).stats.grad_norm
 
     assert norm(micro_batch) == pytest.approx(norm(None), rel=1e-6)
 
@@ -336,5 +336,5 @@ def test_p64_an_optimizer_step_out_of_memory_is_not_tried_again(tiny_policy: Cal
         return FunctionLoss(lambda logp_M, _, rows: -(weight_M[rows] * logp_M).sum(), separable=True)(passed)
 
     with pytest.raises(torch.OutOfMemoryError):
-        update(policy, loss, random_samples(4, 3, seed=1), Full(policy.model, OptimizerSettings(), 1), budget=60)
+        update(policy, loss, random_samples(4, 3, seed=1), Full(policy.model, OptimizerSettings(), 1), max_tokens_per_microbatch=60)
     assert len(tries) == 1

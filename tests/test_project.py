@@ -150,3 +150,10 @@ def test_the_system_that_is_needed_is_said() -> None:
     """Locks, limits and sockets are POSIX's."""
     assert "Operating System :: POSIX" in project()["classifiers"]
     assert "on Windows: WSL" in (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+
+
+def test_the_former_name_of_a_rollout_group_warns() -> None:
+    import groupwise as gw
+
+    with pytest.warns(DeprecationWarning, match="RolloutGroup"):
+        assert gw.Scored is gw.RolloutGroup

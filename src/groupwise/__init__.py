@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from groupwise.data.packing import pack
     from groupwise.errors import GroupwiseError
     from groupwise.models.policy import Policy
-    from groupwise.records import Prompt, Rollout, Sample, Sampling, Scored, Step
+    from groupwise.records import Prompt, Rollout, RolloutGroup, Sample, Sampling, Step
     from groupwise.rewards.compose import LiveReward, build_rewards
     from groupwise.rollout.native.engine import NativeEngine
     from groupwise.training.offline import train_offline
@@ -57,7 +57,7 @@ _WHERE = {
     "Prompt": "records",
     "Rollout": "records",
     "Sampling": "records",
-    "Scored": "records",
+    "RolloutGroup": "records",
     "Sample": "records",
     "Step": "records",
     "load_policy": "api.loaded_policy",
@@ -82,7 +82,7 @@ _WHERE = {
 
 __all__ = [
     "ALGORITHMS", "EvalReport", "GroupwiseError", "LiveReward", "LoadedPolicy", "NativeEngine", "Optimizer", "Policy",
-    "Prompt", "Recipe", "Rollout", "Sample", "Sampling", "Scored", "Step", "Training", "build_rewards", "evaluate",
+    "Prompt", "Recipe", "Rollout", "Sample", "Sampling", "RolloutGroup", "Step", "Training", "build_rewards", "evaluate",
     "from_trl", "load_policy", "load_recipe", "load_stages", "make_policy", "pack", "resolve", "score", "settings", "train",
     "train_offline", "train_online", "update",
 ]  # fmt: skip
@@ -95,6 +95,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("groupwise")
+    if name == "Scored":  # the former name of RolloutGroup warns in its module
+        return importlib.import_module("groupwise.records").Scored
     if name not in _WHERE:
         raise AttributeError(
             f"module 'groupwise' has no attribute {name!r}; it offers {', '.join(__all__)}"

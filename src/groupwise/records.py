@@ -1,4 +1,4 @@
-"""The records that flow down the river: Prompt -> Rollout -> Scored -> Sample -> Batch -> Step.
+"""The records that flow down the river: Prompt -> Rollout -> RolloutGroup -> Sample -> Batch -> Step.
 
 All are frozen and check their invariants at birth.  Per-token columns of single completions are
 numpy arrays (they live on the host and are written to disk); only `Batch` holds tensors.  Importing
@@ -10,6 +10,7 @@ P positions of a packed batch   S segments of a packed batch   M trained positio
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -370,7 +371,7 @@ def alike(values: np.ndarray, summands: np.ndarray | float = 0.0) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
-class Scored:
+class RolloutGroup:
     """A group with its rewards: one number per completion and function, NaN where the function does
     not apply.
 
@@ -406,7 +407,7 @@ class Scored:
             if values.size
         )
         return (
-            f"Scored({len(self.rollouts)} completions of {self.prompt.place}; mean rewards:"
+            f"RolloutGroup({len(self.rollouts)} completions of {self.prompt.place}; mean rewards:"
             f" {means or 'none'})"
         )
 
@@ -660,7 +661,7 @@ class Step:
     """
     timings: Mapping[str, float] = field(default_factory=dict)
     """Seconds by phase."""
-    groups: Sequence[Scored] = ()
+    groups: Sequence[RolloutGroup] = ()
     advantages: Sequence[Sequence[np.ndarray]] = ()
     """Per group and completion (n_i,), as trained."""
     current_logp: Sequence[Sequence[np.ndarray]] = ()
@@ -685,3 +686,13 @@ class Step:
         return (
             f"Step({self.number}{figures}, {len(self.groups)} groups, {len(self.metrics)} metrics)"
         )
+
+
+def __getattr__(name: str) -> object:
+    """Answer the former name of a record, with a warning."""
+    if name == "Scored":
+        warnings.warn(
+            "records.Scored is now records.RolloutGroup", DeprecationWarning, stacklevel=2
+        )
+        return RolloutGroup
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from groupwise.algorithms.losses import Terms
-from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored
+from groupwise.records import Finish, Prompt, Rollout, RolloutGroup, Sampling
 
 
 @pytest.fixture(scope="session")
 def scored():
-    """Make a `Scored` group: rewards (G,) or (G, K), None or NaN = not applicable; the rest per completion."""
+    """Make a `RolloutGroup` group: rewards (G,) or (G, K), None or NaN = not applicable; the rest per completion."""
 
     def make(rewards, *, lengths=None, behavior=None, reference=None, process=None, trained=None, weights=None, name="p"):
         reward_GK = np.array(rewards, dtype=np.float64)
@@ -37,7 +37,7 @@ def scored():
         )
         unscorable = np.isnan(reward_GK).all(axis=1)
         signals = {"reference_logp": reference, "process": process}
-        return Scored(
+        return RolloutGroup(
             rollouts=rollouts,
             names=tuple(f"r{k}" for k in range(functions)),
             rewards=reward_GK,

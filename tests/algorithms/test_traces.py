@@ -9,7 +9,7 @@ import pytest
 
 from groupwise.algorithms.table import ALGORITHMS
 from groupwise.data.rollout_table import groups_from_bytes, groups_to_bytes
-from groupwise.records import Episode, Finish, Prompt, Rollout, Sampling, Scored, Trace, Turn
+from groupwise.records import Episode, Finish, Prompt, Rollout, RolloutGroup, Sampling, Trace, Turn
 
 PROMPT = Prompt(id="0/0", tokens=np.array([1]), text="?")
 
@@ -26,12 +26,12 @@ def rollout(index: int, traces: tuple[Trace, ...], turns: int = 4) -> Rollout:
     )  # fmt: skip
 
 
-def scored(*rollouts: Rollout, rewards: list[float] | None = None) -> Scored:
+def scored(*rollouts: Rollout, rewards: list[float] | None = None) -> RolloutGroup:
     reward = np.array(rewards if rewards is not None else [0.0] * len(rollouts))
-    return Scored(rollouts=rollouts, names=("environment",), rewards=reward[:, None], reward=reward)
+    return RolloutGroup(rollouts=rollouts, names=("environment",), rewards=reward[:, None], reward=reward)
 
 
-def hands(*wins: float) -> Scored:
+def hands(*wins: float) -> RolloutGroup:
     """A game of two seats, whose turns alternate: one wins what the other loses."""
     seats = [(Trace(agent="first", turns=(0, 2), reward=win), Trace(agent="second", turns=(1, 3), reward=-win)) for win in wins]
     return scored(*(rollout(index, both) for index, both in enumerate(seats)))

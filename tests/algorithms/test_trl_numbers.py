@@ -24,7 +24,7 @@ from groupwise.algorithms.resolve import resolve
 from groupwise.algorithms.table import Algorithm
 from groupwise.config.settings import GroupSettings
 from groupwise.ops.distillation import jsd
-from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored
+from groupwise.records import Finish, Prompt, Rollout, RolloutGroup, Sampling
 from groupwise.training.closed_form import closed_form
 from groupwise.training.online import weigh
 
@@ -53,7 +53,7 @@ def cut(values_RT: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
     return [row[:n].copy() for row, n in zip(values_RT, lengths, strict=True)]
 
 
-def group_of(logp: Sequence[np.ndarray], reward: Sequence[float], **signals: Sequence[np.ndarray]) -> Scored:
+def group_of(logp: Sequence[np.ndarray], reward: Sequence[float], **signals: Sequence[np.ndarray]) -> RolloutGroup:
     """Completions of one prompt with these log-probs, rewards and signals."""
     prompt = Prompt(id="0/0", tokens=np.array([1]), text="")
     rollouts = tuple(
@@ -65,7 +65,7 @@ def group_of(logp: Sequence[np.ndarray], reward: Sequence[float], **signals: Seq
     )  # fmt: skip
     reward_R = np.array(reward, dtype=np.float64)
     columns = {name: tuple(column) for name, column in signals.items()}
-    return Scored(rollouts=rollouts, names=("reward",), rewards=reward_R[:, None], reward=reward_R, signals=columns)
+    return RolloutGroup(rollouts=rollouts, names=("reward",), rewards=reward_R[:, None], reward=reward_R, signals=columns)
 
 
 # ---- PPO: TRL 1.12.0 ---------------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def ppo_of(settings: dict[str, Any]) -> Algorithm:
     return resolve("ppo", GroupSettings(group_size=1, beta=settings["kl_coef"], kl=settings["kl_estimator"], credit=part), 8)
 
 
-def ppo_case(case: dict[str, Any], *, reward: np.ndarray | None = None) -> tuple[dict, list[int], Algorithm, Scored]:
+def ppo_case(case: dict[str, Any], *, reward: np.ndarray | None = None) -> tuple[dict, list[int], Algorithm, RolloutGroup]:
     given, lengths, algorithm = arrays(case["given"]), case["lengths"], ppo_of(case["settings"])
     signals = {"value": cut(given["values"], lengths), "reference_logp": cut(given["ref_logprobs"], lengths)}
     group = group_of(cut(given["logprobs"], lengths), given["scores"] if reward is None else reward, **signals)

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from groupwise.api.progress import Progress, duration, escaped, make_console, safe
-from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored, Step
+from groupwise.records import Finish, Prompt, Rollout, RolloutGroup, Sampling, Step
 from groupwise.training.metric_table import FLAGGED, flags
 
 PAYLOADS = [
@@ -53,7 +53,7 @@ def step(number: int, text: str = "4", **metrics: float) -> Step:
         )
         for i in range(2)
     )
-    group = Scored(rollouts=rollouts, names=("r",), rewards=np.array([[0.0], [1.0]]), reward=np.array([0.0, 1.0]))
+    group = RolloutGroup(rollouts=rollouts, names=("r",), rewards=np.array([[0.0], [1.0]]), reward=np.array([0.0, 1.0]))
     return Step(number=number, metrics=metrics, groups=(group,))
 
 

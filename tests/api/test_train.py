@@ -517,7 +517,7 @@ def test_generate_is_the_engines_and_score_the_scorers(call: Callable) -> None:
     assert greedy[0] == greedy[1]
 
     samples = [sample_of(rollouts[str(i)]) for i in range(3)]
-    expected = score(policy, samples, budget=1000).logp
+    expected = score(policy, samples, max_tokens_per_microbatch=1000).logp
     found = policy.score(asked, [rollout.tokens for rollout in (rollouts[str(i)] for i in range(3))], temperature=0.7)
     for one, other, rollout in zip(found, expected, (rollouts[str(i)] for i in range(3)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)

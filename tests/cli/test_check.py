@@ -289,6 +289,6 @@ def test_what_the_template_makes_of_a_recipes_variables_is_shown(check: Callable
 def test_an_episode_that_failed_before_its_first_turn_has_no_log_probs(tiny_policy: Callable, scored_group: Callable) -> None:
     policy = tiny_policy()
     rollouts = scored_group([0.0, 1.0], [0, 3]).rollouts
-    scored = score(policy, [sample_of(one) for one in rollouts], budget=100).logp
+    scored = score(policy, [sample_of(one) for one in rollouts], max_tokens_per_microbatch=100).logp
     for rollout, logp in zip(rollouts, scored, strict=True):
         np.testing.assert_allclose(_own_forward(policy, rollout), logp, atol=1e-4)

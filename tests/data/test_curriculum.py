@@ -16,7 +16,7 @@ from groupwise.config.recipes import load_recipe
 from groupwise.data.curriculum import Curriculum, Visits
 from groupwise.data.order import Order
 from groupwise.errors import ConfigError
-from groupwise.records import Prompt, Scored
+from groupwise.records import Prompt, RolloutGroup
 from groupwise.runs.run import train
 
 
@@ -79,7 +79,7 @@ def test_a_curriculum_continues_from_its_saved_state() -> None:
     assert resumed.state() == straight.state()
 
 
-def judged(group: Scored) -> Scored:
+def judged(group: RolloutGroup) -> RolloutGroup:
     """The group, its reward being the verdict."""
     return replace(group, verdict="r")
 

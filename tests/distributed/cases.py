@@ -46,7 +46,7 @@ from groupwise.models.sharded import frozen_copy, gathered, own_parts, shard
 from groupwise.models.streaming import CheckpointReader
 from groupwise.ops.attention import Query
 from groupwise.ops.linear_cross_entropy import head_logits
-from groupwise.records import Layout, Prompt, Rollout, Sampling, Scored
+from groupwise.records import Layout, Prompt, Rollout, RolloutGroup, Sampling
 from groupwise.runs import checkpoint
 from groupwise.runs.checkpoint import reader
 from groupwise.runs.engines import mixed_engine
@@ -128,7 +128,7 @@ def online(
     dtype: str = "float64",
     steps: int = 10,
     recompute: bool = False,
-    budget: int = 150,
+    max_tokens_per_microbatch: int = 150,
     engine: str = "native",
     lora: bool = False,
     critic: str = "head",
@@ -180,7 +180,7 @@ def online(
             ),
             optimizer,
             group=settings,
-            budget=budget,
+            max_tokens_per_microbatch=max_tokens_per_microbatch,
             reference=reference,
             critic=judge,
             teacher=teacher,
@@ -208,7 +208,7 @@ def rename(prompt: Prompt, epoch: int) -> Prompt:
     return Prompt(id=str(int(prompt.id) + 100 * epoch), tokens=prompt.tokens, text=prompt.text)
 
 
-def tokens_of(groups: Sequence[Scored]) -> list[list[int]]:
+def tokens_of(groups: Sequence[RolloutGroup]) -> list[list[int]]:
     return [rollout.tokens.tolist() for group in groups for rollout in group.rollouts]
 
 

@@ -299,7 +299,7 @@ def test_p34_the_plan_of_memory_and_traffic_is_what_is_counted(size: int, mode: 
     policy = cases.make("llama", dtype)
     shape = Shape.of(policy.model.config.to_dict(), found[0]["parameters"], dtype=dtype)
     parallel = decided(cases.parallel_of(mode), 0, size)
-    load = Load(prompts=size, group=1, prompt_tokens=6, completion_tokens=0, budget=100)
+    load = Load(prompts=size, group=1, prompt_tokens=6, completion_tokens=0, max_tokens_per_microbatch=100)
     shards = parallel.shards or size
     planned = process_memory(shape, load, parallel, prompts=1, world=size)
     for one in found:

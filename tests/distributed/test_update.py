@@ -154,7 +154,7 @@ def test_lower_precisions_take_the_same_first_steps(dtype: str, tolerance: float
 @pytest.mark.parametrize("plan", [{"prompts_per_step": 1}, {"prompts_per_step": 2, "dead_groups": "drop"}])
 def test_more_processes_than_prompts(plan: dict[str, Any], mode: str, ranks: Callable) -> None:
     """Some ranks have nothing to sample, and some nothing to train on."""
-    plan = {"objective": "grpo", "group_size": 3, "steps": STEPS, "budget": 10_000} | plan
+    plan = {"objective": "grpo", "group_size": 3, "steps": STEPS, "max_tokens_per_microbatch": 10_000} | plan
     found = ranks(3).run("online", **plan | {"mode": mode})[0]
     assert_same(found, cases.online(**plan), 1e-6)
 

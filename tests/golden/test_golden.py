@@ -77,7 +77,7 @@ def grpo_steps(policy: Policy, preset: str, **group: object) -> Iterator[Step]:
         ),
         Optimizer(policy.model, SETTINGS, updates),
         group=settings,
-        budget=64,
+        max_tokens_per_microbatch=64,
         reference=other if needs_reference else None,
         critic=Critic.on(policy, critic, SETTINGS, updates) if needs_critic else None,
         teacher=Teacher(policy=other) if needs_teacher else None,
@@ -99,7 +99,7 @@ def sft_steps(policy: Policy) -> Iterator[Step]:
         SFT,
         draw=lambda k: [next(rows) for _ in range(k)],
         optimizer=Optimizer(policy.model, SETTINGS, STEPS),
-        budget=64,
+        max_tokens_per_microbatch=64,
         batch_size=8,
         steps=STEPS,
     )

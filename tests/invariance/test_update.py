@@ -22,7 +22,7 @@ from groupwise.data.packing import pack
 from groupwise.models.backbone import checkpointing
 from groupwise.models.policy import Policy
 from groupwise.models.sharded import frozen_copy
-from groupwise.records import Sample, Scored
+from groupwise.records import RolloutGroup, Sample
 from groupwise.training.critics import Critic
 from groupwise.training.loss import Loss
 from groupwise.training.passes import BatchPass
@@ -39,7 +39,7 @@ def policies(tiny_policy: Callable) -> dict[tuple[str, torch.dtype], Policy]:
 
 
 @pytest.fixture
-def groups(scored_group: Callable) -> list[Scored]:
+def groups(scored_group: Callable) -> list[RolloutGroup]:
     """Five groups: ragged, with an empty completion, constant, with truncated and unscorable rows, a prompt of one token."""
     eos = 2
     return [
@@ -54,7 +54,7 @@ def groups(scored_group: Callable) -> list[Scored]:
 def gradient(policy: Policy, algorithm: Algorithm, samples: Sequence[Sample], **options: object) -> dict[str, Tensor]:
     policy.model.zero_grad()
     tokens = float(sum(np.count_nonzero(sample.weight) for sample in samples))
-    settings = {"budget": 10_000, "share": True} | options
+    settings = {"max_tokens_per_microbatch": 10_000, "share": True} | options
     critic = critic_on(policy, algorithm)
     if critic is not None:  # it has moved since it said what the samples hold
         with torch.no_grad():
@@ -96,7 +96,7 @@ def teacher_of(policy: Policy, algorithm: Algorithm) -> Teacher | None:
     return Teacher(policy=other)
 
 
-def prepare(policy: Policy, groups: list[Scored], algorithm: Algorithm) -> list[Sample]:
+def prepare(policy: Policy, groups: list[RolloutGroup], algorithm: Algorithm) -> list[Sample]:
     critic = critic_on(policy, algorithm)
     reference = frozen_copy(policy) if algorithm.needs_reference else None
     if reference is not None:
@@ -104,7 +104,7 @@ def prepare(policy: Policy, groups: list[Scored], algorithm: Algorithm) -> list[
             for parameter in reference.model.parameters():
                 parameter.mul_(0.9)
     teacher = teacher_of(policy, algorithm)
-    groups = add_signals(groups, algorithm, reference=reference, teacher=teacher, critic=critic, budget=10_000)
+    groups = add_signals(groups, algorithm, reference=reference, teacher=teacher, critic=critic, max_tokens_per_microbatch=10_000)
     return weigh(groups, algorithm.credit(groups), algorithm)
 
 
@@ -136,7 +136,7 @@ VARIANTS: dict[str, GroupSettings] = {
     ],
 )
 def test_micro_batches_order_and_layout_do_not_change_the_gradient(
-    preset: str, variant: str, family: str, dtype: torch.dtype, policies: dict, groups: list[Scored]
+    preset: str, variant: str, family: str, dtype: torch.dtype, policies: dict, groups: list[RolloutGroup]
 ) -> None:
     """P1, P2, P3: micro-batch size; packing order; shared or repeated prompts; filler."""
     policy = policies[family, dtype]
@@ -146,9 +146,9 @@ def test_micro_batches_order_and_layout_do_not_change_the_gradient(
     rng = np.random.default_rng(0)
     shuffled = [samples[i] for i in rng.permutation(len(samples))]
     for found in (
-        gradient(policy, algorithm, samples, budget=1),
-        gradient(policy, algorithm, samples, budget=37),
-        gradient(policy, algorithm, shuffled, budget=50),
+        gradient(policy, algorithm, samples, max_tokens_per_microbatch=1),
+        gradient(policy, algorithm, samples, max_tokens_per_microbatch=37),
+        gradient(policy, algorithm, shuffled, max_tokens_per_microbatch=50),
         gradient(policy, algorithm, samples, share=False),
         gradient(policy, algorithm, samples, fill=True),
     ):
@@ -156,7 +156,7 @@ def test_micro_batches_order_and_layout_do_not_change_the_gradient(
 
 
 @pytest.mark.parametrize("preset", [name for name, row in ALGORITHMS.items() if row.skips_dead])
-def test_skipping_samples_without_advantage_changes_no_gradient(preset: str, policies: dict, groups: list[Scored]) -> None:
+def test_skipping_samples_without_advantage_changes_no_gradient(preset: str, policies: dict, groups: list[RolloutGroup]) -> None:
     """P61: the constant group costs nothing and stays in the denominators."""
     policy = policies["llama", torch.float64]
     algorithm = resolve(preset, VARIANTS["plain"], max_new_tokens=12)
@@ -169,7 +169,7 @@ def test_skipping_samples_without_advantage_changes_no_gradient(preset: str, pol
 
 
 @pytest.mark.parametrize("preset", ["grpo", "dapo", "gspo", "rloo", "ppo", "minillm"])
-def test_gradient_checkpointing_changes_nothing(preset: str, policies: dict, groups: list[Scored]) -> None:
+def test_gradient_checkpointing_changes_nothing(preset: str, policies: dict, groups: list[RolloutGroup]) -> None:
     policy = policies["gpt2", torch.float64]
     algorithm = resolve(preset, VARIANTS["kl"], max_new_tokens=12)
     samples = prepare(policy, groups, algorithm)
@@ -187,14 +187,14 @@ def test_p04_a_masked_row_is_a_removed_row_for_token_normalised_losses(preset: s
     advantages = algorithm.credit([full])
     masked = weigh([full], advantages, algorithm)
     kept = [i for i in range(4) if i != 1]
-    smaller = Scored(
+    smaller = RolloutGroup(
         rollouts=tuple(full.rollouts[i] for i in kept), names=full.names, rewards=full.rewards[kept], reward=full.reward[kept]
     )
     removed = weigh([smaller], [[advantages[0][i] for i in kept]], algorithm)
     assert_same(gradient(policy, algorithm, masked), gradient(policy, algorithm, removed), 1e-12)
 
 
-def test_a_truncated_completion_keeps_its_attention_when_it_leaves_the_loss(policies: dict, groups: list[Scored]) -> None:
+def test_a_truncated_completion_keeps_its_attention_when_it_leaves_the_loss(policies: dict, groups: list[RolloutGroup]) -> None:
     """Masking is a weight of 0: what remains is scored exactly as before."""
     policy = policies["llama", torch.float64]
     keep, mask = (resolve("grpo", GroupSettings(group_size=4, truncated=how), max_new_tokens=12) for how in ("keep", "mask"))
@@ -204,7 +204,7 @@ def test_a_truncated_completion_keeps_its_attention_when_it_leaves_the_loss(poli
     assert all(np.array_equal(sample.weight, weights[id(sample.completion)]) for sample in masked)
 
 
-def test_p17_the_ids_of_pad_and_eos_are_irrelevant(tiny_policy: Callable, groups: list[Scored]) -> None:
+def test_p17_the_ids_of_pad_and_eos_are_irrelevant(tiny_policy: Callable, groups: list[RolloutGroup]) -> None:
     """pad == eos, pad elsewhere, no pad at all: the same gradient, bit for bit."""
     results = []
     for pad in (None, "eos", "other"):

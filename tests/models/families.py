@@ -489,16 +489,16 @@ class Case:
     samples: list[Sample]
     policy: Policy
 
-    def scoring(self, budget: int) -> float:
+    def scoring(self, max_tokens_per_microbatch: int) -> float:
         """Largest difference of a log-prob."""
-        found = score(self.policy, self.samples, budget=budget).logp
+        found = score(self.policy, self.samples, max_tokens_per_microbatch=max_tokens_per_microbatch).logp
         return max(_largest(one - other) for one, other in zip(found, self.truth.logp, strict=True))
 
-    def gradients(self, budget: int, recompute: bool = False) -> float:
+    def gradients(self, max_tokens_per_microbatch: int, recompute: bool = False) -> float:
         """Largest relative difference of a gradient by the step that trains."""
         recorder: Any = Recorder(self.policy.model)
         with checkpointing(self.policy, recompute):
-            update(self.policy, token_nll, self.samples, recorder, budget=budget)
+            update(self.policy, token_nll, self.samples, recorder, max_tokens_per_microbatch=max_tokens_per_microbatch)
         return apart(recorder.gradients, self.truth.gradients)
 
     def sampling(self, engine: Engine, prompts: Sequence[Prompt], group_size: int, most: int) -> float:
@@ -573,8 +573,8 @@ def _loaded(config: PreTrainedConfig, tokenizer: Any, attention: Any, refused: l
 
 
 def _packed(case: Case, refused: list[str]) -> Iterator[str]:
-    for budget in BUDGETS:
-        _same("scoring", case.scoring(budget), TOLERANCE)
+    for max_tokens_per_microbatch in BUDGETS:
+        _same("scoring", case.scoring(max_tokens_per_microbatch), TOLERANCE)
     yield "scoring"
     _same("gradients", case.gradients(BUDGETS[0]), GRADIENT_TOLERANCE)
     again = list(_recomputed(case, refused, BUDGETS[1]))
@@ -609,9 +609,9 @@ def _single(case: Case, refused: list[str]) -> Iterator[str]:
     yield from _generated(case, refused)
 
 
-def _recomputed(case: Case, refused: list[str], budget: int) -> Iterator[str]:
+def _recomputed(case: Case, refused: list[str], max_tokens_per_microbatch: int) -> Iterator[str]:
     try:
-        found = case.gradients(budget, recompute=True)
+        found = case.gradients(max_tokens_per_microbatch, recompute=True)
     except GroupwiseError as error:
         refused.append(str(error))
         return

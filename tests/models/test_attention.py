@@ -63,7 +63,11 @@ def test_p33_packed_and_shared_equal_one_by_one(family: str, tiny_policy: Callab
     policy = tiny_policy(family)
     samples = random_samples()
     expected, expected_gradients = one_by_one(policy, samples)
-    for options in ({"budget": 10_000}, {"budget": 25}, {"budget": 10_000, "share": False, "fill": True}):
+    for options in (
+        {"max_tokens_per_microbatch": 10_000},
+        {"max_tokens_per_microbatch": 25},
+        {"max_tokens_per_microbatch": 10_000, "share": False, "fill": True},
+    ):
         found, found_gradients = packed(policy, samples, **options)
         assert found == pytest.approx(expected, rel=1e-5)
         for name, expected_gradient in expected_gradients.items():
@@ -76,7 +80,12 @@ def test_float64_gradients_are_exact(family: str, tiny_policy: Callable, random_
     policy = tiny_policy(family, dtype=torch.float64)
     samples = random_samples(groups=4)
     _, expected = one_by_one(policy, samples)
-    for options in ({"budget": 10_000}, {"budget": 20}, {"budget": 1}, {"budget": 40, "share": False}):
+    for options in (
+        {"max_tokens_per_microbatch": 10_000},
+        {"max_tokens_per_microbatch": 20},
+        {"max_tokens_per_microbatch": 1},
+        {"max_tokens_per_microbatch": 40, "share": False},
+    ):
         _, found = packed(policy, samples, **options)
         assert max(float((found[n] - expected[n]).abs().max() / expected[n].abs().max()) for n in expected) < 1e-10
 
@@ -104,8 +113,8 @@ def test_an_ordinary_call_on_a_packed_model_is_refused(tiny_policy: Callable) ->
 def test_single_attention_gives_the_same(tiny_policy: Callable, random_samples: Callable) -> None:
     shared, samples = tiny_policy("llama"), random_samples()
     single = tiny_policy("llama", settings=ModelSettings(attention="single"))
-    expected, _ = packed(shared, samples, budget=10_000)
-    found, _ = packed(single, samples, budget=10_000, share=False)
+    expected, _ = packed(shared, samples, max_tokens_per_microbatch=10_000)
+    found, _ = packed(single, samples, max_tokens_per_microbatch=10_000, share=False)
     assert found == pytest.approx(expected, rel=1e-6)
 
 
@@ -128,9 +137,9 @@ def test_gradient_checkpointing_gives_the_same_gradients_and_keeps_dropout_off(
     for module in policy.model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.5
-    _, expected = packed(policy, samples, budget=10_000)
+    _, expected = packed(policy, samples, max_tokens_per_microbatch=10_000)
     with checkpointing(policy, True):
-        _, found = packed(policy, samples, budget=10_000)
+        _, found = packed(policy, samples, max_tokens_per_microbatch=10_000)
     assert not any(module.training for module in policy.model.modules())
     for name in expected:
         torch.testing.assert_close(found[name], expected[name])

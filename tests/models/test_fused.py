@@ -169,7 +169,9 @@ def test_a_policy_made_in_inference_mode_is_scored(tiny_policy: Callable, random
     """Its weights cannot be asked whether they have changed."""
     with torch.inference_mode():
         policy = tiny_policy("llama", hidden=128)
-    ours, theirs = (score(one, random_samples(), budget=10_000).logp for one in (policy, tiny_policy("llama", hidden=128)))
+    ours, theirs = (
+        score(one, random_samples(), max_tokens_per_microbatch=10_000).logp for one in (policy, tiny_policy("llama", hidden=128))
+    )
     for one, other in zip(ours, theirs, strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -472,7 +474,7 @@ def test_gradients_of_the_vocabulary_are_summed_where_they_lie(
 def test_what_is_only_assessed_makes_no_gradient_of_the_vocabulary(tiny_policy: Callable, random_samples: Callable) -> None:
     policy = tiny_policy("llama")
     with Made(policy.head.weight_VD.shape) as made:
-        found = assess(policy, summed, random_samples(), budget=10_000)
+        found = assess(policy, summed, random_samples(), max_tokens_per_microbatch=10_000)
     assert made.count == 0
     assert found.loss == pytest.approx(sum(float(seen.sum()) for seen in found.seen), rel=1e-6)
 
@@ -574,7 +576,7 @@ def test_on_cuda_its_step_is_not_taken(tiny_policy: Callable, random_samples: Ca
         return factor * value, logp_M
 
     for factor in (1.0, 2.0):
-        taken = update(policy, partial(loss, factor=factor), random_samples(), optimizer, budget=10_000).stats
+        taken = update(policy, partial(loss, factor=factor), random_samples(), optimizer, max_tokens_per_microbatch=10_000).stats
         assert taken.skipped == (factor != 1.0)
 
 

@@ -56,7 +56,7 @@ def disturb(policy: Any, seed: int = 0) -> None:
 
 
 def logp_of(policy: Policy, samples: Sequence[Sample]) -> np.ndarray:
-    return np.concatenate(score(policy, samples, budget=60).logp)
+    return np.concatenate(score(policy, samples, max_tokens_per_microbatch=60).logp)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
@@ -108,7 +108,7 @@ def test_an_update_moves_the_adapter_as_pefts_own_model_says(
             self.gradients = {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
 
     kept = Kept()
-    update(policy, SFT.loss, samples, kept, budget=40)  # type: ignore[arg-type]
+    update(policy, SFT.loss, samples, kept, max_tokens_per_microbatch=40)  # type: ignore[arg-type]
     assert set(kept.gradients) == set(policy.adapter.trained)
     for name, parameter in theirs.named_parameters():
         if parameter.grad is not None:
@@ -117,7 +117,7 @@ def test_an_update_moves_the_adapter_as_pefts_own_model_says(
             )
     policy.model.zero_grad()
     optimizer = Optimizer(policy.model, OptimizerSettings(lr=1e-2, weight_decay=0.1), 1)
-    update(policy, SFT.loss, samples, optimizer, budget=40)
+    update(policy, SFT.loss, samples, optimizer, max_tokens_per_microbatch=40)
     for name, parameter in policy.model.named_parameters():
         assert torch.equal(parameter, before[name]) == (name not in policy.adapter.trained), name
 
@@ -159,7 +159,7 @@ def test_a_reward_model_can_be_an_adapter_with_its_head(
     assert "score.weight" in policy.adapter.trained
     disturb(policy)
     answers = [Answer("a", np.array([7, 8]), np.array([9, 6, 1])), Answer("a", np.array([7, 8]), np.array([12, 1]))]
-    ours = [float(values[-1]) for values in score_tokens(policy, answers, budget=30)]
+    ours = [float(values[-1]) for values in score_tokens(policy, answers, max_tokens_per_microbatch=30)]
     save(policy, tmp_path / "reward")
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward").eval()
     for answer, value in zip(answers, ours, strict=True):

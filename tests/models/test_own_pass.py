@@ -210,7 +210,12 @@ def test_the_loss_that_balances_experts_does_not_depend_on_how_a_step_is_cut(kin
     policy = make_policy(built(kind, config, num_experts_per_tok=2, moe_intermediate_size=32, **changes), TOKENIZER)
     samples = texts((3, 4), (3, 20), (12, 9), (12, 2), (5, 7))
     found = []
-    for options in ({"budget": 10_000}, {"budget": 25}, {"budget": 1}, {"budget": 60, "share": False, "fill": True}):
+    for options in (
+        {"max_tokens_per_microbatch": 10_000},
+        {"max_tokens_per_microbatch": 25},
+        {"max_tokens_per_microbatch": 1},
+        {"max_tokens_per_microbatch": 60, "share": False, "fill": True},
+    ):
         total = 0.0
         for batch in balanced(policy, pack(samples, **options)):  # type: ignore[arg-type]
             loss = forward(policy, batch).router_loss

@@ -172,7 +172,7 @@ def own(policy: Policy, samples: list[Sample]) -> tuple[list[Tensor], dict[str, 
 def packed(policy: Policy, samples: list[Sample], **options: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
     policy.model.zero_grad()
     values = [torch.empty(0)] * len(samples)
-    for batch in pack(samples, dtype=policy.dtype, **dict[str, Any](budget=10_000) | options):
+    for batch in pack(samples, dtype=policy.dtype, **dict[str, Any](max_tokens_per_microbatch=10_000) | options):
         rows = batch.trained_M
         logp, _ = reference_logprobs(
             forward(policy, batch).hidden_PD[rows], policy.head, batch.target_P[rows], batch.temperature_P[rows]
@@ -197,7 +197,7 @@ def apart(one: tuple[list[Tensor], dict[str, Tensor]], other: tuple[list[Tensor]
 def test_packed_shared_and_alone_are_the_own_pass_of_a_hybrid(name: str, double: Callable[[str], Policy]) -> None:
     policy, samples = double(name), samples_of()
     expected = own(policy, samples)
-    for options in ({}, {"share": False}, {"budget": 150}):
+    for options in ({}, {"share": False}, {"max_tokens_per_microbatch": 150}):
         assert max(apart(packed(policy, samples, **options), expected)) < 1e-10, options
     assert max(apart(packed(policy, samples[::-1]), (expected[0][::-1], expected[1]))) < 1e-10
 
@@ -372,5 +372,5 @@ def test_a_turn_that_ends_early_leaves_no_later_token_in_a_state(tokens: int, mo
     )
     rollouts = [rollout for group in found for rollout in group]
     assert sum(len(rollout.episode.turns) > 2 for rollout in rollouts if rollout.episode) > 3
-    for rollout, logp in zip(rollouts, score_rollouts(policy, rollouts, budget=1000), strict=True):
+    for rollout, logp in zip(rollouts, score_rollouts(policy, rollouts, max_tokens_per_microbatch=1000), strict=True):
         np.testing.assert_allclose(rollout.behavior_logp[rollout.trained], logp[rollout.trained], atol=1e-4)

@@ -82,16 +82,16 @@ def total(pooling: str, scores: Sequence[np.ndarray]) -> np.ndarray:
     return np.array([pool_weights(pooling, score_n.size) @ score_n for score_n in scores])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("budget", [1, 9, 1000])
+@pytest.mark.parametrize("max_tokens_per_microbatch", [1, 9, 1000])
 @pytest.mark.parametrize("attention", ["shared", "packed"])
 def test_known_token_scores_give_the_exact_pooled_score(
-    scorer: Callable[..., Policy], answers: list[Answer], budget: int, attention: str
+    scorer: Callable[..., Policy], answers: list[Answer], max_tokens_per_microbatch: int, attention: str
 ) -> None:
     policy = scorer(settings=ModelSettings(attention=attention))  # type: ignore[arg-type]
     width = policy.model.score.weight.shape[1]
     setattr(policy.model, policy.model.base_model_prefix, Lookup(width))
     policy.model.score.weight.data = torch.eye(1, width) / 4
-    found = score_tokens(policy, answers, budget=budget)
+    found = score_tokens(policy, answers, max_tokens_per_microbatch=max_tokens_per_microbatch)
     for score_n, answer in zip(found, answers, strict=True):
         np.testing.assert_array_equal(score_n, answer.completion / 4)
     np.testing.assert_array_equal(total("last", found), [answer.completion[-1] / 4 for answer in answers])
@@ -103,9 +103,9 @@ def test_known_token_scores_give_the_exact_pooled_score(
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
 def test_scores_do_not_depend_on_what_else_is_scored(scorer: Callable[..., Policy], answers: list[Answer], family: str) -> None:
     policy = scorer(family)
-    alone = [score_tokens(policy, [answer], budget=1000)[0] for answer in answers]
-    for order, budget in ((range(6), 1000), ([5, 2, 0, 4, 1, 3], 1000), (range(6), 12), ([3, 3, 0], 40)):
-        together = score_tokens(policy, [answers[i] for i in order], budget=budget)
+    alone = [score_tokens(policy, [answer], max_tokens_per_microbatch=1000)[0] for answer in answers]
+    for order, max_tokens_per_microbatch in ((range(6), 1000), ([5, 2, 0, 4, 1, 3], 1000), (range(6), 12), ([3, 3, 0], 40)):
+        together = score_tokens(policy, [answers[i] for i in order], max_tokens_per_microbatch=max_tokens_per_microbatch)
         for i, score_n in zip(order, together, strict=True):
             np.testing.assert_allclose(score_n, alone[i], atol=1e-6)
     assert np.ptp(np.concatenate(alone)) > 0.1
@@ -116,7 +116,7 @@ def test_a_saved_model_scores_the_same_in_transformers(
     scorer: Callable[..., Policy], answers: list[Answer], family: str, tmp_path: Path
 ) -> None:
     policy = scorer(family)
-    ours = total("last", score_tokens(policy, answers, budget=64))
+    ours = total("last", score_tokens(policy, answers, max_tokens_per_microbatch=64))
     save(policy, tmp_path)
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
@@ -126,7 +126,7 @@ def test_a_saved_model_scores_the_same_in_transformers(
     assert theirs.shape == (6, 1)
     np.testing.assert_allclose(theirs[:, 0].detach().numpy(), ours, atol=1e-5)
     again = load_scorer(ModelSettings(path=str(tmp_path)))
-    np.testing.assert_allclose(total("last", score_tokens(again, answers, budget=64)), ours, atol=1e-6)
+    np.testing.assert_allclose(total("last", score_tokens(again, answers, max_tokens_per_microbatch=64)), ours, atol=1e-6)
 
 
 def test_a_pad_token_is_added_to_a_text_part_with_a_section_of_its_own() -> None:
@@ -152,15 +152,17 @@ def test_an_eos_that_is_also_the_pad_is_not_hidden(
     save(policy, tmp_path)
     row = torch.from_numpy(np.concatenate([answers[0].prompt, answers[0].completion, [policy.tokenizer.pad_token_id]]))
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()(row[None]).logits
-    assert theirs.item() == pytest.approx(score_tokens(policy, answers[:1], budget=64)[0][-1], abs=1e-5)
-    assert score_tokens(policy, answers[:1], budget=64)[0][-1] != pytest.approx(score_tokens(policy, answers[:1], budget=64)[0][-2])
+    assert theirs.item() == pytest.approx(score_tokens(policy, answers[:1], max_tokens_per_microbatch=64)[0][-1], abs=1e-5)
+    assert score_tokens(policy, answers[:1], max_tokens_per_microbatch=64)[0][-1] != pytest.approx(
+        score_tokens(policy, answers[:1], max_tokens_per_microbatch=64)[0][-2]
+    )
 
 
 def test_in_tiles_streams_have_few_sizes_and_the_same_scores(
     scorer: Callable[..., Policy], answers: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy, totals, hidden = scorer(), [], passes.hidden
-    expected = score_tokens(policy, answers, budget=12)
+    expected = score_tokens(policy, answers, max_tokens_per_microbatch=12)
     monkeypatch.setattr("groupwise.models.policy.tiled", lambda dtype: True)
 
     def counted(policy: Policy, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -168,7 +170,7 @@ def test_in_tiles_streams_have_few_sizes_and_the_same_scores(
         return hidden(policy, tokens, *rest)
 
     monkeypatch.setattr(passes, "hidden", counted)
-    for ours, theirs in zip(score_tokens(policy, answers, budget=12), expected, strict=True):
+    for ours, theirs in zip(score_tokens(policy, answers, max_tokens_per_microbatch=12), expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
     assert len(totals) > 1 and all(total % 16 == 0 for total in totals)
 
@@ -191,7 +193,7 @@ def test_scorers_saved_by_transformers_score_the_same(
     policy = load_scorer(ModelSettings(path=str(tmp_path / "llama")))
     with plain_attention(theirs):
         expected = [theirs(torch.from_numpy(np.concatenate([a.prompt, a.completion]))[None]).logits.item() for a in answers]
-    np.testing.assert_allclose(total("last", score_tokens(policy, answers, budget=64)), expected, atol=1e-6)
+    np.testing.assert_allclose(total("last", score_tokens(policy, answers, max_tokens_per_microbatch=64)), expected, atol=1e-6)
 
     bert = BertConfig(vocab_size=80, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, num_labels=1)
     encoder = BertForSequenceClassification(bert).eval()

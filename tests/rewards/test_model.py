@@ -99,7 +99,7 @@ def test_the_ids_that_are_scored_are_the_ids_that_were_trained_on(
 
     monkeypatch.setattr(passes, "hidden", hidden)
     optimizer = Optimizer(scorer.model, OptimizerSettings(lr=1e-3), 1)
-    update(scorer, objective.loss, objective.samples([pair]), optimizer, budget=100, whole_groups=True)
+    update(scorer, objective.loss, objective.samples([pair]), optimizer, max_tokens_per_microbatch=100, whole_groups=True)
     save(scorer, tmp_path)
     rewards = build(policy, str(tmp_path))
     read_in_training, read[:] = list(read), []
@@ -236,7 +236,8 @@ def test_a_score_that_is_not_finite_ends_the_run(
     rewards, group = build(policy, path), group_of(policy, "15")
     rewards.score([group])
     monkeypatch.setattr(
-        "groupwise.models.reward_head.score_tokens", lambda policy, answers, budget: [np.full(3, np.nan)] * len(answers)
+        "groupwise.models.reward_head.score_tokens",
+        lambda policy, answers, max_tokens_per_microbatch: [np.full(3, np.nan)] * len(answers),
     )
     with pytest.raises(RewardError, match="nan for completion 0 of row 0 "):
         rewards.score([group])
@@ -283,17 +284,17 @@ def test_peak_memory_is_that_of_one_micro_batch(tiny_policy: Callable[..., Polic
     rng = np.random.default_rng(0)
     texts = [["".join(rng.choice(list("0123456789+="), size=rng.integers(1, 12))) for _ in range(8)] for _ in range(64)]
     groups = [group_of(policy, *row, prompt=f"{i}+{i * 7}=", id=f"0/{i}") for i, row in enumerate(texts)]
-    budget = 1024
-    rewards = build(policy, path, tokens_per_microbatch=budget)
+    max_tokens_per_microbatch = 1024
+    rewards = build(policy, path, tokens_per_microbatch=max_tokens_per_microbatch)
     rewards.score(groups[:1])  # loads the model
     positions = [sum(len(rollout) + 1 for rollout in group) + group[0].prompt.tokens.size - 1 for group in groups]
-    count = int(np.searchsorted(np.cumsum(positions), budget))  # groups that just fit into one micro-batch
-    assert sum(positions[:count]) > 0.85 * budget
+    count = int(np.searchsorted(np.cumsum(positions), max_tokens_per_microbatch))  # groups that just fit into one micro-batch
+    assert sum(positions[:count]) > 0.85 * max_tokens_per_microbatch
     with peak() as planned:
         rewards.score(groups[:count])
     with peak() as whole:
         scored = rewards.score(groups)
-    assert whole.peak < 1.1 * planned.peak * budget / sum(positions[:count])
+    assert whole.peak < 1.1 * planned.peak * max_tokens_per_microbatch / sum(positions[:count])
     for group, result in zip(groups[::16], scored[::16], strict=True):
         (single,) = rewards.score([group[:1]])
         assert result.reward[0] == pytest.approx(single.reward[0], abs=1e-6)
@@ -324,5 +325,5 @@ def test_trl_takes_it_as_a_reward(tiny_policy: Callable[..., Policy], folder: Ca
     assert seen
     for ids, mask, logits in seen:
         rows = [row[keep.bool()].numpy() for row, keep in zip(ids, mask, strict=True)]
-        ours = score_tokens(scorer, [Answer(str(i), row[:1], row[1:]) for i, row in enumerate(rows)], budget=100)
+        ours = score_tokens(scorer, [Answer(str(i), row[:1], row[1:]) for i, row in enumerate(rows)], max_tokens_per_microbatch=100)
         np.testing.assert_allclose([values[-1] for values in ours], logits.detach().numpy(), atol=1e-5)

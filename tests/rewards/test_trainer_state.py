@@ -15,7 +15,7 @@ import groupwise as gw
 from groupwise.config.settings import RewardSettings
 from groupwise.data.rollout_table import groups_of, table_of
 from groupwise.errors import RewardError
-from groupwise.records import Scored, Step
+from groupwise.records import RolloutGroup, Step
 from groupwise.rewards.compose import LiveReward, build_rewards
 from groupwise.rewards.trainer_state import Notes, TrainerState
 from groupwise.runs.recorded import read_metrics, read_step
@@ -56,19 +56,19 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def rollouts(scored_group: Callable[..., Scored]) -> list:
+def rollouts(scored_group: Callable[..., RolloutGroup]) -> list:
     groups = [scored_group([0.0, 0.0], [2, 3], id="0/0"), scored_group([0.0, 0.0], [4, 5], id="0/1")]
     return [group.rollouts for group in groups]
 
 
-def scored(names: list, groups: list, step: int = 0) -> list[Scored]:
+def scored(names: list, groups: list, step: int = 0) -> list[RolloutGroup]:
     settings = [RewardSettings(function=name) if isinstance(name, str) else name for name in names]
     with build_rewards(settings, columns=[]) as rewards:
         rewards.state = TrainerState(global_step=step, max_steps=9)
         return rewards.score(groups)
 
 
-def test_workers_send_what_was_logged(own: Path, scored_group: Callable[..., Scored]) -> None:
+def test_workers_send_what_was_logged(own: Path, scored_group: Callable[..., RolloutGroup]) -> None:
     groups = rollouts(scored_group)
     names = ["own.py:several", "own.py:one", "own.py:waits", "own.py:waits_one", "own.py:plain"]
     found = scored(names, groups, step=7)
@@ -86,7 +86,7 @@ def test_workers_send_what_was_logged(own: Path, scored_group: Callable[..., Sco
 
 
 @pytest.mark.parametrize("runs", ["fork", "here"])
-def test_functions_that_are_given_themselves_log_too(runs: str, scored_group: Callable[..., Scored]) -> None:
+def test_functions_that_are_given_themselves_log_too(runs: str, scored_group: Callable[..., RolloutGroup]) -> None:
     def live(completions: list[str], log_metric: Callable, trainer_state: TrainerState) -> list[float]:
         log_metric("last", trainer_state.max_steps)
         return [0.0] * len(completions)
@@ -95,7 +95,7 @@ def test_functions_that_are_given_themselves_log_too(runs: str, scored_group: Ca
     assert [group.logged for group in found] == [{"last": 9.0}] * 2
 
 
-def test_a_logged_number_that_is_not_finite_is_left_out_of_the_mean(own: Path, scored_group: Callable[..., Scored]) -> None:
+def test_a_logged_number_that_is_not_finite_is_left_out_of_the_mean(own: Path, scored_group: Callable[..., RolloutGroup]) -> None:
     text = """
 def odd(completions, log_metric):
     for value in (1.0, float("nan"), 2.0, float("inf")):
@@ -119,20 +119,20 @@ def odd(completions, log_metric):
         ("log_extra('a', 'text')", "takes a list"),
     ],
 )
-def test_what_cannot_be_logged_ends_the_call(own: Path, scored_group: Callable[..., Scored], body: str, said: str) -> None:
+def test_what_cannot_be_logged_ends_the_call(own: Path, scored_group: Callable[..., RolloutGroup], body: str, said: str) -> None:
     (own / "bad.py").write_text(f"def bad(completions, log_metric, log_extra):\n    {body}\n    return [0.0] * len(completions)\n")
     with pytest.raises(RewardError, match=said):
         scored(["bad.py:bad"], rollouts(scored_group))
 
 
-def test_two_functions_cannot_log_one_column(own: Path, scored_group: Callable[..., Scored]) -> None:
+def test_two_functions_cannot_log_one_column(own: Path, scored_group: Callable[..., RolloutGroup]) -> None:
     text = "def {}(completions, log_extra):\n    log_extra('same', completions)\n    return [0.0] * len(completions)\n"
     (own / "two.py").write_text(text.format("first") + text.format("second"))
     with pytest.raises(RewardError, match="'second' logs the column 'same', which another one logs"):
         scored(["two.py:first", "two.py:second"], rollouts(scored_group))
 
 
-def test_what_is_logged_survives_the_table(scored_group: Callable[..., Scored]) -> None:
+def test_what_is_logged_survives_the_table(scored_group: Callable[..., RolloutGroup]) -> None:
     import dataclasses
 
     plain = scored_group([0.0, 1.0], [2, 3], id="0/0")

@@ -21,7 +21,7 @@ import pytest
 from groupwise.config.recipes import parse_stages
 from groupwise.config.settings import Recipe, SaveSettings
 from groupwise.errors import ConfigError
-from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored, Step
+from groupwise.records import Finish, Prompt, Rollout, RolloutGroup, Sampling, Step
 from groupwise.runs import dashboards
 from groupwise.runs.log import RunLog
 
@@ -45,7 +45,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs" / "demo" / "grpo"
 
 
-def group_of(number: int, place: int, rewards: tuple[float, ...]) -> Scored:
+def group_of(number: int, place: int, rewards: tuple[float, ...]) -> RolloutGroup:
     prompt = Prompt(id=f"{number}/{place}", tokens=np.array([5, 6]), text=f"What is {number} + {place}?")
     rollouts = tuple(
         Rollout(
@@ -55,7 +55,7 @@ def group_of(number: int, place: int, rewards: tuple[float, ...]) -> Scored:
         for i in range(len(rewards))
     )  # fmt: skip
     column = np.array(rewards)
-    return Scored(rollouts=rollouts, names=("accuracy",), rewards=column[:, None], reward=column)
+    return RolloutGroup(rollouts=rollouts, names=("accuracy",), rewards=column[:, None], reward=column)
 
 
 def make_step(number: int) -> Step:

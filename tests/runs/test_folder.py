@@ -20,7 +20,7 @@ import pytest
 from groupwise.config.recipes import parse_stages
 from groupwise.config.settings import Recipe, SaveSettings
 from groupwise.errors import ConfigError, DataError, RunError, StorageError
-from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored, Step
+from groupwise.records import Finish, Prompt, Rollout, RolloutGroup, Sampling, Step
 from groupwise.runs.folder import Lock, anew, choose_folder, environment, finished, in_use, list_runs, run_of
 from groupwise.runs.log import RunLog
 from groupwise.runs.recorded import list_rollouts, read_metrics, read_step
@@ -63,7 +63,7 @@ def make_step(number: int, *, sampling: Sampling | None = None, kind: type = np.
         rewards[0, 1] = math.nan
         signals = {"reference_logp": tuple(chance.normal(size=len(rollout)).astype(kind) for rollout in rollouts)}
         scored.append(
-            Scored(
+            RolloutGroup(
                 rollouts=tuple(rollouts),
                 names=("accuracy", "my/length"),
                 rewards=rewards,

@@ -70,7 +70,7 @@ def test_what_checkpointing_keeps_is_predicted(family: str, tiny_policy: Callabl
     assert found == pytest.approx(positions * (5 * 32 * 4 + kept_per_block(shape)), rel=0.15), (
         "five inputs, and the last block whole"
     )
-    load = Load(prompts=1, group=1, prompt_tokens=positions, completion_tokens=0, budget=positions)
+    load = Load(prompts=1, group=1, prompt_tokens=positions, completion_tokens=0, max_tokens_per_microbatch=positions)
     plans = [memory(shape, replace(load, recompute=on), microbatch=positions).activations for on in (False, True)]
     assert plans[0] - plans[1] == positions * 5 * (kept_per_block(shape) - 32 * 4)
 
@@ -87,7 +87,7 @@ def test_micro_batches_follow_the_model_and_not_below_a_floor() -> None:
 def test_rows_of_the_rollout_and_of_the_head_are_not_mixed_up() -> None:
     config = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 100}
     shape = Shape.of(config, 10**5, dtype="float32")
-    load = Load(prompts=2, group=4, prompt_tokens=16, completion_tokens=32, budget=5000, rows=8)
+    load = Load(prompts=2, group=4, prompt_tokens=16, completion_tokens=32, max_tokens_per_microbatch=5000, rows=8)
     found = memory(shape, load, microbatch=5000, rows=8, prompts=2)
     assert found.cache == 2 * 2 * 64 * (2 * 16 + 8 * 32) * 4 + 8 * 100 * 12
     assert memory(shape, load, microbatch=5000).cache == 0
@@ -122,7 +122,14 @@ def seven(dtype: str = "bfloat16") -> Shape:
 
 
 def load(**changes: Any) -> Load:
-    known = {"prompts": 128, "group": 16, "prompt_tokens": 512, "completion_tokens": 4096, "budget": 16384, "rows": 256}
+    known = {
+        "prompts": 128,
+        "group": 16,
+        "prompt_tokens": 512,
+        "completion_tokens": 4096,
+        "max_tokens_per_microbatch": 16384,
+        "rows": 256,
+    }
     return Load(**known | {"reference": True} | changes)
 
 
@@ -335,7 +342,8 @@ algorithm, shape = resolve("grpo", group, 64), Shape.of_policy(policy)
 engine, budget = NativeEngine(policy, max_rows=64), microbatch(shape)
 optimizer = Optimizer(model, OptimizerSettings(lr=1e-7), 10)
 load = Load(
-    prompts=8, group=8, prompt_tokens=32, completion_tokens=64, budget=budget, rows=64, prepared=prepared_weights(shape, cpu=True)
+    prompts=8, group=8, prompt_tokens=32, completion_tokens=64, max_tokens_per_microbatch=budget, rows=64,
+    prepared=prepared_weights(shape, cpu=True),
 )
 planned = process_memory(shape, load, prompts=8).above
 Path("/proc/self/clear_refs").write_text("5")
@@ -347,8 +355,8 @@ for step in range(2):
     samples = [sample_of(r, weight=1 / 64, advantage=np.ones(len(r))) for rollouts in groups for r in rollouts]
     assert sum(len(r) for rollouts in groups for r in rollouts) == 64 * 64
     short = step == 0 and dtype == "autocast"  # it is there for the optimizer's state, and bfloat16 may be emulated
-    loss = step_loss(policy, algorithm, samples[:4] if short else samples, budget=budget)
-    update(policy, loss, loss.samples, optimizer, budget=budget)
+    loss = step_loss(policy, algorithm, samples[:4] if short else samples, max_tokens_per_microbatch=budget)
+    update(policy, loss, loss.samples, optimizer, max_tokens_per_microbatch=budget)
 peak = next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
 print(planned, peak - base)
 """

@@ -214,7 +214,7 @@ def test_gpt2_with_dropout_scores_what_it_sampled_p08_p09(tiny_policy: Callable[
         ),
         Optimizer(policy.model, OptimizerSettings(lr=0.0), 12),
         group=group,
-        budget=64,
+        max_tokens_per_microbatch=64,
         reference=frozen_copy(policy),
     )
     for step in steps:

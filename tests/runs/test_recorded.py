@@ -9,7 +9,7 @@ import pytest
 
 from groupwise.data.rollout_table import columns_of, groups_of
 from groupwise.errors import DataError, RunError
-from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored, Step
+from groupwise.records import Finish, Prompt, Rollout, RolloutGroup, Sampling, Step
 from groupwise.runs import recorded
 from groupwise.runs.run_files import RunFiles
 
@@ -33,7 +33,9 @@ def step(number: int, *, signal: bool = False) -> Step:
     )
     rewards = np.array([[0.0], [float(number)]])
     signals = {"reference_logp": tuple(-np.ones(2, np.float32) for _ in rollouts)} if signal else {}
-    group = Scored(rollouts=rollouts, names=("judge",), rewards=rewards, reward=rewards[:, 0], weights=(1.0,), signals=signals)
+    group = RolloutGroup(
+        rollouts=rollouts, names=("judge",), rewards=rewards, reward=rewards[:, 0], weights=(1.0,), signals=signals
+    )
     return Step(
         number=number,
         metrics={},

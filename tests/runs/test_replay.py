@@ -298,7 +298,7 @@ def test_a_step_that_old_weights_have_sampled_is_diagnosed(run: Path) -> None:
     """The log-probs of step 5 are made those of the weights that the run began with."""
     begun = replaying.RecordedRun.of(run).learner(0).policy
     rollouts = [rollout for group in read_step(run, 5).groups for rollout in group.rollouts]
-    stale = score(begun, [sample_of(rollout) for rollout in rollouts], budget=1000).logp
+    stale = score(begun, [sample_of(rollout) for rollout in rollouts], max_tokens_per_microbatch=1000).logp
     values = pa.array([logp.tolist() for logp in stale], pa.list_(pa.float32()))
     rewrite(run, 5, lambda table: table.set_column(*place(table, "behavior_logp"), values))
     replayed = replay(run, 5).mismatch or ""

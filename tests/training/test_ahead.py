@@ -25,7 +25,7 @@ from groupwise.data.rollout_table import groups_from_bytes, groups_to_bytes
 from groupwise.errors import ConfigError, EngineError
 from groupwise.models.policy import Policy
 from groupwise.models.sharded import frozen_copy
-from groupwise.records import Prompt, Rollout, Sampling, Scored, Step
+from groupwise.records import Prompt, Rollout, RolloutGroup, Sampling, Step
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.run import train
 from groupwise.training.groups import PrefetchedRollouts, SampledRollouts
@@ -90,7 +90,7 @@ def run(tiny_policy: Callable) -> Callable[..., tuple[Any, Iterator[Step]]]:
             ),
             Optimizer(policy.model, OptimizerSettings(lr=1e-2), steps * settings.minibatches),
             group=settings,
-            budget=1000,
+            max_tokens_per_microbatch=1000,
         )
 
     return start
@@ -115,11 +115,11 @@ def test_every_token_was_drawn_by_the_weights_that_it_names_and_none_is_older_th
         assert step.metrics.get("staleness/versions_max", 1.0) == 1.0
         assert ("mismatch/mean" in step.metrics) == (age == 0)  # nothing that the newest weights drew could be compared
         rollouts = [rollout for group in step.groups for rollout in group.rollouts]
-        scored = score(kept[step.number - 1 - age], [sample_of(r) for r in rollouts], budget=1000).logp
+        scored = score(kept[step.number - 1 - age], [sample_of(r) for r in rollouts], max_tokens_per_microbatch=1000).logp
         gap = max(np.abs(own - r.behavior_logp).max() for own, r in zip(scored, rollouts, strict=True))
         assert gap < 1e-4
         if age:
-            newer = score(kept[-1], [sample_of(r) for r in rollouts], budget=1000).logp
+            newer = score(kept[-1], [sample_of(r) for r in rollouts], max_tokens_per_microbatch=1000).logp
             assert max(np.abs(own - r.behavior_logp).max() for own, r in zip(newer, rollouts, strict=True)) > 100 * gap
         kept.append(frozen_copy(engine.policy))
     assert len(kept) == 7
@@ -286,11 +286,11 @@ class SourceOf:
     def prompts(self) -> list[Prompt]:
         return [prompt(next(self.places)) for _ in range(2)]
 
-    def sample(self, prompts: Sequence[Prompt]) -> list[Scored]:
+    def sample(self, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
         groups = self.engine.generate(prompts, group_size=2, sampling=Sampling(max_new_tokens=3), seed=0)
         return RuleRewards(even).score(list(groups))
 
-    def collect(self, prompts: Sequence[Prompt] = (), own: Callable[[], list[Scored]] | None = None) -> Any:
+    def collect(self, prompts: Sequence[Prompt] = (), own: Callable[[], list[RolloutGroup]] | None = None) -> Any:
         found = sorted(own() if own is not None else self.sample(prompts), key=lambda group: group.prompt.id)
         return found, len(found)
 

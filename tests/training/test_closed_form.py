@@ -16,7 +16,7 @@ from groupwise.config.settings import GroupSettings
 from groupwise.errors import DataError
 from groupwise.models.policy import Policy
 from groupwise.ops.linear_cross_entropy import WholeLoss
-from groupwise.records import Branch, Sample, Scored
+from groupwise.records import Branch, RolloutGroup, Sample
 from groupwise.training.closed_form import RecordedLoss, closed_form
 from groupwise.training.loss import Loss
 from groupwise.training.passes import BatchPass, batches_of, score
@@ -36,7 +36,7 @@ SETTINGS = {
     "name", [name for name in SETTINGS if not (ALGORITHMS[name].needs_value or ALGORITHMS[name].needs_teacher)]
 )
 def test_the_closed_form_gradient_equals_autograd(
-    name: str, tiny_policy: Callable[..., Policy], scored_group: Callable[..., Scored]
+    name: str, tiny_policy: Callable[..., Policy], scored_group: Callable[..., RolloutGroup]
 ) -> None:
     policy, other = tiny_policy(dtype=torch.float64, scale=3.0), tiny_policy(dtype=torch.float64, scale=3.0, seed=1)
     algorithm = resolve(name, GroupSettings(group_size=3, **SETTINGS[name]), 16)  # type: ignore[arg-type]
@@ -45,13 +45,15 @@ def test_the_closed_form_gradient_equals_autograd(
         scored_group([0.0, 2.0, None], [2, 4, 8], id="0/1", seed=1),
         scored_group([1.0, 1.0, 1.0], [4, 4, 4], id="0/2", seed=2),
     ]
-    drawn = score(policy, [sample_of(rollout) for group in groups for rollout in group.rollouts], budget=100).logp
+    drawn = score(
+        policy, [sample_of(rollout) for group in groups for rollout in group.rollouts], max_tokens_per_microbatch=100
+    ).logp
     near = iter(logp + 0.1 * np.random.default_rng(5).normal(size=logp.size) for logp in drawn)
     groups = [replace(group, rollouts=tuple(replace(r, behavior_logp=next(near)) for r in group.rollouts)) for group in groups]
     if algorithm.needs_reference:
-        groups = add_signals(groups, algorithm, reference=other, budget=100)
+        groups = add_signals(groups, algorithm, reference=other, max_tokens_per_microbatch=100)
     samples = weigh(groups, algorithm.credit(groups), algorithm)
-    scores = score(policy, samples, budget=100, entropy=True)
+    scores = score(policy, samples, max_tokens_per_microbatch=100, entropy=True)
     samples = with_forking(algorithm, samples, scores.entropy) if algorithm.needs_forking else samples
     tokens = entropy_tokens(algorithm, samples)
     loss, through = 0.0, []
@@ -77,7 +79,7 @@ def test_the_closed_form_gradient_equals_autograd(
     assert np.abs(mine).sum() > 0
 
 
-def test_the_closed_form_includes_the_correction(scored_group: Callable[..., Scored]) -> None:
+def test_the_closed_form_includes_the_correction(scored_group: Callable[..., RolloutGroup]) -> None:
     """With one, the ratio is to the trainer's own log-prob, and the sampler's gives the weight."""
     algorithm = replace(resolve("grpo", GroupSettings(group_size=2), 8), correction=Correction(high=2.0))
     groups = [scored_group([1.0, 0.0], [2, 3])]
@@ -98,7 +100,7 @@ constant.reads_logp = False
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5])
-def test_a_surrogate_that_reads_no_log_probs_has_a_closed_form(beta: float, scored_group: Callable[..., Scored]) -> None:
+def test_a_surrogate_that_reads_no_log_probs_has_a_closed_form(beta: float, scored_group: Callable[..., RolloutGroup]) -> None:
     """Its gradient is that of the KL alone, and it cuts nothing."""
     algorithm = replace(resolve("grpo", GroupSettings(group_size=2, beta=beta, kl="k2"), 8), surrogate=constant)
     groups = [scored_group([1.0, 0.0], [2, 3])]
@@ -130,7 +132,7 @@ def test_what_of_an_episode_is_not_trained_has_no_gradient_and_a_ratio_of_1() ->
     np.testing.assert_allclose(found.gradient["0/0", 0], [0.0, 0.0, -0.5 * np.exp(0.1), 0.0])
 
 
-def test_missing_log_probs_and_entropies_are_named(scored_group: Callable[..., Scored]) -> None:
+def test_missing_log_probs_and_entropies_are_named(scored_group: Callable[..., RolloutGroup]) -> None:
     group = GroupSettings(group_size=2, entropy_bonus=0.1)
     groups = [scored_group([1.0, 0.0], [2, 3])]
     plain, bonus = resolve("grpo", GroupSettings(group_size=2), 8), resolve("grpo", group, 8)

@@ -102,7 +102,7 @@ def test_without_a_mismatch_the_correction_changes_nothing(tiny_policy: Callable
 def test_log_probs_before_the_first_update_are_scored_and_travel(tiny_policy: Callable, scored_group: Callable) -> None:
     policy = tiny_policy(dtype=torch.float64)
     algorithm, group = grpo(), scored_group([1.0, 0.0, 0.5], sampling=Sampling(temperature=0.9))
-    groups = add_signals([group], algorithm, scorer=policy, budget=200)
+    groups = add_signals([group], algorithm, scorer=policy, max_tokens_per_microbatch=200)
     for sample in weigh(groups, algorithm.credit(groups), algorithm):
         own = own_logp(policy, sample).detach().numpy()
         np.testing.assert_allclose(sample.extra["scored_logp"], own, atol=1e-9)
@@ -113,7 +113,9 @@ def test_the_metrics_know_the_sampler_from_the_policy(tiny_policy: Callable, sco
     policy, algorithm = tiny_policy(dtype=torch.float64), grpo(high=1.2)
     groups = [scored_group([1.0, 0.0], sampling=Sampling(temperature=0.9), id=str(i), seed=i) for i in range(3)]
     samples = weigh(groups, algorithm.credit(groups), algorithm)
-    update = improve(policy, algorithm, samples, Optimizer(policy.model, OptimizerSettings(lr=1e-3), 1), budget=200)
+    update = improve(
+        policy, algorithm, samples, Optimizer(policy.model, OptimizerSettings(lr=1e-3), 1), max_tokens_per_microbatch=200
+    )
     metrics = measure(groups, [update], algorithm, drawn=3, minibatches=1, seconds={})
     gap = np.concatenate([seen - sample.behavior_logp for seen, sample in zip(update.seen, update.samples, strict=True)])
     assert metrics["ratio/min"] == metrics["ratio/max"] == 1.0
@@ -171,7 +173,7 @@ def test_the_off_policy_mask_compares_with_the_engine_that_sampled(ahead: int, t
         ),
         optimizer,
         group=settings,
-        budget=100,
+        max_tokens_per_microbatch=100,
     )
     last = list(steps)[-1]
     found, before = seen[-1]

@@ -27,7 +27,7 @@ from groupwise.models.loading import read_blueprint
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import make_scorer
 from groupwise.models.saving import save
-from groupwise.records import Scored, Step
+from groupwise.records import RolloutGroup, Step
 from groupwise.runs.run import train
 from groupwise.training import metrics
 from groupwise.training.critics import Critic
@@ -40,13 +40,13 @@ from groupwise.training.samples import sample_of, weigh
 from groupwise.training.signals import add_signals
 
 
-def valued(group: Scored, *, seed: int = 0, reference: bool = True) -> Scored:
+def valued(group: RolloutGroup, *, seed: int = 0, reference: bool = True) -> RolloutGroup:
     """The group with made-up values and reference log-probs."""
     rng = np.random.default_rng(seed)
     signals = {"value": tuple(rng.normal(size=len(r)) for r in group.rollouts)}
     if reference:
         signals["reference_logp"] = tuple(r.behavior_logp + 0.5 * rng.normal(size=len(r)) for r in group.rollouts)
-    return Scored(
+    return RolloutGroup(
         rollouts=group.rollouts, names=group.names, rewards=group.rewards, reward=group.reward, signals=signals
     )  # fmt: skip
 
@@ -146,7 +146,7 @@ def scorer_of(policy: Policy, tmp_path: Path) -> Policy:
 
 
 @pytest.fixture
-def groups(scored_group: Callable) -> list[Scored]:
+def groups(scored_group: Callable) -> list[RolloutGroup]:
     made = [
         scored_group([1.0, 0.0, 0.5, None], [1, 12, 5, 3], id="0/0", seed=1),
         scored_group([0.0, 1.0, 1.0, 0.0], [7, 0, 2, 9], id="0/1", seed=2),
@@ -166,7 +166,7 @@ def states(policy: Policy, sample) -> tuple[torch.Tensor, torch.Tensor]:
     return out.hidden_states[-1][0, rows], logp.gather(1, ids[sample.prompt.size :, None])[:, 0]
 
 
-def test_a_step_with_a_shared_backbone_is_the_paper_s(tiny_policy: Callable, groups: list[Scored]) -> None:
+def test_a_step_with_a_shared_backbone_is_the_paper_s(tiny_policy: Callable, groups: list[RolloutGroup]) -> None:
     """Value and gradient of `L_clip + c L_value`, after both policy and critic have moved, to 1e-10."""
     policy = tiny_policy(dtype=torch.float64, scale=2.0)
     settings = CriticSettings(coefficient=0.3, clip=0.1)
@@ -174,7 +174,7 @@ def test_a_step_with_a_shared_backbone_is_the_paper_s(tiny_policy: Callable, gro
     critic = settled(Critic.on(policy, settings, OptimizerSettings(), 1))
     critic.head.bias.fill_(start := -0.4)
     reference = tiny_policy(dtype=torch.float64, scale=1.9)
-    scored = add_signals(groups, algorithm, reference=reference, critic=critic, budget=100)
+    scored = add_signals(groups, algorithm, reference=reference, critic=critic, max_tokens_per_microbatch=100)
     shift = float(critic.head.bias) - start
     assert shift > settings.clip, "the first step moves the bias further than the loss lets a value go"
     samples = weigh(scored, algorithm.credit(scored), algorithm)
@@ -214,15 +214,15 @@ def test_a_step_with_a_shared_backbone_is_the_paper_s(tiny_policy: Callable, gro
 
 
 def steps_on(
-    policy: Policy, algorithm: Algorithm, groups: list[Scored], optimizer: Optimizer, critic: Critic, times: int = 1
+    policy: Policy, algorithm: Algorithm, groups: list[RolloutGroup], optimizer: Optimizer, critic: Critic, times: int = 1
 ) -> list[Step]:
     """A step of the loop on the groups."""
     recorded = RecordedRollouts(lambda number: (groups, len(groups)), range(1, 2))
     group = GroupSettings(group_size=4, updates_per_rollout=times)
-    return list(train_online(policy, algorithm, recorded, optimizer, group=group, budget=100, critic=critic))
+    return list(train_online(policy, algorithm, recorded, optimizer, group=group, max_tokens_per_microbatch=100, critic=critic))
 
 
-def test_a_step_takes_both_gradients(tiny_policy: Callable, groups: list[Scored]) -> None:
+def test_a_step_takes_both_gradients(tiny_policy: Callable, groups: list[RolloutGroup]) -> None:
     """A head on the policy learns with it; a critic of its own learns from the same samples, and the policy from its part alone."""
     algorithm = resolve("ppo", GroupSettings(group_size=4), 12)
     moved = {}
@@ -242,7 +242,7 @@ def test_a_step_takes_both_gradients(tiny_policy: Callable, groups: list[Scored]
 
 
 def test_what_fitted_into_memory_for_the_critic_is_remembered(
-    tiny_policy: Callable, groups: list[Scored], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_policy: Callable, groups: list[RolloutGroup], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else every further update would run out of memory again before it learns."""
     policy, algorithm = tiny_policy(scale=2.0), resolve("ppo", GroupSettings(group_size=4), 12)
@@ -262,12 +262,16 @@ def test_what_fitted_into_memory_for_the_critic_is_remembered(
     assert {taken for taken, positions in seen if positions > 50} == {0}
 
 
-def test_pretraining_leaves_the_policy_as_it_is(tiny_policy: Callable, groups: list[Scored]) -> None:
+def test_pretraining_leaves_the_policy_as_it_is(tiny_policy: Callable, groups: list[RolloutGroup]) -> None:
     policy, algorithm = tiny_policy(scale=2.0), resolve("ppo", GroupSettings(group_size=4), 12)
     critic = settled(Critic.on(policy, CriticSettings(lr=1e-2), OptimizerSettings(), 30))
     before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
     recorded = RecordedRollouts(lambda number: (groups, len(groups)), range(1, 31))
-    steps = list(pretrain_critic(policy, algorithm, recorded, critic=critic, group=GroupSettings(group_size=4), budget=100))
+    steps = list(
+        pretrain_critic(
+            policy, algorithm, recorded, critic=critic, group=GroupSettings(group_size=4), max_tokens_per_microbatch=100
+        )
+    )
     for step in steps:
         assert (step.metrics["grad_norm"], step.metrics["lr"]) == (0.0, 0.0)
         rollout = groups[0].rollouts[0]
@@ -358,12 +362,12 @@ def test_a_credit_of_the_table_makes_any_row_ask_a_critic() -> None:
     assert not chosen.skips_dead
 
 
-def test_a_new_head_soon_has_the_mean_of_the_returns(tiny_policy: Callable, groups: list[Scored]) -> None:
+def test_a_new_head_soon_has_the_mean_of_the_returns(tiny_policy: Callable, groups: list[RolloutGroup]) -> None:
     policy = tiny_policy(dtype=torch.float64, scale=2.0)
     algorithm = resolve("ppo", GroupSettings(group_size=4), 12)
     critic = Critic.on(policy, CriticSettings(), OptimizerSettings(), 1)
     for _ in range(60):
-        scored = add_signals(groups, algorithm, critic=critic, budget=100)
+        scored = add_signals(groups, algorithm, critic=critic, max_tokens_per_microbatch=100)
     found = metrics.value_metrics(scored)
     assert found["value/mean"] == pytest.approx(found["value/return"], abs=1e-3)
     assert found["value/mean"] != 0.0

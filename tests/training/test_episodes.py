@@ -26,7 +26,7 @@ from groupwise.data.rollout_table import groups_from_bytes, groups_of, groups_to
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
 from groupwise.models.sharded import frozen_copy
-from groupwise.records import Branch, Episode, Finish, Prompt, Rollout, Sampling, Scored, Step, ToolCall, Turn
+from groupwise.records import Branch, Episode, Finish, Prompt, Rollout, RolloutGroup, Sampling, Step, ToolCall, Turn
 from groupwise.rewards.step_rewards import with_turns
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.training.closed_form import closed_form
@@ -87,18 +87,18 @@ def episode(
     )
 
 
-def groups_with(cut: str | None, *, seed: int = 0, count: int = 3, stray: float = 0.0) -> list[Scored]:
+def groups_with(cut: str | None, *, seed: int = 0, count: int = 3, stray: float = 0.0) -> list[RolloutGroup]:
     groups = []
     for g in range(count):
         rng = np.random.default_rng([seed, g])
         prompt = Prompt(id=f"0/{g}", tokens=rng.integers(5, 60, size=1 + 3 * g), text="")
         rollouts = tuple(episode(np.random.default_rng([seed, g, i]), prompt, i, cut=cut, stray=stray) for i in range(3))
         reward = rng.normal(size=3)
-        groups.append(Scored(rollouts=rollouts, names=("r",), rewards=reward[:, None], reward=reward))
+        groups.append(RolloutGroup(rollouts=rollouts, names=("r",), rewards=reward[:, None], reward=reward))
     return groups
 
 
-def uncut(groups: list[Scored]) -> list[Scored]:
+def uncut(groups: list[RolloutGroup]) -> list[RolloutGroup]:
     """The same episodes, drawn behind the prompt and what stands there."""
     return [
         replace(group, rollouts=tuple(replace(r, episode=replace(r.episode, branches=())) for r in group.rollouts))
@@ -106,11 +106,11 @@ def uncut(groups: list[Scored]) -> list[Scored]:
     ]
 
 
-def near(policy: Policy, groups: list[Scored]) -> list[Scored]:
+def near(policy: Policy, groups: list[RolloutGroup]) -> list[RolloutGroup]:
     """With behaviour log-probs near the policy's own, so that no ratio is extreme."""
     found = []
     for group in groups:
-        logp = score_rollouts(policy, group.rollouts, budget=100)
+        logp = score_rollouts(policy, group.rollouts, max_tokens_per_microbatch=100)
         noise = np.random.default_rng(5)
         rollouts = tuple(
             replace(r, behavior_logp=np.where(r.trained, column + 0.1 * noise.normal(size=column.size), r.behavior_logp))
@@ -120,12 +120,14 @@ def near(policy: Policy, groups: list[Scored]) -> list[Scored]:
     return found
 
 
-def gradient(policy: Policy, algorithm: Algorithm, groups: list[Scored], budget: int) -> tuple[float, torch.Tensor]:
+def gradient(
+    policy: Policy, algorithm: Algorithm, groups: list[RolloutGroup], max_tokens_per_microbatch: int
+) -> tuple[float, torch.Tensor]:
     samples = weigh(groups, algorithm.credit(groups), algorithm)
     tokens = float(sum(np.count_nonzero(sample.weight) for sample in samples))
     policy.model.zero_grad()
     total = 0.0
-    for batch in batches_of(policy, with_gradient(algorithm, samples), budget):
+    for batch in batches_of(policy, with_gradient(algorithm, samples), max_tokens_per_microbatch):
         value, _ = Loss(algorithm=algorithm, entropy_tokens=tokens)(BatchPass(policy, batch))
         value.backward()
         total += float(value.detach())
@@ -144,12 +146,12 @@ def test_trap_14_branches_give_the_gradient_of_the_uncut_episode(name: str, else
     groups = near(policy, groups_with("same"))
     assert sum(len(r.episode.branches) for group in groups for r in group.rollouts) > 8
     if algorithm.needs_reference:
-        groups = add_signals(groups, algorithm, reference=other, budget=100)
+        groups = add_signals(groups, algorithm, reference=other, max_tokens_per_microbatch=100)
     if elsewhere:
-        groups = add_signals(groups, algorithm, scorer=policy, budget=100)
+        groups = add_signals(groups, algorithm, scorer=policy, max_tokens_per_microbatch=100)
     loss, expected = gradient(policy, algorithm, uncut(groups), 40)
-    for budget in (10, 60, 10_000):  # no part is computed without the others of its episode
-        found, cut = gradient(policy, algorithm, groups, budget)
+    for max_tokens_per_microbatch in (10, 60, 10_000):  # no part is computed without the others of its episode
+        found, cut = gradient(policy, algorithm, groups, max_tokens_per_microbatch)
         assert found == pytest.approx(loss, rel=1e-10, abs=1e-12)
         torch.testing.assert_close(cut, expected, rtol=1e-8, atol=1e-11)
 
@@ -165,7 +167,7 @@ def test_each_branch_is_scored_behind_its_context(family: str, attention: str, t
         part.prompt.tokens.tolist()[: len(r.prompt.tokens)] == r.prompt.tokens.tolist() for r in rollouts for part in unbranched(r)
     }
     assert begins == {True, False}  # contexts that begin with the prompt, and others
-    for rollout, found in zip(rollouts, score_rollouts(policy, rollouts, budget=60), strict=True):
+    for rollout, found in zip(rollouts, score_rollouts(policy, rollouts, max_tokens_per_microbatch=60), strict=True):
         expected = []
         for part in unbranched(rollout):
             ids = torch.from_numpy(np.concatenate([part.prompt.tokens, part.tokens]))[None]
@@ -177,15 +179,15 @@ def test_each_branch_is_scored_behind_its_context(family: str, attention: str, t
         np.testing.assert_allclose(found, np.where(rollout.trained, np.concatenate(expected), 0.0), rtol=0, atol=tolerance)
 
 
-@given(seed=st.integers(0, 1000), cut=st.sampled_from(["same", "other", None]), budget=st.integers(5, 200))
-def test_what_is_cut_is_put_together_again(seed: int, cut: str | None, budget: int) -> None:
+@given(seed=st.integers(0, 1000), cut=st.sampled_from(["same", "other", None]), max_tokens_per_microbatch=st.integers(5, 200))
+def test_what_is_cut_is_put_together_again(seed: int, cut: str | None, max_tokens_per_microbatch: int) -> None:
     """Through packing and back; all segments of an episode are in one micro-batch, as one sequence."""
     rng = np.random.default_rng(seed)
     rollouts = [r for group in groups_with(cut, seed=seed) for r in group.rollouts]
     samples = [sample_of(r, advantage=(column := rng.normal(size=len(r))), extra={"x": -column}) for r in rollouts]
     columns: dict[int, np.ndarray] = {}
     sequences = 0
-    for batch in pack(samples, budget):
+    for batch in pack(samples, max_tokens_per_microbatch):
         assert int((batch.weight_P != 0).sum()) == batch.trained_M.numel()
         owner_S = {s: index for s, index in enumerate(batch.samples) if index >= 0}
         numbers = {(index, n) for s, index in owner_S.items() for n in batch.sequence_P[batch.segment_P == s].tolist()}
@@ -216,12 +218,12 @@ def test_trap_8_what_is_said_of_observations_changes_no_bit(name: str, cut: str 
     for stray in (0.0, np.nan, -1e30, 7.0):
         groups = groups_with(cut, stray=stray)
         if algorithm.needs_reference:
-            groups = add_signals(groups, algorithm, reference=policy, budget=100)
+            groups = add_signals(groups, algorithm, reference=policy, max_tokens_per_microbatch=100)
         samples = weigh(groups, algorithm.credit(groups), algorithm)
         loss, grad = gradient(policy, algorithm, groups, 60)
-        scores = score(policy, samples, budget=60, entropy=True)
+        scores = score(policy, samples, max_tokens_per_microbatch=60, entropy=True)
         seen = Assessment(
-            samples=samples, seen=scores.logp, entropy=scores.entropy, loss=loss, positions=[1], budget=60,
+            samples=samples, seen=scores.logp, entropy=scores.entropy, loss=loss, positions=[1], max_tokens_per_microbatch=60,
             stats=StepStats(grad_norm=float(grad.norm()), lr=0.1, skipped=False),
         )  # fmt: skip
         metrics = measure(groups, [seen], algorithm, 3, minibatches=1, seconds={"a": 1.0}, version=0)
@@ -229,7 +231,7 @@ def test_trap_8_what_is_said_of_observations_changes_no_bit(name: str, cut: str 
         logp = {
             (r.prompt.id, r.index): c
             for g in groups
-            for r, c in zip(g.rollouts, score_rollouts(policy, g.rollouts, budget=60), strict=True)
+            for r, c in zip(g.rollouts, score_rollouts(policy, g.rollouts, max_tokens_per_microbatch=60), strict=True)
         }
         closed = closed_form(algorithm, samples, logp, logp if algorithm.needs_entropy else None)
         for group in groups:
@@ -369,7 +371,7 @@ def test_every_algorithm_trains_on_episodes(preset: str, tiny_policy: Callable, 
         ),
         Optimizer(policy.model, OptimizerSettings(lr=1e-3), 100),
         group=settings,
-        budget=100,
+        max_tokens_per_microbatch=100,
         reference=frozen_copy(policy) if algorithm.needs_reference else None,
         critic=Critic.on(policy, CriticSettings(lr=1e-3), OptimizerSettings(), 100) if algorithm.needs_value else None,
         teacher=Teacher(policy=tiny_policy("llama", dtype=torch.float64, scale=1.7)) if algorithm.needs_teacher else None,
@@ -405,7 +407,9 @@ def test_a_difference_is_found_in_episodes_too(tiny_policy: Callable, scripted_w
     engine = NativeEngine(policy, max_rows=5, world=world)
     sampling = Sampling(max_new_tokens=40, temperature=0.5)
     rollouts = [r for group in engine.generate(prompts, group_size=3, sampling=sampling, seed=1) for r in group]
-    wrong = score_rollouts(policy, [replace(r, sampling=replace(sampling, temperature=1.0)) for r in rollouts], budget=200)
+    wrong = score_rollouts(
+        policy, [replace(r, sampling=replace(sampling, temperature=1.0)) for r in rollouts], max_tokens_per_microbatch=200
+    )
     found = diagnose(policy, rollouts, wrong)
     assert found is not None
     assert found.cause is not None

@@ -11,7 +11,7 @@ import pytest
 from groupwise.config.recipes import parse_stages
 from groupwise.config.settings import RewardSettings, verdict_of
 from groupwise.errors import ConfigError
-from groupwise.records import Prompt, Rollout, Sampling, Scored
+from groupwise.records import Prompt, Rollout, RolloutGroup, Sampling
 from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.training.evaluate import Evaluation, evaluate
@@ -25,13 +25,13 @@ class Judge:
         self.verdict, self.rules = verdict, rules
         self.names = tuple("abc"[: len(rules)])
 
-    def score(self, groups: Sequence[Sequence[Rollout]]) -> list[Scored]:
+    def score(self, groups: Sequence[Sequence[Rollout]]) -> list[RolloutGroup]:
         found = []
         for group in groups:
             rows = [[np.nan if (value := rule(rollout)) is None else value for rule in self.rules] for rollout in group]
             reward = np.array([np.nan if np.isnan(row).all() else np.nansum(row) for row in rows])
             found.append(
-                Scored(rollouts=tuple(group), names=self.names, rewards=np.array(rows), reward=reward, verdict=self.verdict)
+                RolloutGroup(rollouts=tuple(group), names=self.names, rewards=np.array(rows), reward=reward, verdict=self.verdict)
             )
         return found
 
@@ -104,15 +104,15 @@ def test_a_column_of_the_data_is_no_breakdown_unless_it_is_named(evaluated: Call
     assert evaluated("a", half, columns=["seen"]).metrics()["greedy/seen=0"] == 1.0
 
 
-def test_no_verdict_is_guessed_from_values_that_happen_to_be_0_and_1(scored_group: Callable[..., Scored]) -> None:
+def test_no_verdict_is_guessed_from_values_that_happen_to_be_0_and_1(scored_group: Callable[..., RolloutGroup]) -> None:
     """A length penalty of 0 everywhere beside answers that are all right: nothing has failed."""
     rewards = np.array([[0.0, 1.0]] * 4)
-    group = Scored(
+    group = RolloutGroup(
         rollouts=scored_group([1.0] * 4).rollouts, names=("soft_overlong", "accuracy"), rewards=rewards, reward=rewards.sum(1),
         verdict="accuracy",
     )  # fmt: skip
     assert solved_metrics([group]) == {"groups/solved": 1.0, "groups/failed": 0.0}
-    no_verdict = Scored(rollouts=group.rollouts, names=group.names, rewards=rewards, reward=rewards.sum(1))
+    no_verdict = RolloutGroup(rollouts=group.rollouts, names=group.names, rewards=rewards, reward=rewards.sum(1))
     assert solved_metrics([no_verdict]) == {}
 
 

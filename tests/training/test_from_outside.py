@@ -235,7 +235,7 @@ def test_the_loop_reaches_a_surrogate_in_four_calls(tiny_policy: Callable, score
     algorithm = replace(ALGORITHMS["grpo"], surrogate=looking)
     recorded = RecordedRollouts(lambda number: ([scored_group([1.0, 0.0], [3, 2])], 1), range(1, 2))
     optimizer = Optimizer(policy.model, OptimizerSettings(lr=1e-3), 1)
-    next(train_online(policy, algorithm, recorded, optimizer, group=group, budget=100))
+    next(train_online(policy, algorithm, recorded, optimizer, group=group, max_tokens_per_microbatch=100))
     assert calls == ["Algorithm.loss", "Loss.__call__", "update", "train_online"]
 
 

@@ -61,7 +61,7 @@ def told(rollouts: Sequence[Rollout], logp: Sequence[np.ndarray]) -> list[Rollou
 
 
 def found(policy: Policy, rollouts: Sequence[Rollout], scored: Logp | None = None, **more: Any) -> Any:
-    scored = score(policy, [sample_of(r) for r in rollouts], budget=500).logp if scored is None else scored
+    scored = score(policy, [sample_of(r) for r in rollouts], max_tokens_per_microbatch=500).logp if scored is None else scored
     return diagnose(policy, rollouts, scored, **more)
 
 

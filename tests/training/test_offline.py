@@ -23,10 +23,10 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("budget", [1, 1000])
+@pytest.mark.parametrize("max_tokens_per_microbatch", [1, 1000])
 @pytest.mark.parametrize("train_on", ["completion", "all"])
 def test_the_loss_is_the_mean_over_the_tokens_that_are_trained(
-    tiny_policy: Callable[..., Policy], train_on: str, budget: int
+    tiny_policy: Callable[..., Policy], train_on: str, max_tokens_per_microbatch: int
 ) -> None:
     policy = tiny_policy(dtype=torch.float64)
     rows = ROWS if train_on == "completion" else [row.whole for row in ROWS]
@@ -38,7 +38,9 @@ def test_the_loss_is_the_mean_over_the_tokens_that_are_trained(
             first = row.prompt.size - 1 if train_on == "completion" else 0  # what a token is predicted from stands before it
             logps.append(logp.gather(1, ids[1:, None])[first:, 0])
     expected = -torch.cat(logps).mean().item()
-    assert validate(policy, SFT, rows, budget=budget).figures["nll"] == pytest.approx(expected, rel=1e-9)
+    assert validate(policy, SFT, rows, max_tokens_per_microbatch=max_tokens_per_microbatch).figures["nll"] == pytest.approx(
+        expected, rel=1e-9
+    )
 
 
 def test_a_recipe_says_which_tokens_are_trained(tmp_path: Path) -> None:

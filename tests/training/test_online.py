@@ -55,7 +55,7 @@ def run(tiny_policy: Callable) -> Callable[..., tuple[Policy, Iterator[Step]]]:
         algorithm: Algorithm | None = None,
         prompt: int = 3,
         checkpointing: bool = False,
-        budget: int = 200,
+        max_tokens_per_microbatch: int = 200,
         engine: object = None,
         **group: object,
     ) -> tuple[Policy, Iterator[Step]]:
@@ -79,7 +79,7 @@ def run(tiny_policy: Callable) -> Callable[..., tuple[Policy, Iterator[Step]]]:
             ),
             Optimizer(policy.model, optimizer or OptimizerSettings(lr=1e-3), 100),
             group=settings,
-            budget=budget,
+            max_tokens_per_microbatch=max_tokens_per_microbatch,
             reference=frozen_copy(policy) if algorithm.needs_reference else None,
             critic=Critic.on(policy, CriticSettings(lr=1e-3), OptimizerSettings(), 100) if algorithm.needs_value else None,
             teacher=Teacher(policy=tiny_policy("llama", scale=1.7)) if algorithm.needs_teacher else None,
@@ -116,7 +116,9 @@ def test_p61_rewards_without_differences_change_nothing(preset: str, value: floa
 def test_a_loop_of_your_own_hears_which_model_is_missing_or_too_many(beta: float, message: str, tiny_policy: Callable) -> None:
     policy, settings = tiny_policy("llama"), GroupSettings(beta=beta)
     optimizer, reference = Optimizer(policy.model, OptimizerSettings(), 1), None if beta else policy
-    steps = train_online(policy, resolve("grpo", settings, 6), [], optimizer, group=settings, budget=9, reference=reference)  # type: ignore[arg-type]
+    steps = train_online(
+        policy, resolve("grpo", settings, 6), [], optimizer, group=settings, max_tokens_per_microbatch=9, reference=reference
+    )  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=message):
         next(steps)
 
@@ -172,7 +174,7 @@ def test_a_high_entropy_mask_is_the_same_however_a_step_is_cut(
     algorithm = resolve("grpo", GroupSettings(group_size=4, entropy_quantile=quantile, entropy_bonus=0.01), 8)
     samples = weigh(groups, algorithm.credit(groups), algorithm)
     gradients = []
-    for budget in (1, 20, 33, 1000):
+    for max_tokens_per_microbatch in (1, 20, 33, 1000):
         for nudge in (0.0, 2e-7, -2e-7):
 
             def nudged(*args: Any, nudge: float = nudge, **kwargs: Any) -> Scores:
@@ -183,7 +185,7 @@ def test_a_high_entropy_mask_is_the_same_however_a_step_is_cut(
             monkeypatch.setattr("groupwise.training.loss.score", nudged)
             policy = tiny_policy("llama", scale=2.0)
             optimizer = Optimizer(policy.model, OptimizerSettings(lr=1e-3, clip_norm=None), 3)
-            improve(policy, algorithm, samples, optimizer, budget=budget)
+            improve(policy, algorithm, samples, optimizer, max_tokens_per_microbatch=max_tokens_per_microbatch)
             gradients.append(weights_of(policy))
     for found in gradients[1:]:
         torch.testing.assert_close(found, gradients[0], rtol=0, atol=2e-5)
@@ -199,7 +201,9 @@ def test_samples_without_advantage_are_computed_where_experts_are_balanced(tiny_
         policy.model.config.output_router_logits = coefficient > 0
         policy.model.config.router_aux_loss_coef = coefficient
         assert router_coefficient(policy) == coefficient
-        found = improve(policy, algorithm, samples, Optimizer(policy.model, OptimizerSettings(lr=1e-3), 3), budget=100)
+        found = improve(
+            policy, algorithm, samples, Optimizer(policy.model, OptimizerSettings(lr=1e-3), 3), max_tokens_per_microbatch=100
+        )
         assert len(found.samples) == computed
 
 
@@ -433,7 +437,7 @@ def test_a_step_says_the_entropy_and_the_weight_of_every_token(run: Callable, ti
     _, steps = run(preset, steps=1)
     step = next(steps)
     rollouts = [rollout for group in step.groups for rollout in group.rollouts]
-    scored = score(before, [sample_of(rollout) for rollout in rollouts], budget=200, entropy=True)
+    scored = score(before, [sample_of(rollout) for rollout in rollouts], max_tokens_per_microbatch=200, entropy=True)
     entropy = [values for group in step.columns["entropy"] for values in group]
     weight = [values for group in step.columns["weight"] for values in group]
     advantage = [values for group in step.advantages for values in group]
@@ -472,7 +476,7 @@ def test_the_adaptive_bonus_is_the_fixed_one_of_its_coefficient(tiny_policy: Cal
         optimizer = Optimizer(policy.model, OptimizerSettings(lr=1e-2), 5)
         optimizer.entropy_bonus = start
         samples = weigh(groups, algorithm.credit(groups), algorithm)
-        found = improve(policy, algorithm, samples, optimizer, budget=100)
+        found = improve(policy, algorithm, samples, optimizer, max_tokens_per_microbatch=100)
         return policy.model.state_dict(), found, optimizer
 
     adaptive = {"entropy_bonus": 0.3, "entropy_step": 0.1}

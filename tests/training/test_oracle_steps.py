@@ -25,7 +25,7 @@ from groupwise.algorithms.advantages import Standardized
 from groupwise.algorithms.table import ALGORITHMS, Algorithm
 from groupwise.config.settings import OptimizerSettings
 from groupwise.models.policy import Policy
-from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored
+from groupwise.records import Finish, Prompt, Rollout, RolloutGroup, Sampling
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.passes import Assessment, score
 from groupwise.training.samples import sample_of, weigh
@@ -59,9 +59,9 @@ def policy(tiny_policy: Callable) -> Policy:
 
 
 @pytest.fixture(scope="module")
-def groups(policy: Policy) -> list[Scored]:
+def groups(policy: Policy) -> list[RolloutGroup]:
     """The 8 completions, sampled by this policy as far as their log-probs say."""
-    found: list[Scored] = []
+    found: list[RolloutGroup] = []
     ids, prompts = CONTENT["completion_ids"], CONTENT["prompt_ids"]
     for number, begin in enumerate(range(0, len(ids), 4)):
         prompt = Prompt(id=str(number), tokens=np.array(prompts[begin], dtype=np.int64), text="")
@@ -72,14 +72,14 @@ def groups(policy: Policy) -> list[Scored]:
                 prompt=prompt, index=index, tokens=tokens, behavior_logp=np.zeros(tokens.size), finish=Finish.EOS, eos_ids=(EOS,),
                 sampling=Sampling(), text="",
             )  # fmt: skip
-            (logp,) = score(policy, [sample_of(drawn)], budget=100).logp
+            (logp,) = score(policy, [sample_of(drawn)], max_tokens_per_microbatch=100).logp
             rollouts.append(replace(drawn, behavior_logp=logp))
         reward = np.array(CONTENT["rewards"][begin : begin + 4])
-        found.append(Scored(rollouts=tuple(rollouts), names=("r",), rewards=reward[:, None], reward=reward))
+        found.append(RolloutGroup(rollouts=tuple(rollouts), names=("r",), rewards=reward[:, None], reward=reward))
     return found
 
 
-def minibatches_of(case: dict, groups: list[Scored]) -> list[tuple[int, ...]]:
+def minibatches_of(case: dict, groups: list[RolloutGroup]) -> list[tuple[int, ...]]:
     """The completions of each optimizer step.  TRL shuffles a rollout that takes several steps, with one seed for all loss types:
     the two losses of a step that are known in closed form, the sum of A and the sum of n A, tell which completions it had.
     """
@@ -103,7 +103,7 @@ def minibatches_of(case: dict, groups: list[Scored]) -> list[tuple[int, ...]]:
     return found
 
 
-def rows_of(groups: list[Scored], advantages: list, rows: Sequence[int]) -> tuple[list[Scored], list]:
+def rows_of(groups: list[RolloutGroup], advantages: list, rows: Sequence[int]) -> tuple[list[RolloutGroup], list]:
     """These completions of the step, as groups: TRL cuts minibatches by completions, and takes advantages before."""
     cut, credit = [], []
     for number, group in enumerate(groups):
@@ -116,7 +116,7 @@ def rows_of(groups: list[Scored], advantages: list, rows: Sequence[int]) -> tupl
 
 
 def take(
-    policy: Policy, algorithm: Algorithm, groups: list[Scored], rows: Sequence[int], budget: int
+    policy: Policy, algorithm: Algorithm, groups: list[RolloutGroup], rows: Sequence[int], max_tokens_per_microbatch: int
 ) -> tuple[Assessment, torch.Tensor]:
     """One step on these completions and its gradient; the weights are left as they were."""
     seen: list[torch.Tensor] = []
@@ -128,7 +128,13 @@ def take(
 
     before = {name: parameter.detach().clone() for name, parameter in policy.model.named_parameters()}
     samples = weigh(*rows_of(groups, algorithm.credit(groups), rows), algorithm)
-    taken = improve(policy, algorithm, samples, Recorder(policy.model, OptimizerSettings(clip_norm=None), 1), budget=budget)
+    taken = improve(
+        policy,
+        algorithm,
+        samples,
+        Recorder(policy.model, OptimizerSettings(clip_norm=None), 1),
+        max_tokens_per_microbatch=max_tokens_per_microbatch,
+    )
     with torch.no_grad():
         for name, parameter in policy.model.named_parameters():
             parameter.copy_(before[name])
@@ -143,7 +149,7 @@ def share_of_loss(case: dict, rows: Sequence[int]) -> float:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_p01_p03_steps_are_trls_however_they_are_cut(case: dict, policy: Policy, groups: list[Scored]) -> None:
+def test_p01_p03_steps_are_trls_however_they_are_cut(case: dict, policy: Policy, groups: list[RolloutGroup]) -> None:
     algorithm = algorithm_of(case)
     everything = range(len(TOKENS_R))
     minibatches = minibatches_of(case, groups)
@@ -151,8 +157,8 @@ def test_p01_p03_steps_are_trls_however_they_are_cut(case: dict, policy: Policy,
     _, whole = take(policy, algorithm, groups, everything, 1000)
     mean = torch.zeros_like(whole)
     for rows, logged in zip(minibatches, case["logged_loss"], strict=True):
-        found, gradient = take(policy, algorithm, groups, rows, budget=9 * case["per_device"])
-        _, again = take(policy, algorithm, groups, rows, budget=1)
+        found, gradient = take(policy, algorithm, groups, rows, max_tokens_per_microbatch=9 * case["per_device"])
+        _, again = take(policy, algorithm, groups, rows, max_tokens_per_microbatch=1)
         torch.testing.assert_close(again, gradient, rtol=1e-10, atol=1e-12)
         share = share_of_loss(case, rows)
         with_logp = {losses.Cispo(), losses.Vespo()} & {getattr(algorithm.surrogate, "func", algorithm.surrogate)}
@@ -166,7 +172,7 @@ def test_p01_p03_steps_are_trls_however_they_are_cut(case: dict, policy: Policy,
     torch.testing.assert_close(mean, whole, rtol=1e-9, atol=1e-12)
 
 
-def test_gradients_stand_in_trls_proportions(policy: Policy, groups: list[Scored]) -> None:
+def test_gradients_stand_in_trls_proportions(policy: Policy, groups: list[RolloutGroup]) -> None:
     """On-policy gradients differ between losses by their normalisation alone, whatever the model."""
     whole = {case["loss_type"]: case["grad_norm"][0] for case in CONTENT["cases"] if case["per_device"] == len(TOKENS_R)}
     ours = {

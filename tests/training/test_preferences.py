@@ -71,7 +71,9 @@ def gradients(policy: Policy) -> dict[str, torch.Tensor]:
     return found
 
 
-def packed_gradient(policy: Policy, objective: Objective, rows: list, budget: int) -> tuple[float, dict[str, torch.Tensor]]:
+def packed_gradient(
+    policy: Policy, objective: Objective, rows: list, max_tokens_per_microbatch: int
+) -> tuple[float, dict[str, torch.Tensor]]:
     class Stop(Exception):
         pass
 
@@ -82,9 +84,22 @@ def packed_gradient(policy: Policy, objective: Objective, rows: list, budget: in
         def step(self) -> None:
             raise Stop
 
-    total = assess(policy, objective.loss, objective.samples(rows), budget=budget, whole_groups=objective.whole_groups).loss
+    total = assess(
+        policy,
+        objective.loss,
+        objective.samples(rows),
+        max_tokens_per_microbatch=max_tokens_per_microbatch,
+        whole_groups=objective.whole_groups,
+    ).loss
     with pytest.raises(Stop):
-        update(policy, objective.loss, objective.samples(rows), Never(), budget=budget, whole_groups=objective.whole_groups)  # type: ignore[arg-type]
+        update(
+            policy,
+            objective.loss,
+            objective.samples(rows),
+            Never(),
+            max_tokens_per_microbatch=max_tokens_per_microbatch,
+            whole_groups=objective.whole_groups,
+        )  # type: ignore[arg-type]
     return total, gradients(policy)
 
 
@@ -97,12 +112,14 @@ def close(ours: tuple[float, dict[str, torch.Tensor]], loss: torch.Tensor, polic
         torch.testing.assert_close(ours[1][name], gradient, rtol=1e-7, atol=1e-11)
 
 
-@pytest.mark.parametrize("budget", [1, 40, 1000])
+@pytest.mark.parametrize("max_tokens_per_microbatch", [1, 40, 1000])
 @pytest.mark.parametrize("pooling", ["last", "mean", "sum"])
-def test_the_reward_model_learns_what_bradley_terry_says(scorer: Callable[..., Policy], pooling: str, budget: int) -> None:
+def test_the_reward_model_learns_what_bradley_terry_says(
+    scorer: Callable[..., Policy], pooling: str, max_tokens_per_microbatch: int
+) -> None:
     policy, pairs = scorer(pooling), random_pairs(margin=0.1)
     settings = RewardModelSettings(pooling=pooling, centering=0.03, lm_coefficient=0.2)  # type: ignore[arg-type]
-    ours = packed_gradient(policy, reward_objective(settings), pairs, budget)
+    ours = packed_gradient(policy, reward_objective(settings), pairs, max_tokens_per_microbatch)
     tokens = sum(pair.chosen.size + pair.rejected.size for pair in pairs)
     loss = torch.zeros((), dtype=torch.float64)
     with plain_attention(policy.model):
@@ -118,13 +135,13 @@ def test_the_reward_model_learns_what_bradley_terry_says(scorer: Callable[..., P
     close(ours, loss, policy)
 
 
-@pytest.mark.parametrize("budget", [1, 1000])
+@pytest.mark.parametrize("max_tokens_per_microbatch", [1, 1000])
 @pytest.mark.parametrize("kind", ["sigmoid", "ipo"])
-def test_dpo_and_ipo(tiny_policy: Callable[..., Policy], kind: str, budget: int) -> None:
+def test_dpo_and_ipo(tiny_policy: Callable[..., Policy], kind: str, max_tokens_per_microbatch: int) -> None:
     policy, reference = (tiny_policy(dtype=torch.float64, seed=seed) for seed in (0, 1))
     pairs, beta = random_pairs(), 0.3
-    rows = anchored(reference, pairs, budget=50)
-    ours = packed_gradient(policy, dpo_objective(PairSettings(beta=beta, loss=kind)), rows, budget)  # type: ignore[arg-type]
+    rows = anchored(reference, pairs, max_tokens_per_microbatch=50)
+    ours = packed_gradient(policy, dpo_objective(PairSettings(beta=beta, loss=kind)), rows, max_tokens_per_microbatch)  # type: ignore[arg-type]
     loss = torch.zeros((), dtype=torch.float64)
 
     def logp(model: Policy, pair: Pair, side: np.ndarray) -> torch.Tensor:
@@ -142,12 +159,17 @@ def test_dpo_and_ipo(tiny_policy: Callable[..., Policy], kind: str, budget: int)
 
 def test_before_the_first_step_dpo_sees_no_difference(tiny_policy: Callable[..., Policy]) -> None:
     policy = tiny_policy()
-    found = validate(policy, dpo_objective(PairSettings()), anchored(policy, random_pairs(), budget=30), budget=500)
+    found = validate(
+        policy,
+        dpo_objective(PairSettings()),
+        anchored(policy, random_pairs(), max_tokens_per_microbatch=30),
+        max_tokens_per_microbatch=500,
+    )
     assert found.figures["loss"] == pytest.approx(np.log(2), abs=1e-5)
 
 
-@pytest.mark.parametrize("budget", [1, 1000])
-def test_the_process_reward_model_learns_step_labels(scorer: Callable[..., Policy], budget: int) -> None:
+@pytest.mark.parametrize("max_tokens_per_microbatch", [1, 1000])
+def test_the_process_reward_model_learns_step_labels(scorer: Callable[..., Policy], max_tokens_per_microbatch: int) -> None:
     policy = scorer("steps")
     rows = [
         Solution(
@@ -159,7 +181,7 @@ def test_the_process_reward_model_learns_step_labels(scorer: Callable[..., Polic
         ),
         Solution(id="1", prompt=np.array([5]), completion=np.array([6, 1]), ends=np.array([1]), labels=np.array([0.25])),
     ]
-    ours = packed_gradient(policy, PROCESS, rows, budget)
+    ours = packed_gradient(policy, PROCESS, rows, max_tokens_per_microbatch)
     loss = torch.zeros((), dtype=torch.float64)
     with plain_attention(policy.model):
         for row in rows:
@@ -173,17 +195,19 @@ def test_training_and_validation_are_the_same_function(scorer: Callable[..., Pol
     """Training on all pairs at once reports before its step what validation says of them, to the last metric."""
     policy, pairs = scorer(dtype=torch.float32), random_pairs()
     objective = reward_objective(RewardModelSettings(pooling="mean", centering=0.01, lm_coefficient=0.1))
-    before = validate(policy, objective, pairs, budget=60).figures
+    before = validate(policy, objective, pairs, max_tokens_per_microbatch=60).figures
     optimizer = Optimizer(policy.model, OptimizerSettings(lr=1e-3), 1)
-    (step,) = train_offline(policy, objective, draw=lambda k: pairs, optimizer=optimizer, budget=200, batch_size=5, steps=1)
+    (step,) = train_offline(
+        policy, objective, draw=lambda k: pairs, optimizer=optimizer, max_tokens_per_microbatch=200, batch_size=5, steps=1
+    )
     for name in ("loss", "accuracy", "margin", "score/chosen", "score/rejected"):
         assert step.metrics[name] == pytest.approx(before[name], abs=1e-5), name
-    assert validate(policy, objective, pairs, budget=60).figures["loss"] < before["loss"]
+    assert validate(policy, objective, pairs, max_tokens_per_microbatch=60).figures["loss"] < before["loss"]
 
 
 def test_validation_says_where_the_model_is_right(scorer: Callable[..., Policy]) -> None:
     pairs = random_pairs(40)
-    found = validate(scorer(), reward_objective(RewardModelSettings(pooling="mean")), pairs, budget=500).figures
+    found = validate(scorer(), reward_objective(RewardModelSettings(pooling="mean")), pairs, max_tokens_per_microbatch=500).figures
     longer = np.sign([pair.chosen.size - pair.rejected.size for pair in pairs])
     shares = {"shorter": (longer < 0).mean(), "same_length": (longer == 0).mean(), "longer": (longer > 0).mean()}
     parts = sum(share * found[f"accuracy/chosen_{name}"] for name, share in shares.items())
@@ -262,7 +286,7 @@ def test_a_pair_is_never_cut_and_its_prompt_is_computed_once(
         return hidden(policy, tokens, *rest)
 
     monkeypatch.setattr(passes, "hidden", counted)
-    assess(policy, objective.loss, objective.samples(pairs), budget=1, whole_groups=True)
+    assess(policy, objective.loss, objective.samples(pairs), max_tokens_per_microbatch=1, whole_groups=True)
     expected = [p.prompt.size - 1 + p.chosen.size + p.rejected.size + 2 for p in pairs]
     assert sorted(sizes) == sorted(expected)
 
@@ -277,7 +301,7 @@ def test_a_process_without_work_adds_nothing(
     causal = tiny_policy()
     kinds = {
         "reward": (scorer(dtype=torch.float32), reward_objective(RewardModelSettings(lm_coefficient=0.5)), pairs),
-        "dpo": (causal, dpo_objective(PairSettings()), anchored(causal, pairs, budget=50)),
+        "dpo": (causal, dpo_objective(PairSettings()), anchored(causal, pairs, max_tokens_per_microbatch=50)),
         "prm": (scorer("steps", torch.float32), PROCESS, [solution]),
     }
     policy, found, rows = kinds[objective]

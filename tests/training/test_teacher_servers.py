@@ -76,7 +76,7 @@ class FakeServer:
         rest = np.array(ids[1:])
         ones = np.ones(rest.size)
         sample = Sample(group="a", prompt=np.array(ids[:1]), completion=rest, weight=ones, advantage=ones, behavior_logp=0 * ones)
-        (logp,) = score(self.policy, [sample], budget=1000).logp
+        (logp,) = score(self.policy, [sample], max_tokens_per_microbatch=1000).logp
         told = [{str(id): {"logprob": float(value), "rank": 1, "decoded_token": "?"}} for id, value in zip(rest, logp, strict=True)]
         return [None, *told]
 
@@ -113,7 +113,8 @@ def test_servers_say_what_the_checkpoint_says(tiny_policy: Callable, serve: Call
         remote = Teacher(policy=policy, servers=greeted(policy, one, two), **options).with_hints(groups)
         here = Teacher(policy=other, **options).with_hints(groups)
         found, expected = (
-            add_signals(groups, ALGORITHMS["distill_sampled"], teacher=teacher, budget=200) for teacher in (remote, here)
+            add_signals(groups, ALGORITHMS["distill_sampled"], teacher=teacher, max_tokens_per_microbatch=200)
+            for teacher in (remote, here)
         )
         for ours, theirs in zip(found, expected, strict=True):
             for a, b in zip(ours.signals["teacher_logp"], theirs.signals["teacher_logp"], strict=True):

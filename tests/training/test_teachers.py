@@ -28,7 +28,7 @@ from groupwise.models.attention import plain_attention
 from groupwise.models.loading import make_policy
 from groupwise.models.policy import Policy
 from groupwise.models.sharded import frozen_copy
-from groupwise.records import Prompt, Sample, Sampling, Scored
+from groupwise.records import Prompt, RolloutGroup, Sample, Sampling
 from groupwise.rewards.compose import unjudged
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.teacher_mixed import MixedEngine
@@ -73,7 +73,7 @@ def whole_loss(policy: Policy, algorithm: object, samples: list[Sample], teacher
 
 
 @pytest.fixture
-def groups(scored_group: Callable) -> list[Scored]:
+def groups(scored_group: Callable) -> list[RolloutGroup]:
     made = [
         scored_group([None] * 4, [1, 12, 5, 3], id="0/0", seed=1),
         scored_group([None] * 4, [7, 0, 2, 9], id="0/1", seed=2),
@@ -86,7 +86,7 @@ def groups(scored_group: Callable) -> list[Scored]:
 # ---- credits
 
 
-def test_the_long_part_is_the_paper_s_and_has_none_of_trl_s_defects(groups: list[Scored]) -> None:
+def test_the_long_part_is_the_paper_s_and_has_none_of_trl_s_defects(groups: list[RolloutGroup]) -> None:
     """MiniLLM, eq. 4 and 6: `R_{t+1} = 1 / (T - t - 1) sum_{s > t} log(p / q)_s`, and its discounted sum where not normalised.
 
     TRL 1.14.2 leaves gamma^-t out where it does not normalise, lets gradients through the rewards, and counts padding: here the
@@ -119,7 +119,9 @@ def test_the_long_part_is_the_paper_s_and_has_none_of_trl_s_defects(groups: list
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
-def test_distillation_is_the_mean_divergence_of_trained_tokens(beta: float, tiny_policy: Callable, groups: list[Scored]) -> None:
+def test_distillation_is_the_mean_divergence_of_trained_tokens(
+    beta: float, tiny_policy: Callable, groups: list[RolloutGroup]
+) -> None:
     """Value and gradient against whole matrices, one sequence at a time; two families of different width."""
     policy, other = tiny_policy(dtype=F64, scale=2.0), tiny_policy("qwen3", dtype=F64, scale=2.0, hidden=48, seed=3)
     algorithm = resolve("distill", GroupSettings(group_size=4, divergence={"name": "jsd", "beta": beta}), 12)
@@ -139,12 +141,12 @@ def test_distillation_is_the_mean_divergence_of_trained_tokens(beta: float, tiny
     assert_same(policy, whole_loss(policy, algorithm, samples, Teacher(policy=other)), expected)
 
 
-def test_minillm_is_the_paper_s_gradient(tiny_policy: Callable, groups: list[Scored]) -> None:
+def test_minillm_is_the_paper_s_gradient(tiny_policy: Callable, groups: list[RolloutGroup]) -> None:
     """`w_t [grad KL(q_t || p_t) - R_{t+1} grad log q]` with w = q / mixture, constant (eq. 6), where nothing is clipped."""
     policy, other = tiny_policy(dtype=F64, scale=2.0), tiny_policy(dtype=F64, scale=2.0, seed=3)
     settings = GroupSettings(group_size=4, surrogate={"name": "clipped", "low": 0.999999, "high": 1e9})
     algorithm, teacher = resolve("minillm", settings, 12), Teacher(policy=other)
-    groups = add_signals(groups, algorithm, scorer=policy, teacher=teacher, budget=100)
+    groups = add_signals(groups, algorithm, scorer=policy, teacher=teacher, max_tokens_per_microbatch=100)
     samples = weigh(groups, algorithm.credit(groups), algorithm)
     tokens = sum(int(r.trained.sum()) for group in groups for r in group.rollouts)
     loss = torch.zeros((), dtype=F64)
@@ -173,14 +175,14 @@ def test_a_policy_that_is_its_teacher_stays_as_it_is(tiny_policy: Callable) -> N
     teacher = Teacher(policy=frozen_copy(policy))
     for name in ("distill", "distill_sampled", "minillm"):
         algorithm = resolve(name, GroupSettings(group_size=3), 8)
-        scored = add_signals(groups, algorithm, scorer=policy, teacher=teacher, budget=200)
+        scored = add_signals(groups, algorithm, scorer=policy, teacher=teacher, max_tokens_per_microbatch=200)
         samples = weigh(scored, algorithm.credit(scored), algorithm)
         found = whole_loss(policy, algorithm, samples, teacher)
         assert abs(float(found.detach())) < 1e-10, name
         assert max(float(gradient.abs().max()) for gradient in gradients(policy, found)) < 1e-10, name
 
 
-def test_a_hint_is_read_by_the_teacher_alone(tiny_policy: Callable, groups: list[Scored]) -> None:
+def test_a_hint_is_read_by_the_teacher_alone(tiny_policy: Callable, groups: list[RolloutGroup]) -> None:
     """The teacher's distributions are those after hint and prompt, put into the order of the policy's rows."""
     policy, other = tiny_policy(dtype=F64, scale=2.0), tiny_policy(dtype=F64, scale=2.0, seed=3)
     hints = {"0/0": [7, 8, 9], "0/1": [11], "0/4": [12, 13, 14, 15]}
@@ -193,7 +195,7 @@ def test_a_hint_is_read_by_the_teacher_alone(tiny_policy: Callable, groups: list
         log_p = log_probs(other, np.concatenate([hints[sample.group], sample.prompt]), sample).detach()
         expected = expected + (torch.from_numpy(sample.weight) * (log_q.exp() * (log_q - log_p)).sum(-1)).sum()
     assert_same(policy, whole_loss(policy, algorithm, samples, teacher), expected)
-    (first, *_) = add_signals(groups, ALGORITHMS["distill_sampled"], teacher=teacher, budget=100)
+    (first, *_) = add_signals(groups, ALGORITHMS["distill_sampled"], teacher=teacher, max_tokens_per_microbatch=100)
     own = sample_of(groups[0].rollouts[2])
     by_hand = log_probs(other, np.concatenate([hints["0/0"], own.prompt]), own).detach().numpy()
     np.testing.assert_allclose(first.signals["teacher_logp"][2], by_hand[np.arange(5), own.completion], atol=1e-10)
@@ -201,7 +203,7 @@ def test_a_hint_is_read_by_the_teacher_alone(tiny_policy: Callable, groups: list
         Teacher(policy=other, hint=lambda prompt: np.arange(100)).with_hints(groups)
 
 
-def test_demonstrations_weigh_what_they_are_said_to(tiny_policy: Callable, groups: list[Scored]) -> None:
+def test_demonstrations_weigh_what_they_are_said_to(tiny_policy: Callable, groups: list[RolloutGroup]) -> None:
     policy, other = tiny_policy(dtype=F64, scale=2.0), tiny_policy(dtype=F64, scale=2.0, seed=3)
     rows = [Demonstration(id=str(i), prompt=np.array([5, 6 + i]), completion=np.arange(7, 10 + i)) for i in range(5)]
     shown = Demonstrations(rows=rows, count=3, lm=0.5, divergence=0.25)
@@ -224,7 +226,7 @@ def test_demonstrations_weigh_what_they_are_said_to(tiny_policy: Callable, group
             expected = expected + (0.25 * divergence.sum() - 0.5 * logp) / tokens
     assert_same(policy, whole_loss(policy, algorithm, samples, Teacher(policy=other)), expected)
     teacher, optimizer = Teacher(policy=other, demonstrations=shown), Optimizer(policy.model, OptimizerSettings(lr=1e-3), 2)
-    found = improve(policy, algorithm, own, optimizer, budget=100, teacher=teacher)
+    found = improve(policy, algorithm, own, optimizer, max_tokens_per_microbatch=100, teacher=teacher)
     assert found.loss == pytest.approx(float(expected.detach()), rel=1e-10)
     assert sum(sample.index < 0 for sample in found.samples) == 3
 
@@ -254,7 +256,7 @@ def test_no_part_of_an_algorithm_is_about_demonstrations(
     policy, other = tiny_policy(dtype=F64, scale=2.0), tiny_policy(dtype=F64, scale=2.0, seed=3)
     groups = [scored_group([1.0, 0.0, 0.5, 0.2], [4, 6, 3, 8])]
     algorithm, plain = resolve(name, GroupSettings(group_size=4, **changes), 12), Teacher(policy=other)
-    groups = add_signals(groups, algorithm, scorer=policy, teacher=plain, budget=100)
+    groups = add_signals(groups, algorithm, scorer=policy, teacher=plain, max_tokens_per_microbatch=100)
     samples = weigh(groups, algorithm.credit(groups), algorithm)
     rows = [Demonstration(id=str(i), prompt=np.array([5, 6 + i]), completion=np.arange(7, 17 + i)) for i in range(5)]
     shown = Demonstrations(rows=rows, count=4, lm=0.5, divergence=0.25)
@@ -266,7 +268,7 @@ def test_no_part_of_an_algorithm_is_about_demonstrations(
     ):
         own = replace(policy, model=copy.deepcopy(policy.model))
         optimizer = Optimizer(own.model, OptimizerSettings(lr=1e-3), 2)
-        losses.append(improve(own, algorithm, some, optimizer, budget=100, teacher=teacher).loss)
+        losses.append(improve(own, algorithm, some, optimizer, max_tokens_per_microbatch=100, teacher=teacher).loss)
     added = shown_alone(policy, other, shown.of(0), 0.5, 0.0 if algorithm.divergence is None else 0.25)
     assert losses[1] - losses[0] == pytest.approx(added, rel=1e-9)
     assert losses[2] == pytest.approx(added, rel=1e-9), "nothing else is left of the step"
@@ -277,7 +279,7 @@ def test_a_critic_is_not_asked_about_demonstrations(tiny_policy: Callable, score
     algorithm = resolve("ppo", GroupSettings(group_size=3, divergence={"name": "jsd"}), 12)
     critic = Critic.on(policy, CriticSettings(coefficient=0.5), OptimizerSettings(), 4)
     torch.nn.init.constant_(critic.head.bias, 0.7)
-    groups = add_signals([scored_group([1.0, 0.0, 0.5], [4, 6, 3])], algorithm, critic=critic, budget=100)
+    groups = add_signals([scored_group([1.0, 0.0, 0.5], [4, 6, 3])], algorithm, critic=critic, max_tokens_per_microbatch=100)
     samples = weigh(groups, algorithm.credit(groups), algorithm)
     rows = [Demonstration(id="0", prompt=np.array([5, 6]), completion=np.arange(7, 17))]
     shown = Demonstrations(rows=rows, count=1, lm=0.5, divergence=0.25).of(0)
@@ -293,7 +295,7 @@ def test_a_critic_is_not_asked_about_demonstrations(tiny_policy: Callable, score
     assert float((whole - alone).detach()) == pytest.approx(shown_alone(policy, other, shown, 0.5, 0.25), rel=1e-9)
 
 
-def test_a_teacher_has_the_frequencies_of_each_length(tiny_policy: Callable, groups: list[Scored]) -> None:
+def test_a_teacher_has_the_frequencies_of_each_length(tiny_policy: Callable, groups: list[RolloutGroup]) -> None:
     """Its rotary embeddings depend on the length and the policy's do not: prompts that the policy shares, it may not."""
     policy = tiny_policy(dtype=F64, scale=2.0)
     model = tiny_policy(dtype=F64, scale=3.0, seed=3).model
@@ -370,7 +372,7 @@ def test_importance_weights_make_the_mixture_unbiased(tiny_policy: Callable) -> 
     policy, other = tiny_policy(dtype=F64, scale=3.0), tiny_policy(dtype=F64, scale=3.0, seed=3)
     prompt = Prompt(id="0/0", tokens=np.arange(6, 10), text="")
     (many,) = MixedEngine(policy, other, 0.4).generate([prompt], group_size=5000, sampling=Sampling(max_new_tokens=1), seed=0)
-    scored = score(policy, [sample_of(r) for r in many], budget=100_000).logp
+    scored = score(policy, [sample_of(r) for r in many], max_tokens_per_microbatch=100_000).logp
     w = np.exp([float(own[0]) - float(r.behavior_logp[0]) for own, r in zip(scored, many, strict=True)])
     assert w.max() <= 1 / 0.6 + 1e-9
     f = np.array([math.sin(int(r.tokens[0])) for r in many])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from groupwise.models.shape import Shape
-from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored, Step
+from groupwise.records import Finish, Prompt, Rollout, RolloutGroup, Sampling, Step
 from groupwise.training.work import Meter, flops, stretch
 
 SHAPE = Shape(
@@ -15,7 +15,9 @@ SHAPE = Shape(
 """1000 parameters in the blocks: 2000 FLOPs a position, 4 x 2 x 6 = 48 a token that it sees, 2 x 10 x 4 = 80 for its logits."""
 
 
-def group_of(name: str, m: int, lengths: tuple[int, ...], *, signals: tuple[str, ...] = (), written: int | None = None) -> Scored:
+def group_of(
+    name: str, m: int, lengths: tuple[int, ...], *, signals: tuple[str, ...] = (), written: int | None = None
+) -> RolloutGroup:
     prompt = Prompt(id=name, tokens=np.arange(m) + 1, text="")
     rollouts = tuple(
         Rollout(
@@ -26,10 +28,10 @@ def group_of(name: str, m: int, lengths: tuple[int, ...], *, signals: tuple[str,
     )  # fmt: skip
     reward = np.arange(len(lengths), dtype=np.float64)
     columns = {name: tuple(np.zeros(n) for n in lengths) for name in signals}
-    return Scored(rollouts=rollouts, names=("r",), rewards=reward[:, None], reward=reward, signals=columns)
+    return RolloutGroup(rollouts=rollouts, names=("r",), rewards=reward[:, None], reward=reward, signals=columns)
 
 
-def step_of(*groups: Scored, trained: tuple[bool, ...]) -> Step:
+def step_of(*groups: RolloutGroup, trained: tuple[bool, ...]) -> Step:
     weights = [[np.ones(len(r)) if use else np.zeros(0) for r in g.rollouts] for g, use in zip(groups, trained, strict=True)]
     return Step(number=1, metrics={"reward": 0.0}, timings={"rollout": 2.0}, groups=groups, columns={"weight": weights})
 

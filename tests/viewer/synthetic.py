@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from groupwise.data import vocabulary
 from groupwise.data.vocabulary import Vocabulary
-from groupwise.records import Branch, Episode, Finish, Prompt, Rollout, Sampling, Scored, Step, ToolCall, Turn
+from groupwise.records import Branch, Episode, Finish, Prompt, Rollout, RolloutGroup, Sampling, Step, ToolCall, Turn
 from groupwise.runs import recorded
 from groupwise.runs.folder import CONFIG, DONE, ENVIRONMENT
 from groupwise.runs.recorded import METRICS, TOKENS
@@ -88,7 +88,7 @@ def make_step(
         advantage = (reward - reward.mean()) / (reward.std() + 1e-6)
         signals = {"reference_logp": tuple(-chance.random(len(r)).astype(np.float32) for r in rollouts)} if reference else {}
         found.append(
-            Scored(
+            RolloutGroup(
                 rollouts=tuple(rollouts),
                 names=("accuracy", "format"),
                 rewards=rewards,
@@ -191,7 +191,7 @@ def make_episodes(folder: Path, texts: Sequence[str] = ()) -> Path:
         rollout(1, [("let me think", True), (f"[{say}]", False), ("still thinking", True)], Finish.DEADLINE, late),
     )
     reward = np.array([1.0, 0.0])
-    group = Scored(rollouts=rollouts, names=("accuracy",), rewards=reward[:, None], reward=reward)
+    group = RolloutGroup(rollouts=rollouts, names=("accuracy",), rewards=reward[:, None], reward=reward)
     columns = {"weight": [[np.where(one.trained, 0.1, 0.0) for one in rollouts]]}
     advantages = [[np.full(len(one), 1.0 - 2 * i) for i, one in enumerate(rollouts)]]
     step = Step(number=1, metrics={}, groups=[group], advantages=advantages, columns=columns)

@@ -241,7 +241,7 @@ def test_the_calculator_recipe_samples_what_it_scores(tmp_path: Path, monkeypatc
     rollouts = [rollout for group in read_step(grpo, 1).groups for rollout in group.rollouts]
     assert sum(not call.failure for one in rollouts for turn in one.episode.turns for call in turn.calls) >= 4
     policy = load_policy(ModelSettings(path=str(sft / "final")))  # what drew the first step
-    scored = score(policy, [sample_of(rollout) for rollout in rollouts], budget=4096).logp
+    scored = score(policy, [sample_of(rollout) for rollout in rollouts], max_tokens_per_microbatch=4096).logp
     for rollout, logp in zip(rollouts, scored, strict=True):
         assert rollout.trained.sum() == sum(turn.end - turn.begin for turn in rollout.episode.turns)
         assert np.abs(logp - rollout.behavior_logp)[rollout.trained].max() < 1e-4

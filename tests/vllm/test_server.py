@@ -61,7 +61,7 @@ def draw(engine: Any, prompts: list[Prompt], sampling: Sampling = SAMPLING, seed
 
 def gaps(policy: Policy, rollouts: list[Rollout]) -> np.ndarray:
     """|sampled - scored| of every token."""
-    scored = score(policy, [sample_of(rollout) for rollout in rollouts], budget=4096).logp
+    scored = score(policy, [sample_of(rollout) for rollout in rollouts], max_tokens_per_microbatch=4096).logp
     return np.concatenate([np.abs(logp - rollout.behavior_logp) for logp, rollout in zip(scored, rollouts, strict=True)])
 
 
@@ -272,7 +272,7 @@ def test_weights_that_arrive_in_flight_draw_the_rest_of_a_completion(serving: An
     assert mixed
     assert {int(version) for r in found for version in r.version} <= {engine.version - 1, engine.version}
     for policy, version in ((old, engine.version - 1), (engine.policy, engine.version)):
-        scored = score(policy, [sample_of(rollout) for rollout in mixed], budget=4096).logp
+        scored = score(policy, [sample_of(rollout) for rollout in mixed], max_tokens_per_microbatch=4096).logp
         for rollout, logp in zip(mixed, scored, strict=True):
             gap, drawn = np.abs(logp - rollout.behavior_logp), rollout.version == version
             assert gap[drawn].max() < 1e-4
@@ -316,7 +316,7 @@ def test_episodes_are_sampled_turn_by_turn_as_they_are_scored(
     world = scripted_world(cut=0.3, cut_to="other", delays=0, turns=5)
     monkeypatch.setattr(engine, "world", world)
     rollouts = draw(engine, prompts[:4], Sampling(temperature=0.9, max_new_tokens=24))
-    scored = score_rollouts(engine.policy, rollouts, budget=4096)
+    scored = score_rollouts(engine.policy, rollouts, max_tokens_per_microbatch=4096)
     found = np.concatenate([np.abs(s - r.behavior_logp)[r.trained] for s, r in zip(scored, rollouts, strict=True)])
     assert found.size > 50 and found.max() < 1e-4
     for rollout in rollouts:
@@ -339,7 +339,7 @@ def test_a_server_gives_given_tokens_the_log_probs_of_its_model(serving: Any, pr
     servers = ScoringServers([serving.url])
     servers.connect(serving.policy.tokenizer)
     found = servers.logp([(rollout.prompt.tokens, rollout.tokens) for rollout in rollouts])
-    expected = score(serving.policy, [sample_of(rollout) for rollout in rollouts], budget=4096).logp
+    expected = score(serving.policy, [sample_of(rollout) for rollout in rollouts], max_tokens_per_microbatch=4096).logp
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=EXACT)
     engine.close()

@@ -94,7 +94,7 @@ class World:
             ),
             Optimizer(self.policy.model, OptimizerSettings(lr=self.lr, betas=(0.9, 0.99)), updates),
             group=settings,
-            budget=4096,
+            max_tokens_per_microbatch=4096,
             reference=reference,
             critic=self.critic(updates) if algorithm.needs_value else None,
             teacher=teacher,

@@ -49,7 +49,9 @@ def distance(world: object, reference: Policy) -> float:
     policy, prompts = world.policy, world.draw(8)  # type: ignore[attr-defined]
     drawn = NativeEngine(policy, max_rows=256).generate(prompts, group_size=32, sampling=world.sampling, seed=99)  # type: ignore[attr-defined]
     samples = [sample_of(rollout) for group in drawn for rollout in group]
-    policy_logp, reference_logp = (np.concatenate(score(who, samples, budget=4096).logp) for who in (policy, reference))
+    policy_logp, reference_logp = (
+        np.concatenate(score(who, samples, max_tokens_per_microbatch=4096).logp) for who in (policy, reference)
+    )
     return float(np.mean(policy_logp - reference_logp))
 
 

@@ -59,7 +59,7 @@ def distance(made: object, teacher: Policy) -> float:
     policy, prompts = made.policy, made.draw(8)  # type: ignore[attr-defined]
     drawn = NativeEngine(policy, max_rows=256).generate(prompts, group_size=32, sampling=made.sampling, seed=99)  # type: ignore[attr-defined]
     samples = [sample_of(rollout) for group in drawn for rollout in group]
-    own, theirs = (np.concatenate(score(one, samples, budget=8192).logp) for one in (policy, teacher))
+    own, theirs = (np.concatenate(score(one, samples, max_tokens_per_microbatch=8192).logp) for one in (policy, teacher))
     return float(np.mean(own - theirs))
 
 
@@ -95,7 +95,7 @@ def test_distillation_beats_imitation_on_as_many_tokens(world: Callable) -> None
         SFT,
         draw=lambda k: [next(rows) for _ in range(k)],
         optimizer=optimizer,
-        budget=4096,
+        max_tokens_per_microbatch=4096,
         batch_size=40,
         steps=26,
     )

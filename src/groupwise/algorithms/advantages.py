@@ -30,7 +30,7 @@ from groupwise.algorithms.parts import (
     with_options,
 )
 from groupwise.errors import ConfigError
-from groupwise.records import TIE, Rollout, Scored, alike
+from groupwise.records import TIE, Rollout, RolloutGroup, alike
 
 Advantages = list[list[np.ndarray]]
 Freedom = Literal[0, 1]
@@ -56,7 +56,7 @@ class Standardized(Credit):
     scale: Literal["group", "batch", "none"] = "group"
     compares_siblings = True
 
-    def __call__(self, groups: Sequence[Scored]) -> Advantages:
+    def __call__(self, groups: Sequence[RolloutGroup]) -> Advantages:
         deviations = [_deviation(_rewards(group)) for group in groups]
         if self.scale == "none":
             return _spread(groups, deviations)
@@ -83,7 +83,7 @@ class Centered(Credit):
 
     compares_siblings = True
 
-    def __call__(self, groups: Sequence[Scored]) -> Advantages:
+    def __call__(self, groups: Sequence[RolloutGroup]) -> Advantages:
         return Standardized(scale="none")(groups)
 
 
@@ -102,7 +102,7 @@ class LeaveOneOut(Credit):
     eps: NotNegative = 1e-4
     compares_siblings = True
 
-    def __call__(self, groups: Sequence[Scored]) -> Advantages:
+    def __call__(self, groups: Sequence[RolloutGroup]) -> Advantages:
         advantages = []
         for group, gaps in zip(groups, _reference_gaps(groups, self.beta), strict=True):
             reward_G = _rewards(group) - self.beta * np.array([gap_n.sum() for gap_n in gaps])
@@ -126,7 +126,7 @@ class Maxrl(Credit):
 
     compares_siblings = True
 
-    def __call__(self, groups: Sequence[Scored]) -> Advantages:
+    def __call__(self, groups: Sequence[RolloutGroup]) -> Advantages:
         advantages = []
         for group in groups:
             reward_G = _rewards(group)
@@ -143,7 +143,7 @@ class BatchCentered(Credit):
     group.
     """
 
-    def __call__(self, groups: Sequence[Scored]) -> Advantages:
+    def __call__(self, groups: Sequence[RolloutGroup]) -> Advantages:
         sizes = np.cumsum([group.reward.size for group in groups])[:-1]
         return _spread(
             groups,
@@ -164,7 +164,7 @@ class Decoupled(Credit):
     eps: NotNegative = 1e-4
     compares_siblings = True
 
-    def __call__(self, groups: Sequence[Scored]) -> Advantages:
+    def __call__(self, groups: Sequence[RolloutGroup]) -> Advantages:
         sums = []
         for group in groups:
             reward_GK = _float64(group.rewards)
@@ -196,7 +196,7 @@ class Whitened(Credit):
         """With the group's mean as baseline."""
         return self.baseline
 
-    def __call__(self, groups: Sequence[Scored]) -> Advantages:
+    def __call__(self, groups: Sequence[RolloutGroup]) -> Advantages:
         values: list[list[np.ndarray]] = []
         for group, gaps in zip(groups, _reference_gaps(groups, self.beta), strict=True):
             start_G = _deviation(_rewards(group)) if self.baseline else _rewards(group)
@@ -242,7 +242,7 @@ class Gae(Credit):
     eps: NotNegative = 1e-8
     reads = ("value",)
 
-    def __call__(self, groups: Sequence[Scored]) -> Advantages:
+    def __call__(self, groups: Sequence[RolloutGroup]) -> Advantages:
         advantages = []
         for group, gaps in zip(groups, _reference_gaps(groups, self.beta), strict=True):
             columns = zip(
@@ -293,7 +293,7 @@ class Gae(Credit):
         return advantage_n
 
 
-def returns(groups: Sequence[Scored], credit: Callable[..., Advantages]) -> Advantages:
+def returns(groups: Sequence[RolloutGroup], credit: Callable[..., Advantages]) -> Advantages:
     """What a value function should have said of every token: `V_t + A_t` by `credit`, not whitened,
     at its `value_lam`.
 
@@ -334,7 +334,7 @@ class Process(Credit):
     eps: NotNegative = 1e-4
     reads = ("process",)
 
-    def __call__(self, groups: Sequence[Scored]) -> Advantages:
+    def __call__(self, groups: Sequence[RolloutGroup]) -> Advantages:
         advantages = []
         for group in groups:
             steps = [_float64(step_n) for step_n in _signal(group, "process")]
@@ -363,7 +363,7 @@ class ReverseKl(Credit):
     reads = ("teacher_logp",)
     needs_reward = False
 
-    def __call__(self, groups: Sequence[Scored]) -> Advantages:
+    def __call__(self, groups: Sequence[RolloutGroup]) -> Advantages:
         advantages = []
         for group in groups:
             teacher = _signal(group, "teacher_logp")
@@ -390,7 +390,7 @@ class Nothing(Credit):
 
     needs_reward = False
 
-    def __call__(self, groups: Sequence[Scored]) -> Advantages:
+    def __call__(self, groups: Sequence[RolloutGroup]) -> Advantages:
         return [[np.zeros(len(rollout)) for rollout in group.rollouts] for group in groups]
 
 
@@ -405,7 +405,7 @@ def _float64(values: np.ndarray) -> np.ndarray:
     return np.asarray(values, dtype=np.float64)
 
 
-def _rewards(group: Scored) -> np.ndarray:
+def _rewards(group: RolloutGroup) -> np.ndarray:
     """The group's rewards (G,), float64; those of a dead group, whose sums may differ by rounding,
     are one number.
     """
@@ -432,7 +432,7 @@ def _over(deviation: np.ndarray, std: float, eps: float) -> np.ndarray:
 
 
 def _whiten(
-    groups: Sequence[Scored], values: Advantages, ddof: int, eps: float, size: float = 0.0
+    groups: Sequence[RolloutGroup], values: Advantages, ddof: int, eps: float, size: float = 0.0
 ) -> Advantages:
     """Values less their mean, over their standard deviation, over all trained tokens; exactly 0 if
     all are alike; NaN -> 0.
@@ -456,7 +456,7 @@ def _whiten(
     ]
 
 
-def _spread(groups: Sequence[Scored], advantages: Sequence[np.ndarray]) -> Advantages:
+def _spread(groups: Sequence[RolloutGroup], advantages: Sequence[np.ndarray]) -> Advantages:
     """One advantage per completion -> the same one at each of its tokens; NaN -> 0."""
     return [
         [
@@ -467,7 +467,7 @@ def _spread(groups: Sequence[Scored], advantages: Sequence[np.ndarray]) -> Advan
     ]
 
 
-def _reference_gaps(groups: Sequence[Scored], beta: float) -> Advantages:
+def _reference_gaps(groups: Sequence[RolloutGroup], beta: float) -> Advantages:
     """old - ref of every token, nats; 0 at tokens that the policy did not write, and everywhere if
     `beta` is 0.
 
@@ -489,7 +489,7 @@ def _reference_gaps(groups: Sequence[Scored], beta: float) -> Advantages:
     return gaps if squares > LOGP_ROUNDING**2 * tokens else _reference_gaps(groups, 0.0)
 
 
-def old_logp(group: Scored) -> tuple[np.ndarray, ...]:
+def old_logp(group: RolloutGroup) -> tuple[np.ndarray, ...]:
     """old: log-probs of the policy before the step, `scored_logp` where the trainer has computed
     them, else the sampler's.
     """
@@ -498,7 +498,7 @@ def old_logp(group: Scored) -> tuple[np.ndarray, ...]:
     )
 
 
-def _signal(group: Scored, name: str) -> tuple[np.ndarray, ...]:
+def _signal(group: RolloutGroup, name: str) -> tuple[np.ndarray, ...]:
     if name not in group.signals:
         raise ConfigError(
             f"this credit needs the signal {name!r} of every group, got only"

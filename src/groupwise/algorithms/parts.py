@@ -28,7 +28,7 @@ import numpy as np
 from annotated_types import Ge, Gt, Le
 
 from groupwise.errors import ConfigError, GroupwiseError
-from groupwise.records import Scored
+from groupwise.records import RolloutGroup
 from groupwise.utils.spelling import closest, counted
 
 if TYPE_CHECKING:
@@ -340,7 +340,7 @@ def _remedy(kind: str, part: Callable[..., Any], error: Exception) -> str:
 
 
 def checked_advantages(
-    credit: Callable[..., Any], output: Any, groups: Sequence[Scored]
+    credit: Callable[..., Any], output: Any, groups: Sequence[RolloutGroup]
 ) -> list[list[np.ndarray]]:
     """What a credit gave as one float64 array (n,) for each completion of each group; a number for
     a completion is broadcast.
@@ -377,7 +377,7 @@ def _entries(
     return output
 
 
-def _advantage(credit: Callable[..., Any], output: Any, group: Scored, i: int) -> np.ndarray:
+def _advantage(credit: Callable[..., Any], output: Any, group: RolloutGroup, i: int) -> np.ndarray:
     rollout, value_n = group.rollouts[i], _numbers(output)
     whose = f"completion {rollout.place} ({counted(len(rollout), 'token')})"
     if value_n.ndim == 0:

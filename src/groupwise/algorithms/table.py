@@ -38,7 +38,7 @@ from groupwise.algorithms.parts import (
     naming,
 )  # fmt: skip
 from groupwise.algorithms.traces import by_trace, of_agents
-from groupwise.records import Scored
+from groupwise.records import RolloutGroup
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,7 +89,7 @@ class Algorithm:
     """
     mix: float = 0.0
     """Share of the teacher in the distribution that completions are drawn from."""
-    keeps: Callable[[Scored], bool] | None = None
+    keeps: Callable[[RolloutGroup], bool] | None = None
     """Which groups are worth training, where others can be sampled instead (`dead_groups: refill`);
     None: those that teach.
     """
@@ -198,7 +198,7 @@ class Algorithm:
         without = self.loss_beta == 0.0 and self.entropy_bonus == 0.0 and not self.needs_value
         return without and all(fact(term, "of_demonstrations") for term in self.extra)
 
-    def teaches(self, group: Scored) -> bool:
+    def teaches(self, group: RolloutGroup) -> bool:
         """False if the group's rewards give an advantage of exactly 0 to every completion, or to
         every one that is not masked.
 
@@ -220,7 +220,7 @@ class Algorithm:
             for a, one in zip(self.advantages([group])[0], trained, strict=True)
         )
 
-    def advantages(self, groups: Sequence[Scored]) -> credits.Advantages:
+    def advantages(self, groups: Sequence[RolloutGroup]) -> credits.Advantages:
         """Per group and completion float64 (n,): the advantages of a rollout, checked.
 
         With `truncated: mask` a completion that a limit ended has no trained token: statistics over
@@ -228,18 +228,18 @@ class Algorithm:
         Raises ConfigError for what a credit of your own gives.
         """
 
-        def judge(trained: list[Scored]) -> credits.Advantages:
+        def judge(trained: list[RolloutGroup]) -> credits.Advantages:
             return checked_advantages(self.credit, called("credit", self.credit, trained), trained)
 
         return by_trace(judge, self._trained(groups), 0.0)
 
-    def returns(self, groups: Sequence[Scored]) -> credits.Advantages:
+    def returns(self, groups: Sequence[RolloutGroup]) -> credits.Advantages:
         """What a value function should have said of every token (`advantages.returns`)."""
         return by_trace(
             lambda trained: credits.returns(trained, self.credit), self._trained(groups), math.nan
         )
 
-    def _trained(self, groups: Sequence[Scored]) -> list[Scored]:
+    def _trained(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
         return [masked(group) if self.truncated == "mask" else group for group in groups]
 
     def token_weights(self, tokens_R: np.ndarray, prompt_R: np.ndarray) -> np.ndarray:
@@ -372,7 +372,7 @@ def _of_states(term: Callable[..., Any]) -> bool:
     return not {"value", "teacher"}.isdisjoint(fact(term, "reads"))
 
 
-def masked(group: Scored) -> Scored:
+def masked(group: RolloutGroup) -> RolloutGroup:
     """The group, no token trained of completions that a limit ended."""
     return replace(
         group,

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from groupwise.records import Rollout, Scored, Trace
+from groupwise.records import Rollout, RolloutGroup, Trace
 
 ENVIRONMENT = "environment"
 """The reward function whose reward a trace has of its own."""
@@ -25,8 +25,8 @@ Owner = tuple[int, np.ndarray]
 
 
 def by_trace(
-    judge: Callable[[list[Scored]], list[list[np.ndarray]]],
-    groups: Sequence[Scored],
+    judge: Callable[[list[RolloutGroup]], list[list[np.ndarray]]],
+    groups: Sequence[RolloutGroup],
     nothing: float,
 ) -> list[list[np.ndarray]]:
     """What `judge` gives for every token, float64 (n,) of each completion, where traces are judged
@@ -46,7 +46,7 @@ def by_trace(
     return judgements
 
 
-def of_agents(group: Scored) -> list[tuple[Scored, list[Owner]]]:
+def of_agents(group: RolloutGroup) -> list[tuple[RolloutGroup, list[Owner]]]:
     """The group as it is judged: of each agent a group of its traces, or the group itself where no
     agent is rewarded apart.
     """
@@ -66,7 +66,9 @@ def _traces(rollout: Rollout) -> tuple[Trace, ...]:
     return () if rollout.episode is None else rollout.episode.traces
 
 
-def _of_agent(group: Scored, traces: Sequence[tuple[int, Trace]]) -> tuple[Scored, list[Owner]]:
+def _of_agent(
+    group: RolloutGroup, traces: Sequence[tuple[int, Trace]]
+) -> tuple[RolloutGroup, list[Owner]]:
     column, owners, rollouts, rewards, sums = (
         group.names.index(ENVIRONMENT),
         list[Owner](),

@@ -35,7 +35,7 @@ from groupwise.errors import ConfigError, DataError, GroupwiseError
 from groupwise.models.loading import embedding_rows
 from groupwise.models.policy import Policy
 from groupwise.proof.passes import model_pass
-from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored
+from groupwise.records import Finish, Prompt, Rollout, RolloutGroup, Sampling
 from groupwise.rewards.accuracy import as_text, check_gold
 from groupwise.rewards.compose import Rewards, prompt_of
 from groupwise.runs.folder import Origin, overridden
@@ -520,8 +520,8 @@ def _samples(
     )
     rollouts = [rollout for group in groups for rollout in group]
     samples = [sample_of(rollout) for rollout in rollouts]
-    budget = positions_of(job.recipe)
-    scored = score(policy, samples, budget=budget).logp
+    max_tokens_per_microbatch = positions_of(job.recipe)
+    scored = score(policy, samples, max_tokens_per_microbatch=max_tokens_per_microbatch).logp
     limit = GAP.get(torch.bfloat16 if policy.autocast else policy.dtype, 0.25)
     how = f"temperature {sampling.temperature:g}" + (
         ", over the truncated support" if sampling.truncates else ""
@@ -538,7 +538,10 @@ def _samples(
     if not agreed.good:
         agreed = replace(agreed, says=f"{agreed.says}; {diagnose(policy, rollouts, scored)}")
     yield agreed
-    alone = [score(policy, [sample], budget=budget).logp[0] for sample in samples]
+    alone = [
+        score(policy, [sample], max_tokens_per_microbatch=max_tokens_per_microbatch).logp[0]
+        for sample in samples
+    ]
     yield _agree(
         "batching",
         alone,
@@ -548,7 +551,11 @@ def _samples(
         "batched and single scores",
     )
     unshared = (
-        score(replace(policy, attention="packed"), samples, budget=budget).logp
+        score(
+            replace(policy, attention="packed"),
+            samples,
+            max_tokens_per_microbatch=max_tokens_per_microbatch,
+        ).logp
         if policy.attention == "shared"
         else alone
     )
@@ -650,7 +657,7 @@ def _own_forward(policy: Policy, rollout: Rollout) -> np.ndarray:
     return logp_N
 
 
-def _spread(groups: Sequence[Scored]) -> Iterator[Finding]:
+def _spread(groups: Sequence[RolloutGroup]) -> Iterator[Finding]:
     rewards = np.concatenate([group.reward for group in groups])
     dead = sum(group.equal_rewards for group in groups)
     if np.isnan(rewards).all():

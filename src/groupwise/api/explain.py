@@ -26,7 +26,7 @@ from groupwise.algorithms.resolve import resolve
 from groupwise.algorithms.table import ALGORITHMS, Algorithm
 from groupwise.config.settings import DATASET, GroupSettings, is_online
 from groupwise.errors import ConfigError
-from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
+from groupwise.records import Finish, Prompt, Rollout, RolloutGroup, Sample, Sampling
 from groupwise.runs.folder import run_of
 from groupwise.runs.recorded import list_rollouts, read_step
 from groupwise.runs.trust import demand_trust
@@ -74,7 +74,7 @@ class WorkedExample:
     """A step worked through."""
 
     algorithm: Algorithm
-    group: Scored
+    group: RolloutGroup
     advantages: list[np.ndarray]
     samples: list[Sample]
     """Of every completion that has tokens to train, weights final."""
@@ -153,7 +153,11 @@ def work(
 
 
 def _worked(
-    algorithm: Algorithm, group: Scored, advantages: list[np.ndarray] | None, mu: int, lr: float
+    algorithm: Algorithm,
+    group: RolloutGroup,
+    advantages: list[np.ndarray] | None,
+    mu: int,
+    lr: float,
 ) -> WorkedExample:
     """advantages: as a run gave them; None: those of this group alone."""
     per_token = algorithm.advantages([group])[0] if advantages is None else advantages
@@ -260,7 +264,7 @@ def _signals_of(algorithm: Algorithm) -> dict[str, str]:
     return {column: name for needed, column, name in columns if needed}
 
 
-def _cut(group: Scored) -> Scored:
+def _cut(group: RolloutGroup) -> RolloutGroup:
     """Its first completions."""
     signals = {name: tuple(columns[:SHOWN]) for name, columns in group.signals.items()}
     rollouts, rewards, reward = group.rollouts[:SHOWN], group.rewards[:SHOWN], group.reward[:SHOWN]
@@ -269,7 +273,7 @@ def _cut(group: Scored) -> Scored:
     )
 
 
-def _group(rewards: Sequence[float | None], lengths: Sequence[int], longest: int) -> Scored:
+def _group(rewards: Sequence[float | None], lengths: Sequence[int], longest: int) -> RolloutGroup:
     prompt = Prompt(id="example", tokens=np.array([1, 2]), text="")
     rollouts, references, values, begin = [], [], [], 0
     for index, n in enumerate(lengths):
@@ -298,7 +302,7 @@ def _group(rewards: Sequence[float | None], lengths: Sequence[int], longest: int
         "value": tuple(values),
         "teacher_logp": tuple(references),
     }
-    return Scored(
+    return RolloutGroup(
         rollouts=tuple(rollouts),
         names=("reward",),
         rewards=reward[:, None],

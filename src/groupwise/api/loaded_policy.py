@@ -258,7 +258,7 @@ class LoadedPolicy(Policy):
                     temperature=temperature,
                 )
             )
-        logp = score(self, samples, budget=POSITIONS).logp
+        logp = score(self, samples, max_tokens_per_microbatch=POSITIONS).logp
         return logp[0] if single else logp
 
     def _questions(self, prompts: Sequence[Any]) -> list[Any]:

@@ -2,7 +2,7 @@
 solved come less often.
 
 A prompt's pass rate is the share of its last group's completions that are right by the verdict
-(`records.Scored.right`); one that it did not judge is not right.
+(`records.RolloutGroup.right`); one that it did not judge is not right.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from groupwise.data.encoding import visit
 from groupwise.data.order import Order
-from groupwise.records import Prompt, Scored
+from groupwise.records import Prompt, RolloutGroup
 
 
 class Curriculum(Order):
@@ -109,7 +109,7 @@ class Visits:
         """The next k prompts."""
         return [visit(self.prompts[row], epoch) for epoch, row in self.order.take(k)]
 
-    def seen(self, groups: Sequence[Scored]) -> None:
+    def seen(self, groups: Sequence[RolloutGroup]) -> None:
         """Record the pass rates of scored groups."""
         for group in groups:
             self._sampled += sum(len(rollout) for rollout in group.rollouts)
@@ -121,7 +121,7 @@ class Visits:
                 )
                 self.order.learn(self._rows[group.prompt.id.partition("/")[2]], rate)
 
-    def account(self, groups: Sequence[Scored]) -> dict[str, float]:
+    def account(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
         """Metrics of a step that keeps some of the groups that were sampled for it.
 
         Where rollouts run ahead, groups of later steps have been recorded too, so the dropped ones

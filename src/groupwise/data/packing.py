@@ -74,7 +74,7 @@ class Unit:
 
 def pack(
     samples: Sequence[Sample],
-    budget: int,
+    max_tokens_per_microbatch: int,
     *,
     share: bool = True,
     alike: Callable[[int], Hashable] | None = None,
@@ -85,7 +85,7 @@ def pack(
     world: World = ALONE,
     even: bool = False,
 ) -> list[Batch]:
-    """Pack samples into batches of at most `budget` positions (a single longer sample gets a batch
+    """Pack samples into batches of at most `max_tokens_per_microbatch` positions (a single longer sample gets a batch
     of its own).
 
     Samples whose weights are all 0 take no position.  `share=False` repeats the prompt before every
@@ -103,22 +103,31 @@ def pack(
     ...     ones = np.ones(n)
     ...     return Sample(group=group, prompt=np.array([7, 8, 9]), completion=np.arange(n), weight=ones, advantage=ones,
     ...                   behavior_logp=-ones)
-    >>> first, second = pack([sample(3, "a"), sample(4, "b"), sample(2, "a")], budget=8)
+    >>> first, second = pack([sample(3, "a"), sample(4, "b"), sample(2, "a")], max_tokens_per_microbatch=8)
     >>> first.tokens_P.tolist(), first.position_P.tolist(), first.target_P.tolist()
     ([7, 8, 9, 0, 1, 9, 0], [0, 1, 2, 3, 4, 2, 3], [-1, -1, 0, 1, 2, 0, 1])
     >>> first.samples, second.samples
     ((-1, 0, 2), (1,))
     """
-    parts = divide(samples, budget, world.size, share=share, alike=alike, whole_groups=whole_groups)
-    bins = _bins(parts[world.rank], budget)
+    parts = divide(
+        samples,
+        max_tokens_per_microbatch,
+        world.size,
+        share=share,
+        alike=alike,
+        whole_groups=whole_groups,
+    )
+    bins = _bins(parts[world.rank], max_tokens_per_microbatch)
     if even:
-        bins += [[]] * (max(len(_bins(part, budget)) for part in parts) - len(bins))
+        bins += [[]] * (
+            max(len(_bins(part, max_tokens_per_microbatch)) for part in parts) - len(bins)
+        )
     return [_batch(samples, bin_, fill, device, dtype) for bin_ in bins]
 
 
 def divide(
     samples: Sequence[Sample],
-    budget: int,
+    max_tokens_per_microbatch: int,
     parts: int,
     *,
     share: bool = True,
@@ -137,12 +146,15 @@ def divide(
     >>> [[unit.positions for unit in part] for part in divide(samples, 100, 2)]
     [[13], [13]]
     """
-    whole = _units(samples, budget, share, alike, whole_groups)
+    whole = _units(samples, max_tokens_per_microbatch, share, alike, whole_groups)
     best = _dealt(whole, parts)
     mean = -(-sum(unit.positions for unit in whole) // parts)
     for limit in (mean, mean // 2, mean // 4, mean // 8) if parts > 1 and not whole_groups else ():
         finer = _dealt(
-            _units(samples, min(budget, max(limit, 1)), share, alike, whole_groups), parts
+            _units(
+                samples, min(max_tokens_per_microbatch, max(limit, 1)), share, alike, whole_groups
+            ),
+            parts,
         )
         best = min(best, finer, key=_longest)
     return best
@@ -199,7 +211,7 @@ def _pieces(owner: int, sample: Sample) -> list[Span]:
 
 def _units(
     samples: Sequence[Sample],
-    budget: int,
+    max_tokens_per_microbatch: int,
     share: bool,
     alike: Callable[[int], Hashable] | None,
     whole: bool,
@@ -225,7 +237,7 @@ def _units(
         positions = 0
         for block in blocks:
             both = _positions([*taken, *block], shared)
-            if taken and both > budget and not whole:
+            if taken and both > max_tokens_per_microbatch and not whole:
                 units.append(Unit(tuple(taken), positions, shared))
                 taken, both = [], _positions(block, shared)
             taken += block
@@ -240,16 +252,16 @@ def _positions(pieces: Sequence[Span], shared: bool) -> int:
     return sum(piece.size for piece in pieces) + sum(piece.prompt.size - 1 for piece in first)
 
 
-def _bins(units: Sequence[Unit], budget: int) -> list[list[Unit]]:
+def _bins(units: Sequence[Unit], max_tokens_per_microbatch: int) -> list[list[Unit]]:
     """As few bins as first fit finds, filled evenly where that fits: the fullest one decides how
     much memory a step takes.
     """
-    first = _first_fit(units, budget)
+    first = _first_fit(units, max_tokens_per_microbatch)
     even = _dealt(units, len(first))
-    return even if len(first) > 1 and _longest(even) <= budget else first
+    return even if len(first) > 1 and _longest(even) <= max_tokens_per_microbatch else first
 
 
-def _first_fit(units: Sequence[Unit], budget: int) -> list[list[Unit]]:
+def _first_fit(units: Sequence[Unit], max_tokens_per_microbatch: int) -> list[list[Unit]]:
     """First fit, longest first; ties keep their order."""
     bins: list[list[Unit]] = []
     room: list[int] = []
@@ -257,7 +269,7 @@ def _first_fit(units: Sequence[Unit], budget: int) -> list[list[Unit]]:
         place = next((i for i, left in enumerate(room) if unit.positions <= left), None)
         if place is None:
             bins.append([])
-            room.append(budget)
+            room.append(max_tokens_per_microbatch)
             place = len(bins) - 1
         bins[place].append(unit)
         room[place] -= unit.positions

@@ -24,8 +24,8 @@ from groupwise.records import (
     Finish,
     Prompt,
     Rollout,
+    RolloutGroup,
     Sampling,
-    Scored,
     Step,
     Trace,
     Turn,
@@ -49,7 +49,7 @@ class _Place(NamedTuple):
     index: int
 
     @property
-    def scored(self) -> Scored:
+    def scored(self) -> RolloutGroup:
         return self.step.groups[self.group]
 
     @property
@@ -161,14 +161,14 @@ Columns = list[list[np.ndarray]]
 """Of each group and each of its completions, a number per token."""
 
 
-def groups_to_bytes(groups: Sequence[Scored]) -> bytes:
-    """Scored groups as the bytes of a Parquet file, for `groups_from_bytes`."""
+def groups_to_bytes(groups: Sequence[RolloutGroup]) -> bytes:
+    """RolloutGroup groups as the bytes of a Parquet file, for `groups_from_bytes`."""
     sink = pa.BufferOutputStream()
     pq.write_table(table_of(Step(number=0, metrics={}, groups=groups)), sink, compression="zstd")
     return sink.getvalue().to_pybytes()
 
 
-def groups_from_bytes(data: bytes) -> list[Scored]:
+def groups_from_bytes(data: bytes) -> list[RolloutGroup]:
     """The groups that `groups_to_bytes` wrote, as they were."""
     return groups_of(pq.read_table(pa.BufferReader(data)))[0]
 
@@ -363,7 +363,7 @@ def _encodable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def groups_of(table: pa.Table) -> tuple[list[Scored], Columns, Columns]:
+def groups_of(table: pa.Table) -> tuple[list[RolloutGroup], Columns, Columns]:
     """The groups of a table, their advantages and their current log-probs."""
     about = {
         key.decode(): json.loads(value)
@@ -432,7 +432,7 @@ def _scored(
     weights: tuple[float, ...],
     signals: Sequence[str],
     kinds: Mapping[str, Any],
-) -> Scored:
+) -> RolloutGroup:
     first = rows[0]
     tokens = np.array(first["prompt_ids"], np.int64)
     messages = first.get("prompt_messages")  # older tables have none of the next three
@@ -445,7 +445,7 @@ def _scored(
         wrapped=bool(first.get("prompt_wrapped")),
         cut=first.get("prompt_cut") or 0,
     )
-    return Scored(
+    return RolloutGroup(
         rollouts=tuple(_rollout(row, prompt, kinds) for row in rows),
         names=names,
         rewards=np.array(

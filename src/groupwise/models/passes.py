@@ -75,7 +75,7 @@ def _one_by_one(policy: Policy, tokens_P: Tensor, layout: Layout) -> Tensor:
 def packed_for(
     policy: Policy,
     samples: Sequence[Sample],
-    budget: int,
+    max_tokens_per_microbatch: int,
     *,
     whole_groups: bool = False,
     world: comm.World = comm.ALONE,
@@ -84,7 +84,7 @@ def packed_for(
     """Samples packed as the policy takes them; see `packing.pack`."""
     return pack(
         samples,
-        budget,
+        max_tokens_per_microbatch,
         share=policy.attention == "shared",
         alike=policy.alike,
         whole_groups=whole_groups,

@@ -211,8 +211,10 @@ class Answer:
 
 
 @torch.no_grad()
-def score_tokens(policy: Policy, answers: Sequence[Answer], *, budget: int) -> list[np.ndarray]:
-    """The head's number after every completion token, float64 (n,) each; at most `budget` packed
+def score_tokens(
+    policy: Policy, answers: Sequence[Answer], *, max_tokens_per_microbatch: int
+) -> list[np.ndarray]:
+    """The head's number after every completion token, float64 (n,) each; at most `max_tokens_per_microbatch` packed
     positions at a time.
     """
     samples = [
@@ -225,7 +227,7 @@ def score_tokens(policy: Policy, answers: Sequence[Answer], *, budget: int) -> l
         for answer in answers
     ]
     scores = [np.zeros(answer.completion.size) for answer in answers]
-    for batch in packed_for(policy, samples, budget):
+    for batch in packed_for(policy, samples, max_tokens_per_microbatch):
         score_M = head_scores(policy, forward(policy, batch).hidden_PD[batch.trained_M])
         score_P = score_M.new_zeros(batch.layout.total)
         score_P[batch.trained_M] = score_M
@@ -295,7 +297,10 @@ def check_scores(policy: Policy, answers: Sequence[Answer]) -> None:
     if not reads_tokens(policy):
         return
     tokens = sum(answer.prompt.size + answer.completion.size + 1 for answer in checked)
-    ours = [float(scores[-1]) for scores in score_tokens(policy, checked, budget=tokens)]
+    ours = [
+        float(scores[-1])
+        for scores in score_tokens(policy, checked, max_tokens_per_microbatch=tokens)
+    ]
     worst = max(abs(a - b) for a, b in zip(ours, expected, strict=True))
     if not worst <= bound:
         remedy = "use another reward model" if policy.attention == "single" else REMEDY

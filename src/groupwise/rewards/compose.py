@@ -22,7 +22,7 @@ from groupwise.config.live_objects import object_of
 from groupwise.config.recipes import demand_values
 from groupwise.config.settings import RewardSettings, verdict_of
 from groupwise.errors import ConfigError, Findings, RewardError
-from groupwise.records import Episode, Prompt, Rollout, Scored, Step
+from groupwise.records import Episode, Prompt, Rollout, RolloutGroup, Step
 from groupwise.rewards import calls
 from groupwise.rewards.calls import Host, Outcome, described
 from groupwise.rewards.environment import EnvironmentState
@@ -238,10 +238,10 @@ class Judge(Protocol):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """K names, the columns of `Scored.rewards`."""
+        """K names, the columns of `RolloutGroup.rewards`."""
         ...
 
-    def score(self, groups: Sequence[Sequence[Rollout]], /) -> list[Scored]:
+    def score(self, groups: Sequence[Sequence[Rollout]], /) -> list[RolloutGroup]:
         """Each group with its rewards, in the same order.  It may be called from any thread, also
         from several at once.
         """
@@ -351,7 +351,7 @@ class Rewards:
                     f" {calls.DEFAULT_SECONDS:g} s{more} ends the run"
                 )
 
-    def score(self, groups: Sequence[Sequence[Rollout]]) -> list[Scored]:
+    def score(self, groups: Sequence[Sequence[Rollout]]) -> list[RolloutGroup]:
         """Score every completion of every group, in one call per function; groups and completions
         keep their order.
 
@@ -374,7 +374,7 @@ class Rewards:
         for group in groups:
             begin, end = end, end + len(group)
             scored.append(
-                Scored(
+                RolloutGroup(
                     rollouts=tuple(group),
                     names=self.names,
                     rewards=rewards[begin:end],
@@ -616,9 +616,9 @@ def no_rewards() -> Rewards:
     return Rewards(())
 
 
-def unjudged(group: Sequence[Rollout]) -> Scored:
-    """A group of rollouts as a `Scored` record without rewards."""
-    return Scored(
+def unjudged(group: Sequence[Rollout]) -> RolloutGroup:
+    """A group of rollouts as a `RolloutGroup` record without rewards."""
+    return RolloutGroup(
         rollouts=tuple(group),
         names=(),
         rewards=np.zeros((len(group), 0)),

@@ -140,12 +140,16 @@ class _Scorer:
         tokenizer: PreTrainedTokenizerBase | None,
         blueprint: Blueprint,
         settings: Any,
-        budget: int,
+        max_tokens_per_microbatch: int,
     ) -> None:
         from groupwise.models.reward_head import check_scorer
 
         check_scorer(blueprint.config, settings.path)
-        self.blueprint, self.settings, self.budget = blueprint, settings, budget
+        self.blueprint, self.settings, self.max_tokens_per_microbatch = (
+            blueprint,
+            settings,
+            max_tokens_per_microbatch,
+        )
         self.pooling = str(blueprint.config.get("pooling") or "last")
         vocabulary = blueprint.tokenizer.get_vocab()
         self.checked = False
@@ -213,7 +217,9 @@ class _Scorer:
             )
         answers = self._answers(prompt_ids, completion_ids)
         self._check(answers)
-        return score_tokens(self.policy, answers, budget=self.budget)
+        return score_tokens(
+            self.policy, answers, max_tokens_per_microbatch=self.max_tokens_per_microbatch
+        )
 
     def _check(self, answers: Sequence[Answer]) -> None:
         """Hold the scores of the first answers that it is asked for against transformers' own."""
@@ -255,7 +261,9 @@ class _Scorer:
             return [None] * len(answers)
         self._check(scored)
         if reads_tokens(self.policy):
-            token_scores = score_tokens(self.policy, scored, budget=self.budget)
+            token_scores = score_tokens(
+                self.policy, scored, max_tokens_per_microbatch=self.max_tokens_per_microbatch
+            )
             scores = [
                 float(pool_weights(self.pooling, score_n.size) @ score_n)
                 for score_n in token_scores

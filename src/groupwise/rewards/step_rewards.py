@@ -21,7 +21,7 @@ from groupwise.errors import ConfigError, RewardError
 if TYPE_CHECKING:
     import numpy as np
 
-    from groupwise.records import Scored
+    from groupwise.records import RolloutGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class ProcessReward:
 
     The function has the signature of any reward function and returns, per completion, a list of
     (index of the step's last token, reward) in rising order.  It feeds the credit `process`
-    (DeepSeekMath 2402.03300, 4.1.3) through `Scored.signals["process"]`; its column in
-    `Scored.rewards` is the sum of its step rewards, None for a completion without steps.
+    (DeepSeekMath 2402.03300, 4.1.3) through `RolloutGroup.signals["process"]`; its column in
+    `RolloutGroup.rewards` is the sum of its step rewards, None for a completion without steps.
 
     >>> @ProcessReward
     ... def shorter(completion_ids):
@@ -171,7 +171,7 @@ def step_signal(name: str, steps: Steps, length: int, label: str) -> np.ndarray:
     return signal
 
 
-def with_turns(group: Scored) -> Scored:
+def with_turns(group: RolloutGroup) -> RolloutGroup:
     """The group with the rewards that environments gave for turns: each stands in the signal
     `process` at the turn's last token, beside what functions reward.  Unchanged if no completion is
     an episode."""

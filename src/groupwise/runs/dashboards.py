@@ -37,7 +37,7 @@ from groupwise.config.recipes import dump
 from groupwise.config.settings import Recipe
 from groupwise.config.strict_yaml import parse
 from groupwise.errors import ConfigError
-from groupwise.records import Scored, Step
+from groupwise.records import RolloutGroup, Step
 from groupwise.utils import files
 from groupwise.utils.terminal import logger
 
@@ -210,7 +210,7 @@ def numbers(line: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def most_telling(groups: Sequence[Scored]) -> Scored | None:
+def most_telling(groups: Sequence[RolloutGroup]) -> RolloutGroup | None:
     """The group whose rewards differ most (the first of equals); None if there is none with a
     reward.
     """
@@ -218,7 +218,7 @@ def most_telling(groups: Sequence[Scored]) -> Scored | None:
     return groups[int(np.argmax(spreads))] if spreads and max(spreads) >= 0.0 else None
 
 
-def rows_of(group: Scored) -> list[dict[str, Any]]:
+def rows_of(group: RolloutGroup) -> list[dict[str, Any]]:
     """A group as rows of a table, the best completion first."""
     prompt = group.prompt.text
     rows = [

@@ -383,7 +383,7 @@ def _online_job(prepared: Prepared, reference: Path | None, resume: Path | None)
         sampler.set_version(optimizer.taken)
         with_models: dict[str, Any] = {
             "group": recipe.group,
-            "budget": positions_of(recipe),
+            "max_tokens_per_microbatch": positions_of(recipe),
             "reference": anchor,
             "critic": critic,
             "teacher": teacher,
@@ -448,7 +448,7 @@ def _proofs(
 def _dataset_job(prepared: Prepared, reference: Path | None, resume: Path | None) -> Job:
     recipe, kind = prepared.recipe, OBJECTIVES[prepared.recipe.objective]
     policy = hold(recipe, prepared.blueprint, kind.model, resume)
-    objective, budget = kind.objective(recipe), positions_of(recipe)
+    objective, max_tokens_per_microbatch = kind.objective(recipe), positions_of(recipe)
     rows, held_out, watched = prepared.rows.train, prepared.rows.held_out, prepared.rows.watched
     anchor = None
     if (
@@ -481,7 +481,7 @@ def _dataset_job(prepared: Prepared, reference: Path | None, resume: Path | None
             objective,
             draw=lambda k: [rows[row] for _, row in order.take(k)],
             optimizer=optimizer,
-            budget=budget,
+            max_tokens_per_microbatch=max_tokens_per_microbatch,
             batch_size=batch_size,
             steps=prepared.steps,
             done=done,
@@ -495,9 +495,20 @@ def _dataset_job(prepared: Prepared, reference: Path | None, resume: Path | None
             return None
         if not whole:
             limit = None if recipe.eval.batches is None else recipe.eval.batches * batch_size
-            return validate(policy, objective, watched[:limit], budget=budget)
+            return validate(
+                policy,
+                objective,
+                watched[:limit],
+                max_tokens_per_microbatch=max_tokens_per_microbatch,
+            )
         rules = kind.rules(policy, rows, held_out) if kind.rules is not None else None
-        return validate(policy, objective, held_out, budget=budget, beside=rules)
+        return validate(
+            policy,
+            objective,
+            held_out,
+            max_tokens_per_microbatch=max_tokens_per_microbatch,
+            beside=rules,
+        )
 
     return Job(
         recipe=recipe,

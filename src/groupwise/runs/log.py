@@ -19,7 +19,7 @@ from groupwise.config.recipes import dump
 from groupwise.config.settings import Recipe
 from groupwise.data import vocabulary
 from groupwise.data.rollout_table import jsonable
-from groupwise.records import Scored, Step
+from groupwise.records import RolloutGroup, Step
 from groupwise.runs import recorded
 from groupwise.runs.dashboards import Dashboards
 from groupwise.runs.folder import CONFIG, DONE, add_start
@@ -141,7 +141,7 @@ class RunLog:
             {"step": step, "wall": time.time()} | _evaluated(evaluation), again=True
         )
 
-    def held_out(self, number: int, groups: Sequence[Scored]) -> None:
+    def held_out(self, number: int, groups: Sequence[RolloutGroup]) -> None:
         """Record completions of held-out prompts after step `number`."""
         if self._every and groups:
             with files.storing(self.folder / recorded.EVALUATIONS, "held-out completions"):

@@ -115,7 +115,7 @@ class Load:
     prompt_tokens: int
     completion_tokens: int
     """The longest; of a data-set objective all is prompt, and this is 0."""
-    budget: int
+    max_tokens_per_microbatch: int
     """Positions of a micro-batch."""
     rows: int = 0
     """Completions that this program decodes at a time; 0 where servers sample."""
@@ -138,9 +138,9 @@ class Load:
         where a group fits.
         """
         group, every = self.positions(1), self.positions(prompts)
-        if group > self.budget or every <= self.budget:
-            return min(self.budget, every)
-        batches = -(-prompts // (self.budget // group))
+        if group > self.max_tokens_per_microbatch or every <= self.max_tokens_per_microbatch:
+            return min(self.max_tokens_per_microbatch, every)
+        batches = -(-prompts // (self.max_tokens_per_microbatch // group))
         return -(-prompts // batches) * group
 
 
@@ -350,7 +350,7 @@ def process_lines(shape: Shape, load: Load, parallel: ParallelSettings, world: i
     positions = -(-load.positions(load.prompts) // world)
     training = (
         f"{positions:,} positions to train in"
-        f" {counted(-(-positions // load.budget), 'micro-batch')}"
+        f" {counted(-(-positions // load.max_tokens_per_microbatch), 'micro-batch')}"
     )
     for name, prompts in prompts_of(load, world):
         sampled = prompts * load.group * load.completion_tokens
@@ -513,7 +513,7 @@ def load_of(
         group=1,
         prompt_tokens=0,
         completion_tokens=0,
-        budget=positions_of(recipe),
+        max_tokens_per_microbatch=positions_of(recipe),
         cpu=cpu,
         recompute=recipe.model.gradient_checkpointing,
         adapter=adapter_count(recipe, blueprint),
@@ -632,7 +632,7 @@ def model_lines(recipe: Recipe, blueprint: Blueprint, load: Load, world: int | N
     if count == 1:
         need = process_memory(shape, load, prompts=load.prompts)
         lines += [
-            ("micro-batches", f"at most {load.budget:,} packed positions"),
+            ("micro-batches", f"at most {load.max_tokens_per_microbatch:,} packed positions"),
             *memory_lines(need),
         ]
         if load.cpu and (reason := absence()):

@@ -26,7 +26,7 @@ from groupwise.algorithms.table import Algorithm
 from groupwise.config.settings import Recipe, is_online, positions_of
 from groupwise.config.validation import STAGE
 from groupwise.errors import CheckpointError, ConfigError, DataError, RunError
-from groupwise.records import Scored, Step
+from groupwise.records import RolloutGroup, Step
 from groupwise.rewards.compose import combine
 from groupwise.runs import checkpoint
 from groupwise.runs.folder import (
@@ -115,7 +115,7 @@ class ReplayedStep:
     """A step on recorded completions, by one configuration."""
 
     algorithm: Algorithm
-    groups: Sequence[Scored]
+    groups: Sequence[RolloutGroup]
     advantages: Columns
     parts: list[ClosedForm]
     """The optimizer steps of a pass, by the log-probs that its updates saw; none if `without` says
@@ -336,7 +336,7 @@ class RecordedRun:
         return learner
 
     def steps(
-        self, learner: Learner, numbers: range, groups: Sequence[Scored] | None = None
+        self, learner: Learner, numbers: range, groups: Sequence[RolloutGroup] | None = None
     ) -> Iterator[Step]:
         """Train a learner on recorded steps.   groups: in place of the recorded ones."""
 
@@ -350,7 +350,7 @@ class RecordedRun:
             RecordedRollouts(read, numbers),
             learner.optimizer,
             group=self.recipe.group,
-            budget=positions_of(learner.recipe),
+            max_tokens_per_microbatch=positions_of(learner.recipe),
             reference=learner.reference,
             checkpointing=self.recipe.model.gradient_checkpointing,
         )
@@ -519,7 +519,7 @@ def _train_to(run: RecordedRun, begun: int, step: int, other: Learner) -> None:
         other.restore({"optimizer": learner.optimizer.numbers()}, read)
 
 
-def _weighted(groups: Sequence[Scored], recipe: Recipe) -> Sequence[Scored]:
+def _weighted(groups: Sequence[RolloutGroup], recipe: Recipe) -> Sequence[RolloutGroup]:
     """Groups with the rewards added up by a recipe's weights."""
     named = tuple(reward.weight for reward in recipe.rewards)
     # What an environment brings stands before what the recipe names.
@@ -536,7 +536,7 @@ def _weighted(groups: Sequence[Scored], recipe: Recipe) -> Sequence[Scored]:
     ]
 
 
-def _by_name(groups: Sequence[Scored], columns: Sequence[Sequence[np.ndarray]]) -> Tokens:
+def _by_name(groups: Sequence[RolloutGroup], columns: Sequence[Sequence[np.ndarray]]) -> Tokens:
     return {
         (group.prompt.id, rollout.index): values
         for group, column in zip(groups, columns, strict=False)

@@ -25,7 +25,7 @@ from groupwise.errors import Ended, GroupwiseError, PeerError, RewardError
 from groupwise.models.loading import resolve_device
 from groupwise.models.policy import Policy
 from groupwise.models.saving import export
-from groupwise.records import Scored, Step
+from groupwise.records import RolloutGroup, Step
 from groupwise.runs import checkpoint, dashboards
 from groupwise.runs.checkpoint import Saver, reader, set_failure_hint
 from groupwise.runs.folder import FINAL, REFERENCE, Lock, check_reference, choose_folder, record_end
@@ -461,7 +461,7 @@ SHOWN = 32
 """Held-out prompts whose sampled completions are kept at every evaluation."""
 
 
-def completions(judged: Judged | None) -> tuple[Scored, ...]:
+def completions(judged: Judged | None) -> tuple[RolloutGroup, ...]:
     """Sampled completions of the first held-out prompts; none where what is held out is not
     prompts.
     """

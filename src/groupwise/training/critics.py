@@ -21,7 +21,7 @@ from torch.nn.functional import normalize
 
 from groupwise.config.settings import CriticSettings, OptimizerSettings
 from groupwise.models.policy import Policy
-from groupwise.records import Scored
+from groupwise.records import RolloutGroup
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.passes import BatchPass
 
@@ -104,7 +104,7 @@ class Critic:
         return value_M.new_zeros(()), value_M
 
     @torch.no_grad()
-    def centre(self, groups: Sequence[Scored]) -> list[Scored]:
+    def centre(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
         """Move the values of a new head to where they and their targets have one mean; the groups
         with `old_value`, V after that.
 

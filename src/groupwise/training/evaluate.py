@@ -1,7 +1,7 @@
 """Evaluation on held-out prompts: greedy accuracy, sampled accuracy, mean reward, pass@k, each with
 its 95 % interval.
 
-A completion is right when the recipe's verdict gives it 1 (`records.Scored.right`).  Rates are over
+A completion is right when the recipe's verdict gives it 1 (`records.RolloutGroup.right`).  Rates are over
 the completions that it judged, and the others are counted; without a verdict there are no
 accuracies, only rewards.  Evaluation has its own sampling settings and its own random streams; it
 leaves training exactly as it was.
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from groupwise.distributed import comm
-from groupwise.records import Prompt, Rollout, Sampling, Scored
+from groupwise.records import Prompt, Rollout, RolloutGroup, Sampling
 from groupwise.rewards.compose import Judge
 from groupwise.rollout.engine import Engine
 from groupwise.utils.spelling import counted
@@ -55,9 +55,9 @@ class Evaluation:
     """
     by_column: Mapping[str, Mapping[str, float]]
     """Greedy accuracy by the values of a task's breakdown columns."""
-    groups: tuple[Scored, ...] = ()
+    groups: tuple[RolloutGroup, ...] = ()
     """The sampled completions."""
-    answers: tuple[Scored, ...] = ()
+    answers: tuple[RolloutGroup, ...] = ()
     """The greedy completions, one to a group."""
 
     def __repr__(self) -> str:
@@ -190,7 +190,7 @@ def _complete(
     sampling: Sampling,
     seed: int,
     progress: Callable[[int, int], None] | None,
-) -> list[Scored]:
+) -> list[RolloutGroup]:
     own = comm.share(prompts)
 
     def sampled() -> Iterator[tuple[Rollout, ...]]:

@@ -31,7 +31,7 @@ from groupwise.config.settings import GroupSettings
 from groupwise.data.rollout_table import groups_from_bytes, groups_to_bytes
 from groupwise.distributed import comm
 from groupwise.errors import EngineError, RewardError
-from groupwise.records import Prompt, Rollout, Sampling, Scored
+from groupwise.records import Prompt, Rollout, RolloutGroup, Sampling
 from groupwise.rewards.compose import Judge
 from groupwise.rewards.step_rewards import with_turns
 from groupwise.rollout.engine import Engine
@@ -44,7 +44,7 @@ IDLE_STEPS = 3
 """Steps in a row without a single reward, or without a single completion that is trained, after
 which a run ends.
 """
-Collected = tuple[list[Scored], int]
+Collected = tuple[list[RolloutGroup], int]
 """The groups of a step, and the number of prompts that were drawn for them."""
 Draw = Callable[[int], Sequence[Prompt]]
 """The next k prompts of the data's order."""
@@ -58,8 +58,8 @@ class ObservingDraw(Protocol):
         """The next prompts."""
         ...
 
-    def seen(self, groups: Sequence[Scored], /) -> None:
-        """Scored groups, in the order in which their prompts were drawn; on every process all of
+    def seen(self, groups: Sequence[RolloutGroup], /) -> None:
+        """RolloutGroup groups, in the order in which their prompts were drawn; on every process all of
         them.
         """
 
@@ -242,7 +242,7 @@ class SampledRollouts:
         """The prompts that a step begins with."""
         return list(self.draw(self.group.prompts_per_step))
 
-    def sample(self, prompts: Sequence[Prompt]) -> list[Scored]:
+    def sample(self, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
         """This process's share of the prompts as scored groups; finished ones are scored while
         others are still being sampled.
         """
@@ -267,14 +267,14 @@ class SampledRollouts:
             finished.put(None)
         return scored.result()
 
-    def _whole(self, group: Scored) -> Scored:
+    def _whole(self, group: RolloutGroup) -> RolloutGroup:
         """A scored group with what the credit reads beside its rewards."""
         return with_turns(group) if self.algorithm.needs_steps else group
 
     def collect(
-        self, prompts: Sequence[Prompt] = (), own: Callable[[], list[Scored]] | None = None
+        self, prompts: Sequence[Prompt] = (), own: Callable[[], list[RolloutGroup]] | None = None
     ) -> Collected:
-        """Scored groups for one step.  Of several processes each samples and scores its share, and
+        """RolloutGroup groups for one step.  Of several processes each samples and scores its share, and
         each gets all groups.
 
         With `dead_groups: refill` (dynamic sampling, 2503.14476) prompts whose rewards teach
@@ -287,8 +287,8 @@ class SampledRollouts:
         refill = self.algorithm.dead_groups == "refill"
         wanted = self.group.prompts_per_step
         limit = wanted * (1 + self.group.max_refills) if refill else wanted
-        live: list[Scored] = []
-        dead: list[Scored] = []
+        live: list[RolloutGroup] = []
+        dead: list[RolloutGroup] = []
         prompts = prompts or self.prompts()
         while True:
             scored = comm.together(own or (lambda prompts=prompts: self.sample(prompts)))
@@ -322,7 +322,7 @@ class RecordedRollouts:
         """Nothing is sampled."""
 
 
-def _without_computed(group: Scored) -> Scored:
+def _without_computed(group: RolloutGroup) -> RolloutGroup:
     return replace(
         group,
         signals={name: column for name, column in group.signals.items() if name not in COMPUTED},

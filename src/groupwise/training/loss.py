@@ -190,7 +190,7 @@ def step_loss(
     critic: Critic | None = None,
     teacher: Teacher | None = None,
     number: int = 0,
-    budget: int,
+    max_tokens_per_microbatch: int,
 ) -> Loss:
     """The loss of an optimizer step.  Its `samples` are those to make the pass over: the weighted
     ones that have a gradient, and a teacher's demonstrations.
@@ -202,7 +202,11 @@ def step_loss(
     """
     if algorithm.needs_forking:
         samples = with_forking(
-            algorithm, samples, score(policy, samples, budget=budget, entropy=True).entropy
+            algorithm,
+            samples,
+            score(
+                policy, samples, max_tokens_per_microbatch=max_tokens_per_microbatch, entropy=True
+            ).entropy,
         )
     tokens = entropy_tokens(
         algorithm, samples
@@ -218,13 +222,17 @@ def step_loss(
     )
 
 
-def update_critic(critic: Critic, loss: Loss, *, budget: int) -> int:
+def update_critic(critic: Critic, loss: Loss, *, max_tokens_per_microbatch: int) -> int:
     """One optimizer step of a critic in a pass of its own, on the samples of a step's loss.  Gives
     the budget that fitted.
     """
     return update(
-        critic.policy, CriticLoss(loss, critic), loss.samples, critic.optimizer, budget=budget
-    ).budget
+        critic.policy,
+        CriticLoss(loss, critic),
+        loss.samples,
+        critic.optimizer,
+        max_tokens_per_microbatch=max_tokens_per_microbatch,
+    ).max_tokens_per_microbatch
 
 
 def weight(batch: Batch, name: str, rows_C: Tensor) -> Tensor:

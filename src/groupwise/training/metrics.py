@@ -18,13 +18,13 @@ from groupwise.algorithms.kl_estimators import K1
 from groupwise.algorithms.losses import Correction, off_policy_keep
 from groupwise.algorithms.parts import fact, options
 from groupwise.algorithms.table import PARTS, Algorithm
-from groupwise.records import Finish, Sample, Scored
+from groupwise.records import Finish, RolloutGroup, Sample
 from groupwise.training.closed_form import RecordedLoss
 from groupwise.training.passes import Assessment, balance
 
 
 def measure(
-    groups: Sequence[Scored],
+    groups: Sequence[RolloutGroup],
     updates: Sequence[Assessment],
     algorithm: Algorithm,
     drawn: int,
@@ -70,7 +70,7 @@ def measure(
     return metrics | mismatch_metrics(RecordedLoss.of(algorithm, updates[:1]), groups, version)
 
 
-def reward_metrics(groups: Sequence[Scored], drawn: int) -> dict[str, float]:
+def reward_metrics(groups: Sequence[RolloutGroup], drawn: int) -> dict[str, float]:
     """Mean rewards, and their standard deviation within groups."""
     rewards = np.concatenate([group.reward for group in groups])
     spreads = [
@@ -107,7 +107,7 @@ def dead_metrics(updates: Sequence[Assessment], drawn: int) -> dict[str, float]:
     return {"groups/dead": 1.0 - len(live) / drawn}
 
 
-def solved_metrics(groups: Sequence[Scored]) -> dict[str, float]:
+def solved_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """Shares of the groups whose completions are all right, and all wrong, by the verdict; empty
     without one.
 
@@ -123,7 +123,7 @@ def solved_metrics(groups: Sequence[Scored]) -> dict[str, float]:
     }
 
 
-def completion_metrics(groups: Sequence[Scored]) -> dict[str, float]:
+def completion_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """Lengths in tokens that the policy wrote, the truncated share, and the sampled estimate of the
     entropy (-log p, nats).
     """
@@ -146,7 +146,7 @@ def completion_metrics(groups: Sequence[Scored]) -> dict[str, float]:
     return metrics
 
 
-def logged_metrics(groups: Sequence[Scored]) -> dict[str, float]:
+def logged_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """`log/NAME`: what reward functions logged, the mean over the groups of whose call it was
     logged.
     """
@@ -159,7 +159,7 @@ def logged_metrics(groups: Sequence[Scored]) -> dict[str, float]:
     }
 
 
-def episode_metrics(groups: Sequence[Scored]) -> dict[str, float]:
+def episode_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """Metrics of episodes, means over episodes unless the name says otherwise: turns, branches,
     tool calls and the share of them that failed, by kind, the shares of episodes that a limit ended
     and that failed, and tokens of the answers.
@@ -196,7 +196,7 @@ def episode_metrics(groups: Sequence[Scored]) -> dict[str, float]:
     return metrics
 
 
-def staleness_metrics(groups: Sequence[Scored], version: int) -> dict[str, float]:
+def staleness_metrics(groups: Sequence[RolloutGroup], version: int) -> dict[str, float]:
     """Age, in optimizer steps, of the tokens that weights of `version` train on, and how many
     versions drew a completion.
 
@@ -215,7 +215,7 @@ def staleness_metrics(groups: Sequence[Scored], version: int) -> dict[str, float
     }
 
 
-def value_metrics(groups: Sequence[Scored]) -> dict[str, float]:
+def value_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """The critic before this step: its mean, its loss without clipping, and the share of the
     returns' variance that it explains.
 
@@ -240,7 +240,7 @@ def value_metrics(groups: Sequence[Scored]) -> dict[str, float]:
     return metrics
 
 
-def teacher_metrics(groups: Sequence[Scored]) -> dict[str, float]:
+def teacher_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """`teacher/kl`: mean of log q - log p over the tokens that were drawn, which estimates
     KL(policy || teacher) where the policy drew them.  Empty where a teacher is not asked for them.
     """
@@ -298,7 +298,7 @@ def kl_metrics(recorded: RecordedLoss) -> dict[str, float]:
 
 
 def mismatch_metrics(
-    recorded: RecordedLoss, groups: Sequence[Scored], version: int | None
+    recorded: RecordedLoss, groups: Sequence[RolloutGroup], version: int | None
 ) -> dict[str, float]:
     """Sampled against scored log-probs of tokens that weights of `version` drew (None: of all
     tokens); and of all tokens the share whose importance weight the correction bounds or drops."""
@@ -326,7 +326,7 @@ def mismatch_metrics(
 
 
 def token_columns(
-    groups: Sequence[Scored],
+    groups: Sequence[RolloutGroup],
     updates: Sequence[Assessment],
     algorithm: Algorithm,
     *,
@@ -373,7 +373,7 @@ def token_columns(
 
 
 def by_completion(
-    groups: Sequence[Scored], pairs: Iterable[tuple[Sample, np.ndarray]]
+    groups: Sequence[RolloutGroup], pairs: Iterable[tuple[Sample, np.ndarray]]
 ) -> list[list[np.ndarray]]:
     """Numbers per token of samples, added up for each completion, in the order of the groups; empty
     where there are none.

@@ -137,7 +137,9 @@ OBJECTIVES: dict[str, Kind] = {
         title="direct preference optimisation",
         load=partial(_records, PAIRS),
         objective=lambda recipe: dpo_objective(recipe.pairs),
-        anchor=lambda recipe, policy, rows: anchored(policy, rows, budget=positions_of(recipe)),
+        anchor=lambda recipe, policy, rows: anchored(
+            policy, rows, max_tokens_per_microbatch=positions_of(recipe)
+        ),
     ),
     "prm": Kind(
         title="process reward model",

@@ -77,7 +77,7 @@ def validate(
     objective: Objective[Row],
     rows: Sequence[Row],
     *,
-    budget: int,
+    max_tokens_per_microbatch: int,
     beside: Mapping[str, Estimate] | None = None,
 ) -> Validation:
     """The objective's own loss and measures on rows, no gradient.  beside: what simple rules reach
@@ -87,7 +87,7 @@ def validate(
         policy,
         objective.loss,
         objective.samples(rows),
-        budget=budget,
+        max_tokens_per_microbatch=max_tokens_per_microbatch,
         whole_groups=objective.whole_groups,
     )
     figures = {
@@ -119,7 +119,7 @@ def train_offline(
     *,
     draw: Callable[[int], Sequence[Row]],
     optimizer: Optimizer,
-    budget: int,
+    max_tokens_per_microbatch: int,
     batch_size: int,
     steps: int,
     done: int = 0,
@@ -128,7 +128,7 @@ def train_offline(
     """Train `policy` in place on rows; yield a `Step` after every optimizer step.
 
     draw: the next k rows of the data's order.   batch_size: rows per optimizer step.
-    budget: packed positions per forward and backward pass; it cannot change an update.
+    max_tokens_per_microbatch: packed positions per forward and backward pass; it cannot change an update.
     done: steps taken before (a resumed run); steps: the last step's number.
     """
     for number in range(done + 1, steps + 1):
@@ -142,10 +142,10 @@ def train_offline(
                 objective.loss,
                 samples,
                 optimizer,
-                budget=budget,
+                max_tokens_per_microbatch=max_tokens_per_microbatch,
                 whole_groups=objective.whole_groups,
             )
-            budget = step.budget
+            max_tokens_per_microbatch = step.max_tokens_per_microbatch
         tokens = sum(sample.completion.size for sample in samples)
         metrics: dict[str, float] = {
             "loss": step.loss,

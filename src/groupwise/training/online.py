@@ -26,7 +26,7 @@ from groupwise.errors import ConfigError
 from groupwise.models import backbone
 from groupwise.models.passes import reshard
 from groupwise.models.policy import Policy
-from groupwise.records import Sample, Scored, Step
+from groupwise.records import RolloutGroup, Sample, Step
 from groupwise.training.critics import Critic
 from groupwise.training.groups import Collected, Rollouts
 from groupwise.training.loss import step_loss, update_critic
@@ -46,7 +46,7 @@ def train_online(
     optimizer: Optimizer,
     *,
     group: GroupSettings,
-    budget: int,
+    max_tokens_per_microbatch: int,
     reference: Policy | None = None,
     critic: Critic | None = None,
     teacher: Teacher | None = None,
@@ -57,7 +57,7 @@ def train_online(
     docs/grpo_in_one_file.py does the same without the library and without packing; `groupwise
     explain` shows one step in numbers.
     rollouts: the groups of each step: sampled (`groups.SampledRollouts`), recorded, or yours.
-    budget: packed positions per forward and backward pass; it cannot change an update.
+    max_tokens_per_microbatch: packed positions per forward and backward pass; it cannot change an update.
     reference, critic, teacher: exactly those that the algorithm needs (`Algorithm.needs`).  The
     reference is frozen. A critic on the policy's backbone is trained in the policy's pass, a
     separate critic in a pass after it.
@@ -80,7 +80,7 @@ def train_online(
                 scorer=scorer,
                 teacher=hinted,
                 critic=critic,
-                budget=budget,
+                max_tokens_per_microbatch=max_tokens_per_microbatch,
             )
         advantages, one_pass = algorithm.advantages(groups), minibatches(groups, group)
         updates: list[Assessment] = []
@@ -97,12 +97,22 @@ def train_online(
                     critic=critic,
                     teacher=hinted,
                     number=optimizer.taken,
-                    budget=budget,
+                    max_tokens_per_microbatch=max_tokens_per_microbatch,
                 )
-                updates.append(update(policy, loss, loss.samples, *optimizers, budget=budget))
-                budget = updates[-1].budget
+                updates.append(
+                    update(
+                        policy,
+                        loss,
+                        loss.samples,
+                        *optimizers,
+                        max_tokens_per_microbatch=max_tokens_per_microbatch,
+                    )
+                )
+                max_tokens_per_microbatch = updates[-1].max_tokens_per_microbatch
                 if critic is not None and not critic.shared:
-                    budget = update_critic(critic, loss, budget=budget)
+                    max_tokens_per_microbatch = update_critic(
+                        critic, loss, max_tokens_per_microbatch=max_tokens_per_microbatch
+                    )
         with clock.phase("sync"):
             rollouts.sync(optimizer.taken)
             follow(number, group, policy, reference, teacher)
@@ -126,7 +136,7 @@ def pretrain_critic(
     *,
     critic: Critic,
     group: GroupSettings,
-    budget: int,
+    max_tokens_per_microbatch: int,
     reference: Policy | None = None,
     teacher: Teacher | None = None,
     checkpointing: bool = False,
@@ -148,7 +158,7 @@ def pretrain_critic(
                 scorer=scorer,
                 teacher=hinted,
                 critic=critic,
-                budget=budget,
+                max_tokens_per_microbatch=max_tokens_per_microbatch,
             )
         advantages, one_pass = algorithm.advantages(groups), minibatches(groups, group)
         seen: list[Assessment] = []
@@ -157,9 +167,24 @@ def pretrain_critic(
                 samples = weigh(
                     [groups[i] for i in minibatch], [advantages[i] for i in minibatch], algorithm
                 )
-                loss = step_loss(policy, algorithm, samples, teacher=hinted, budget=budget)
-                seen.append(assess(policy, loss, loss.samples, budget=budget))
-                budget = update_critic(critic, loss, budget=seen[-1].budget)
+                loss = step_loss(
+                    policy,
+                    algorithm,
+                    samples,
+                    teacher=hinted,
+                    max_tokens_per_microbatch=max_tokens_per_microbatch,
+                )
+                seen.append(
+                    assess(
+                        policy,
+                        loss,
+                        loss.samples,
+                        max_tokens_per_microbatch=max_tokens_per_microbatch,
+                    )
+                )
+                max_tokens_per_microbatch = update_critic(
+                    critic, loss, max_tokens_per_microbatch=seen[-1].max_tokens_per_microbatch
+                )
         if teacher is not None:
             reshard(teacher.policy)
         yield step_of(
@@ -249,7 +274,7 @@ def refresh(reference: Policy, policy: Policy, share: float) -> None:
 
 def step_of(
     number: int,
-    groups: Sequence[Scored],
+    groups: Sequence[RolloutGroup],
     advantages: Advantages,
     updates: Sequence[Assessment],
     algorithm: Algorithm,
@@ -279,7 +304,9 @@ def step_of(
     )
 
 
-def first_pass(groups: Sequence[Scored], updates: Sequence[Assessment]) -> list[list[np.ndarray]]:
+def first_pass(
+    groups: Sequence[RolloutGroup], updates: Sequence[Assessment]
+) -> list[list[np.ndarray]]:
     """Per group and completion (n_i,): the log-probs that its first update saw; empty where nothing
     was computed.
     """

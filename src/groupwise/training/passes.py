@@ -114,7 +114,7 @@ class Assessment:
     """Packed positions that each process worked on."""
     stats: StepStats = UNMOVED
     """Of the optimizer step, where one was taken."""
-    budget: int = 0
+    max_tokens_per_microbatch: int = 0
     """Packed positions at a time that fitted into memory."""
 
 
@@ -123,10 +123,10 @@ def update(
     loss: BatchLoss,
     samples: Sequence[Sample],
     *optimizers: Optimizer,
-    budget: int,
+    max_tokens_per_microbatch: int,
     whole_groups: bool = False,
 ) -> Assessment:
-    """One pass over the samples, at most `budget` positions at a time, backward too, and one step
+    """One pass over the samples, at most `max_tokens_per_microbatch` positions at a time, backward too, and one step
     of each optimizer.
 
     Sample weights are final, so the budget, the order and the number of processes do not change the
@@ -153,7 +153,9 @@ def update(
                 fused_modules(policy.model, keep=not policy.sharded),
                 summed_in_place(learn and not policy.sharded),
             ):
-                batches = batches_of(policy, samples, budget, whole_groups=whole_groups)
+                batches = batches_of(
+                    policy, samples, max_tokens_per_microbatch, whole_groups=whole_groups
+                )
                 for batch in balanced(policy, batches) if learn else batches:
                     value, seen_M = loss(BatchPass(policy, batch))
                     if learn:
@@ -165,7 +167,7 @@ def update(
                     positions += sum(batch.layout.length)
             break
         except RuntimeError as error:
-            smaller = _smaller(error, samples, budget)
+            smaller = _smaller(error, samples, max_tokens_per_microbatch)
         # Out of the handler, which would keep the failed pass alive through its traceback.
         value = seen_M = batch = batches = None
         if policy.device.type == "cuda":
@@ -173,10 +175,10 @@ def update(
         log.warning(
             "%d packed positions at a time do not fit into memory: going on with %d, to the same"
             " result",
-            budget,
+            max_tokens_per_microbatch,
             smaller,
         )
-        budget = smaller
+        max_tokens_per_microbatch = smaller
     reshard(policy)
     seen = [np.zeros(sample.completion.size) for sample in samples]
     entropy = list(seen)
@@ -194,21 +196,21 @@ def update(
         loss=sum(value for value, _, _ in parts),
         positions=[load for _, load, _ in parts],
         stats=stats[0] if stats else UNMOVED,
-        budget=budget,
+        max_tokens_per_microbatch=max_tokens_per_microbatch,
     )
 
 
-def _smaller(error: RuntimeError, samples: Sequence[Sample], budget: int) -> int:
+def _smaller(error: RuntimeError, samples: Sequence[Sample], max_tokens_per_microbatch: int) -> int:
     """The next budget after a pass that failed.  Raises MemoryExceeded where there is none, and an
     error that is not of memory.
     """
     if not out_of_memory(error):
         raise error
     lengths = [sample.prompt.size + sample.completion.size for sample in samples]
-    smaller = min(budget, sum(lengths)) // 2
+    smaller = min(max_tokens_per_microbatch, sum(lengths)) // 2
     if comm.world().size > 1 or smaller < max(lengths):
         raise MemoryExceeded(
-            f"{budget} packed positions at a time do not fit into memory"
+            f"{max_tokens_per_microbatch} packed positions at a time do not fit into memory"
             f" ({str(error).splitlines()[0]}); lower optimizer.tokens_per_microbatch, or set"
             " model.gradient_checkpointing: true"
         ) from error
@@ -220,21 +222,36 @@ def assess(
     loss: BatchLoss,
     samples: Sequence[Sample],
     *,
-    budget: int,
+    max_tokens_per_microbatch: int,
     whole_groups: bool = False,
 ) -> Assessment:
     """`update` without a gradient or a step."""
-    return update(policy, loss, samples, budget=budget, whole_groups=whole_groups)
+    return update(
+        policy,
+        loss,
+        samples,
+        max_tokens_per_microbatch=max_tokens_per_microbatch,
+        whole_groups=whole_groups,
+    )
 
 
 def batches_of(
-    policy: Policy, samples: Sequence[Sample], budget: int, *, whole_groups: bool = False
+    policy: Policy,
+    samples: Sequence[Sample],
+    max_tokens_per_microbatch: int,
+    *,
+    whole_groups: bool = False,
 ) -> list[Batch]:
     """Batches of this process's part of the samples, which all processes hold, packed as the policy
     needs; see `packing.pack`.
     """
     return packed_for(
-        policy, samples, budget, whole_groups=whole_groups, world=comm.world(), even=policy.sharded
+        policy,
+        samples,
+        max_tokens_per_microbatch,
+        whole_groups=whole_groups,
+        world=comm.world(),
+        even=policy.sharded,
     )
 
 
@@ -258,15 +275,24 @@ class Scores:
 
 
 def score(
-    policy: Policy, samples: Sequence[Sample], *, budget: int, entropy: bool = False
+    policy: Policy,
+    samples: Sequence[Sample],
+    *,
+    max_tokens_per_microbatch: int,
+    entropy: bool = False,
 ) -> Scores:
     """Log-probs (and entropies) of every completion token, at the temperature and over the support
     it was sampled with.
 
-    Packed with shared prompts, `budget` positions at a time; no gradient.  Entropies are zeros
+    Packed with shared prompts, `max_tokens_per_microbatch` positions at a time; no gradient.  Entropies are zeros
     unless `entropy` is set. Of several processes each computes its part, and each gets the whole.
     """
-    assessed = assess(policy, partial(_read, entropy=entropy), samples, budget=budget)
+    assessed = assess(
+        policy,
+        partial(_read, entropy=entropy),
+        samples,
+        max_tokens_per_microbatch=max_tokens_per_microbatch,
+    )
     return Scores(assessed.seen, assessed.entropy)
 
 

@@ -29,7 +29,7 @@ from groupwise.errors import ConfigError
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import Pooling, head_scores, pool_weights, readout
 from groupwise.ops.linear_cross_entropy import chosen_logprobs
-from groupwise.records import Batch, Sample, Scored, alike
+from groupwise.records import Batch, RolloutGroup, Sample, alike
 from groupwise.training.offline import Objective
 from groupwise.training.passes import Assessment, BatchPass, score, seen_by
 from groupwise.utils.statistics import proportion
@@ -135,14 +135,16 @@ class Anchored:
         return len(self.pair)
 
 
-def anchored(reference: Policy, pairs: Sequence[Pair], *, budget: int) -> list[Anchored]:
+def anchored(
+    reference: Policy, pairs: Sequence[Pair], *, max_tokens_per_microbatch: int
+) -> list[Anchored]:
     """Pairs with the log-probs of `reference` as it is now."""
     samples = [
         _spoken(f"{i}", pair.prompt, completion, 1.0)
         for i, pair in enumerate(pairs)
         for completion in (pair.chosen, pair.rejected)
     ]
-    logp = score(reference, samples, budget=budget).logp
+    logp = score(reference, samples, max_tokens_per_microbatch=max_tokens_per_microbatch).logp
     return [Anchored(pair, *logp[2 * i : 2 * i + 2]) for i, pair in enumerate(pairs)]
 
 
@@ -324,7 +326,9 @@ def calibration(gap_R: np.ndarray) -> dict[str, float]:
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def preference_rows(groups: Iterable[Scored], judge: str | None = None) -> list[dict[str, Any]]:
+def preference_rows(
+    groups: Iterable[RolloutGroup], judge: str | None = None
+) -> list[dict[str, Any]]:
     """New pairs from a policy's own completions: the best and the worst of each group by a judge.
 
     judge: the name of one of the groups' reward functions; None: their weighted sum.

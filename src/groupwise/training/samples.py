@@ -15,7 +15,7 @@ from groupwise.algorithms.losses import forking
 from groupwise.algorithms.parts import fact
 from groupwise.algorithms.table import Algorithm
 from groupwise.config.settings import GroupSettings
-from groupwise.records import Finish, Rollout, Sample, Scored, stretches
+from groupwise.records import Finish, Rollout, RolloutGroup, Sample, stretches
 
 SIGNALS = ("scored_logp", "value", "old_value", "return", "teacher_logp", "process")
 """Signals of completions that a loss may read, beside the reference's."""
@@ -24,7 +24,9 @@ WEIGHT, POLICY = "weight/", "policy"
 its name, or `POLICY` for the surrogate."""
 
 
-def weigh(groups: Sequence[Scored], advantages: Advantages, algorithm: Algorithm) -> list[Sample]:
+def weigh(
+    groups: Sequence[RolloutGroup], advantages: Advantages, algorithm: Algorithm
+) -> list[Sample]:
     """The samples of one optimizer step, every trained token with its final weight.
 
     The denominators count every completion of `groups` (of the live ones with `dead_groups: drop`),
@@ -117,7 +119,7 @@ def entropy_tokens(algorithm: Algorithm, samples: Sequence[Sample]) -> float:
     return float(max(sum(map(np.count_nonzero, columns)), 1))
 
 
-def minibatches(groups: Sequence[Scored], group: GroupSettings) -> list[np.ndarray]:
+def minibatches(groups: Sequence[RolloutGroup], group: GroupSettings) -> list[np.ndarray]:
     """The groups of each optimizer step of a pass, by place."""
     return np.array_split(np.arange(len(groups)), min(group.minibatches, len(groups)))
 

@@ -12,7 +12,7 @@ import torch
 from groupwise.algorithms.table import Algorithm
 from groupwise.config.settings import GroupSettings
 from groupwise.models.policy import Policy
-from groupwise.records import Scored
+from groupwise.records import RolloutGroup
 from groupwise.training.critics import Critic
 from groupwise.training.passes import assess, score
 from groupwise.training.samples import minibatches, sample_of
@@ -20,17 +20,17 @@ from groupwise.training.teachers import Teacher
 
 
 def add_signals(
-    groups: Sequence[Scored],
+    groups: Sequence[RolloutGroup],
     algorithm: Algorithm,
     *,
     reference: Policy | None = None,
     scorer: Policy | None = None,
     teacher: Teacher | None = None,
     critic: Critic | None = None,
-    budget: int,
-) -> list[Scored]:
+    max_tokens_per_microbatch: int,
+) -> list[RolloutGroup]:
     """The groups with a column of each model that is there, computed packed with shared prompts
-    (`records.Scored.signals`).
+    (`records.RolloutGroup.signals`).
 
     reference: `reference_logp`.   teacher: `teacher_logp`, after its own prompts, where the
         algorithm reads it.
@@ -40,14 +40,16 @@ def add_signals(
     """
     samples = [sample_of(rollout) for group in groups for rollout in group.rollouts]
     columns = {
-        name: score(policy, samples, budget=budget).logp
+        name: score(policy, samples, max_tokens_per_microbatch=max_tokens_per_microbatch).logp
         for name, policy in (("reference_logp", reference), ("scored_logp", scorer))
         if policy is not None
     }
     if teacher is not None and algorithm.reads_teacher:
-        columns["teacher_logp"] = teacher.logp(samples, budget)
+        columns["teacher_logp"] = teacher.logp(samples, max_tokens_per_microbatch)
     if critic is not None:
-        columns["value"] = assess(critic.policy, critic.read, samples, budget=budget).seen
+        columns["value"] = assess(
+            critic.policy, critic.read, samples, max_tokens_per_microbatch=max_tokens_per_microbatch
+        ).seen
     groups = list(groups)
     for name, column in columns.items():
         values = iter(column)
@@ -66,7 +68,7 @@ def add_signals(
 
 
 def scores_first(
-    algorithm: Algorithm, groups: Sequence[Scored], group: GroupSettings, policy: Policy
+    algorithm: Algorithm, groups: Sequence[RolloutGroup], group: GroupSettings, policy: Policy
 ) -> bool:
     """True if the policy must score the completions before its first update, which else computes
     their log-probs itself.

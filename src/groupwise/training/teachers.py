@@ -30,7 +30,7 @@ from groupwise.models.passes import forward
 from groupwise.models.policy import Policy
 from groupwise.models.recurrence import PLACE
 from groupwise.ops.distillation import head_divergence
-from groupwise.records import Batch, Prompt, Rollout, Sample, Scored, stretches
+from groupwise.records import Batch, Prompt, Rollout, RolloutGroup, Sample, stretches
 from groupwise.rollout.vllm.scoring import ScoringServers
 from groupwise.training.passes import score
 from groupwise.training.samples import POLICY, WEIGHT
@@ -101,7 +101,7 @@ class Teacher:
     hints: Mapping[str, np.ndarray] = field(default_factory=dict)
     """The hint's ids by group, which it reads before the policy's prompts."""
 
-    def with_hints(self, groups: Sequence[Scored]) -> Teacher:
+    def with_hints(self, groups: Sequence[RolloutGroup]) -> Teacher:
         """The teacher as it reads these groups.  Raises ConfigError if a hint leaves no room for a
         completion.
         """
@@ -127,11 +127,13 @@ class Teacher:
             for sample in samples
         ]
 
-    def logp(self, samples: Sequence[Sample], budget: int) -> list[np.ndarray]:
+    def logp(self, samples: Sequence[Sample], max_tokens_per_microbatch: int) -> list[np.ndarray]:
         """Per sample (n,): what it gives to the tokens that were drawn."""
         if self.servers is not None:
             return scored_by_servers(self.servers, self.read(samples))
-        return score(self.policy, self.read(samples), budget=budget).logp
+        return score(
+            self.policy, self.read(samples), max_tokens_per_microbatch=max_tokens_per_microbatch
+        ).logp
 
     @torch.no_grad()
     def states(self, batch: Batch, samples: Sequence[Sample]) -> Tensor:

@@ -83,7 +83,7 @@ def search(
     query: SearchQuery,
     *,
     cursor: int | None = None,
-    budget: float = BUDGET,
+    max_tokens_per_microbatch: float = BUDGET,
 ) -> Json:
     """Completions that match a query, newest step first; whole steps at a time.
 
@@ -98,7 +98,7 @@ def search(
     ]
     began, matches, seen = time.monotonic(), [], 0
     for step in steps:
-        if seen and (len(matches) >= PAGE or time.monotonic() - began > budget):
+        if seen and (len(matches) >= PAGE or time.monotonic() - began > max_tokens_per_microbatch):
             return {"matches": matches, "next": step, "seen": seen, "left": len(steps) - seen}
         seen += 1
         entry = index.entry(step) if query.kind == TRAINING else None

@@ -131,7 +131,7 @@ def test_an_openai_client_is_trained(talking):
             ),
             Optimizer(policy.model, OptimizerSettings(lr=1e-3), 4),
             group=group,
-            budget=4096,
+            max_tokens_per_microbatch=4096,
         )
     )
     assert len(steps) == 4
@@ -179,7 +179,7 @@ def test_a_recipe_with_a_harness(tmp_path, monkeypatch):
 
 
 def test_harnesses_that_fail_are_counted(talking):
-    from groupwise.records import Scored
+    from groupwise.records import RolloutGroup
     from groupwise.training.metrics import episode_metrics
 
     def harness(row, base_url, index):
@@ -192,5 +192,5 @@ def test_harnesses_that_fail_are_counted(talking):
     reward = np.array([np.nan if one.episode.reward is None else one.episode.reward for one in group])
     assert [one.finish is Finish.ERROR for one in group] == [True, False, False, False]
     assert np.isnan(reward).tolist() == [True, False, False, False]
-    scored = Scored(rollouts=group, names=("own",), rewards=reward[:, None], reward=reward)
+    scored = RolloutGroup(rollouts=group, names=("own",), rewards=reward[:, None], reward=reward)
     assert episode_metrics([scored])["episodes/errors"] == 0.25

@@ -26,7 +26,7 @@ def test_bfloat16_log_probs_are_as_near_to_float32_as_trls(family, options, poli
     with torch.autocast("cpu", torch.bfloat16):
         theirs = np.concatenate([scored(lower, rollout) for rollout in rollouts])
     found = {
-        "scored": np.concatenate(score(lower, [sample_of(rollout) for rollout in rollouts], budget=256).logp),
+        "scored": np.concatenate(score(lower, [sample_of(rollout) for rollout in rollouts], max_tokens_per_microbatch=256).logp),
         "sampled": np.concatenate([rollout.behavior_logp for rollout in rollouts]),
     }
     assert np.abs(theirs - wanted).mean() > 1e-4, "it is rounded"
