@@ -219,6 +219,10 @@ class Episode:
     """For several agents with separate rewards, or if not all of them are trained."""
     environment: str = ""
     """Name of the environment, if there are several."""
+    opening: str = ""
+    """Text that the environment's `reset` added to the prompt's last message."""
+    prompt_text: str = ""
+    """The prompt as the policy saw it, where `reset` or the harness changed it; else empty."""
     state: Mapping[str, Any] | None = None
     """Public attributes of the environment at its end, as JSON; for reward functions, not recorded.
     """

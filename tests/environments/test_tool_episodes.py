@@ -381,6 +381,18 @@ def test_a_trl_environment_runs_unchanged(
     assert len(closed.read_text()) == before + 2, "closed also where sampling is broken off"
 
 
+def test_what_reset_adds_to_the_prompt_is_in_the_record(table: Callable[..., Any]) -> None:
+    at = table(factory="my_tools.py:Counter", runs="thread")
+    talk, reply = at.begin(start=5)
+    episode = talk.close(Finish.ERROR)
+    assert episode.opening.strip() == "Start at 5."
+    assert episode.prompt_text == at.text(reply.context)
+    assert f"Do it.{episode.opening}<|im_end|>" in episode.prompt_text
+    talk, _ = at.begin()
+    silent = talk.close(Finish.ERROR)
+    assert (silent.opening, silent.prompt_text) == ("", "")
+
+
 def test_trl_writes_the_same_messages(table: Callable[..., Any]) -> None:
     """What TRL's loop appends for the same calls: `str` of the result under the tool's name, in a message of its own."""
     at = table(factory="my_tools.py:Counter", runs="thread")

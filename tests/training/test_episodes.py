@@ -273,6 +273,7 @@ def same_episode(one: Rollout, other: Rollout) -> None:
     assert one.episode.turns == other.episode.turns
     assert one.episode.messages == other.episode.messages
     assert (one.episode.reward, one.episode.environment) == (other.episode.reward, other.episode.environment)
+    assert (one.episode.opening, one.episode.prompt_text) == (other.episode.opening, other.episode.prompt_text)
     told = [[(branch.begin, branch.context.dtype, branch.context.tolist()) for branch in r.episode.branches] for r in (one, other)]
     assert told[0] == told[1]
 
@@ -301,6 +302,7 @@ def test_tables_keep_episodes(
     if reward is not None and np.isnan(reward):
         reward = None
     told = replace(first.episode, turns=(turn, *first.episode.turns[1:]), messages=messages, reward=reward, environment="maze")
+    told = replace(told, opening=result, prompt_text=f"Go.{result}")
     none = replace(group.rollouts[2], episode=None)
     group = replace(group, rollouts=(replace(first, episode=told), group.rollouts[1], none))
     (back,) = groups_from_bytes(groups_to_bytes([group]))

@@ -501,6 +501,7 @@ def _episode_text(episode: Episode) -> str:
         ]
     }
     fields |= {"reward": episode.reward, "environment": episode.environment}
+    fields |= {"opening": episode.opening, "prompt_text": episode.prompt_text}
     fields |= {"traces": [asdict(trace) for trace in episode.traces]} if episode.traces else {}
     return _encodable(_json(fields))
 
@@ -522,6 +523,8 @@ def _episode(text: str | None) -> Episode | None:
         ),
         reward=None if fields["reward"] is None else float(fields["reward"]),
         environment=fields["environment"],
+        opening=fields.get("opening", ""),  # older tables have neither
+        prompt_text=fields.get("prompt_text", ""),
         traces=_TRACES.validate_python(fields.get("traces", ())),
     )
 

@@ -266,8 +266,16 @@ class HarnessEpisode:
                 branches=tuple(self.stream.branches),
                 reward=self._ending.reward,
                 environment=self.world.settings.verifiers or "",
+                prompt_text=self._prompt_text(),
                 traces=self._traces(),
             )
+
+    def _prompt_text(self) -> str:
+        """The context that the harness began with; empty where it is the prompt."""
+        branches = self.stream.branches
+        if not branches or branches[0].begin > 0:
+            return ""
+        return self.codec.decode(branches[0].context)
 
     def _traces(self) -> tuple[Trace, ...]:
         """The traces whose turns were drawn here."""

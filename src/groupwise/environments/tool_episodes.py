@@ -145,6 +145,8 @@ class ToolEpisode:
         self._text = stream.prompt.text
         """Of what the next turn is drawn behind: all of it where the past is split, else its end.
         """
+        self._opening = self._prompt_text = ""
+        """Text of `reset`, and the prompt with it."""
         self._messages: list[Mapping[str, Any]] = []
         """Those behind the prompt."""
         self._ended, self._failed = False, False
@@ -189,6 +191,8 @@ class ToolEpisode:
             branches=tuple(self._stream.branches),
             reward=reward,
             environment=self._kind.name or (self._kind.title if self._kind.resets else ""),
+            opening=self._opening,
+            prompt_text=self._prompt_text,
             state=self._state,
         )
 
@@ -224,12 +228,14 @@ class ToolEpisode:
             return self._over(broken.finish, str(broken))
         if not observation:
             return Reply(NOTHING)
-        (observation,), _ = self._cut([observation])
-        self._written = _appended(content, observation, codec.template)
+        (self._opening,), _ = self._cut([observation])
+        self._written = _appended(content, self._opening, codec.template)
         text = codec.written(self._written, self._tools, self._variables)
-        context, self._text = codec.encode(text), unmarked(text)
+        context = codec.encode(text)
+        self._text = self._prompt_text = unmarked(text)
         if self._prompt.cut:
             context = cut_left(context, self._prompt.tokens.size, codec.template.bos_id)
+            self._prompt_text = codec.decode(context)
         return Reply(
             NOTHING, context=None if np.array_equal(context, self._prompt.tokens) else context
         )

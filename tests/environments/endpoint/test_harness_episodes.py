@@ -59,6 +59,7 @@ def test_a_tool_loop_is_one_stream_of_exact_ids(worlds, says, a_prompt, chat_tok
     first, second = played.behind
     assert [branch.begin for branch in played.episode.branches] == [0]
     assert played.episode.branches[0].context.tolist() == first
+    assert played.episode.prompt_text == chat_tokenizer.decode(first)
     assert second[: len(first) + len(played.sampled[0])] == first + played.sampled[0]
     # Canonical here, so the stream is what the template writes of the whole conversation.
     call = {"function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
@@ -627,7 +628,7 @@ def test_a_prompt_that_the_harness_sends_as_it_is_needs_no_branch(worlds, says, 
         client(base_url).chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
 
     played = play(worlds(harness), prompt, says("a"))
-    assert played.episode.branches == ()
+    assert (played.episode.branches, played.episode.prompt_text) == ((), "")
     assert played.behind[0] == prompt.tokens.tolist()
 
 
