@@ -44,9 +44,9 @@ from groupwise.ops.recurrence import Chunks, Recurrence, Segments
 from groupwise.proof.prove import prove
 from groupwise.proof.texts import NATIVE
 from groupwise.records import Episode, Finish, Prompt, Sample, Sampling
-from groupwise.rollout.native import engine
-from groupwise.rollout.native.attention import KVCache
+from groupwise.rollout.native import scheduler
 from groupwise.rollout.native.engine import NativeEngine
+from groupwise.rollout.native.kv_cache import KVCache
 
 SMALL = {
     "vocab_size": len(TOKENIZER),
@@ -299,7 +299,7 @@ def test_planted_faults_of_states_are_found_at_load(name: str, fault: type[Recur
 
 @pytest.mark.parametrize("late", [0, 1], ids=["no fork", "fork of a neighbour"])
 def test_planted_faults_of_the_engines_states_are_found_at_load(late: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from groupwise.rollout.native.attention import Decode
+    from groupwise.rollout.native.decode_attention import Decode
 
     read = Decode._states
 
@@ -317,10 +317,10 @@ def test_planted_faults_of_the_engines_states_are_found_at_load(late: int, monke
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "granite4"])
-@pytest.mark.parametrize("tokens", sorted(set(engine.TOKENS_PER_SYNC.values())))
+@pytest.mark.parametrize("tokens", sorted(set(scheduler.TOKENS_PER_SYNC.values())))
 def test_conversations_go_on_from_the_states_that_were_laid_aside(name: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where rows of other models draw several tokens before the host looks: a state holds none behind a turn's end."""
-    monkeypatch.setitem(engine.TOKENS_PER_SYNC, "cpu", tokens)
+    monkeypatch.setitem(scheduler.TOKENS_PER_SYNC, "cpu", tokens)
     policy = make_policy(model_of(name), TOKENIZER)
     assert prove(policy, longest=60, sampler=TALKING, train=False).paths[-1] == "conversations"
 
@@ -360,10 +360,10 @@ class Parrot:
         return Episode(turns=tuple(self.stream.turns))
 
 
-@pytest.mark.parametrize("tokens", sorted(set(engine.TOKENS_PER_SYNC.values())))
+@pytest.mark.parametrize("tokens", sorted(set(scheduler.TOKENS_PER_SYNC.values())))
 def test_a_turn_that_ends_early_leaves_no_later_token_in_a_state(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of other models draw several tokens before the host looks, and what lies behind a turn's end is dropped."""
-    monkeypatch.setitem(engine.TOKENS_PER_SYNC, "cpu", tokens)
+    monkeypatch.setitem(scheduler.TOKENS_PER_SYNC, "cpu", tokens)
     # Turns end with half of all tokens, and so at any place.
     policy = replace(make_policy(model_of("qwen3_5"), TOKENIZER), eos_ids=tuple(range(0, len(TOKENIZER), 2)))
     prompts = [Prompt(id=str(i), tokens=np.arange(3, 6 + i), text="") for i in range(3)]

@@ -6,7 +6,8 @@ import torch
 from groupwise.models.attention import PackedAttention
 from groupwise.ops.attention import Query, Reach
 from groupwise.records import Layout
-from groupwise.rollout.native.attention import Decode, KVCache, Prefill
+from groupwise.rollout.native.decode_attention import Decode, Prefill
+from groupwise.rollout.native.kv_cache import KVCache
 
 HEADS, SHARED = 4, 2
 

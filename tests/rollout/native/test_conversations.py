@@ -21,9 +21,10 @@ from groupwise.ops import kernels
 from groupwise.ops.attention import Query, Reach
 from groupwise.records import Episode, Finish, Prompt, Sampling
 from groupwise.rollout import episodes
-from groupwise.rollout.native import engine as native
-from groupwise.rollout.native.attention import Extend, KVCache, Prefill
+from groupwise.rollout.native import scheduler
+from groupwise.rollout.native.decode_attention import Extend, Prefill
 from groupwise.rollout.native.engine import NativeEngine
+from groupwise.rollout.native.kv_cache import KVCache
 
 DEEPSEEK = {"num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
 DEEPSEEK |= {"v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
@@ -159,7 +160,7 @@ def test_the_short_ways_through_a_model(family, kernel, dtype, cut_to, policy_of
 def test_several_tokens_before_anybody_looks_as_on_a_gpu(family, policy_of, prompts_of, scripted_world, monkeypatch):
     """Rows draw behind their ends."""
     monkeypatch.setattr(kernels, "absence", lambda: "as on a GPU")
-    monkeypatch.setitem(native.TOKENS_PER_SYNC, "cpu", native.TOKENS_PER_SYNC["cuda"])
+    monkeypatch.setitem(scheduler.TOKENS_PER_SYNC, "cpu", scheduler.TOKENS_PER_SYNC["cuda"])
     options = {"sliding_window": 6} if family == "mistral" else {}
     policy = policy_of(family, dtype=torch.float32, context=128, eos_ids=EOS, sharpness=2.0, **options)
     world = scripted_world(cut=0.3, cut_to="other", delays=3)
@@ -201,7 +202,7 @@ def test_how_many_turns_are_drawn_at_a_time_changes_none(cut, policy_of, prompts
     assert NativeEngine(policy, max_rows=1).prepared(8).decoder is not None or kernels.absence() is not None
     told = []
     for turns, delays in ((1, None), (2, 0), (3, 1), (16, 2)):
-        monkeypatch.setattr(native, "TURNS", turns)
+        monkeypatch.setattr(scheduler, "TURNS", turns)
         world = scripted_world(cut=cut, cut_to="other", delays=delays)
         found = drawn(policy, world, prompts_of(5, 9, 5), rows=9)
         check(policy, world, found, 2e-4)
@@ -288,14 +289,14 @@ def clocked(world, policy_of, monkeypatch):
     """An engine of 32 rows, four of them decoded at a time, whose tokens move the world's clock."""
     if kernels.absence() is not None:
         pytest.skip("a step of many rows takes as long as one of few")
-    monkeypatch.setattr(native, "TURNS", 4)
-    commit = native._Run._commit
+    monkeypatch.setattr(scheduler, "TURNS", 4)
+    commit = scheduler.Scheduler._commit
 
     def committed(run, first, tokens, *rest, **options):
         world.decoded(sum(map(len, tokens)))
         return commit(run, first, tokens, *rest, **options)
 
-    monkeypatch.setattr(native._Run, "_commit", committed)
+    monkeypatch.setattr(scheduler.Scheduler, "_commit", committed)
     monkeypatch.setattr(episodes, "await_one", world.wait)
     policy = replace(policy_of("llama", dtype=torch.float32, context=512, hidden_size=64, head_dim=32), eos_ids=())
     return NativeEngine(policy, max_rows=32, world=world)

@@ -10,9 +10,10 @@ from scipy.stats import chisquare
 from groupwise.config.settings import ModelSettings
 from groupwise.errors import Diverged, EngineError
 from groupwise.records import Finish, Sampling
-from groupwise.rollout.native import decode
+from groupwise.rollout.native import decode, scheduler
 from groupwise.rollout.native import engine as native
-from groupwise.rollout.native.engine import NativeEngine, _Run
+from groupwise.rollout.native.engine import NativeEngine
+from groupwise.rollout.native.scheduler import Scheduler
 from groupwise.rollout.transformers import TransformersEngine
 
 FAMILIES = ["gpt2", "llama", "qwen2", "qwen3", "gemma2", "mixtral"]
@@ -156,8 +157,8 @@ def test_no_row_is_free_while_completions_wait_though_many_end_at_once(dtype, po
         def limit(self, prompt, index, sampling):
             return 1 if index % 4 else 24
 
-    live, step = [], _Run._step
-    monkeypatch.setattr(_Run, "_step", lambda self: live.append((len(self.rows.live), len(self.waiting))) or step(self))
+    live, step = [], Scheduler._step
+    monkeypatch.setattr(Scheduler, "_step", lambda self: live.append((len(self.rows.live), len(self.waiting))) or step(self))
     policy = policy_of("llama", dtype=dtype, head_dim=32)
     groups = run(policy, prompts_of(*[4] * 9), Sampling(max_new_tokens=24), group_size=5, max_rows=6, engine=Short)
     assert len(groups) == 9
@@ -182,9 +183,9 @@ def test_tokens_drawn_unseen_are_those_drawn_one_by_one(unseen, family, max_rows
     """As on a GPU, where the host looks at several tokens at a time."""
     policy, prompts = policy_of(family, sharpness=2.0), prompts_of(5, 9, 1, 5, 12)
     seen = run(policy, prompts, sampling, max_rows=max_rows)
-    looks, look = [], native._to_host
-    monkeypatch.setattr(native, "_to_host", lambda drawn: looks.append(len(drawn)) or look(drawn))
-    monkeypatch.setitem(native.TOKENS_PER_SYNC, "cpu", unseen)
+    looks, look = [], scheduler._to_host
+    monkeypatch.setattr(scheduler, "_to_host", lambda drawn: looks.append(len(drawn)) or look(drawn))
+    monkeypatch.setitem(scheduler.TOKENS_PER_SYNC, "cpu", unseen)
     same(run(policy, prompts, sampling, max_rows=max_rows), seen, atol=1e-12)
     assert (max(looks) > 1) is not sampling.truncates
     finishes = {rollout.finish for group in seen.values() for rollout in group}

@@ -5,7 +5,7 @@ import torch
 
 from groupwise.ops import decoding, kernels
 from groupwise.ops.kernels import absence
-from groupwise.rollout.native.attention import KVCache, LayerCache
+from groupwise.rollout.native.kv_cache import KVCache, LayerCache
 
 
 def test_slab_growth_and_moves_keep_what_was_written():

@@ -18,11 +18,10 @@ from groupwise.config.settings import ModelSettings
 from groupwise.errors import EngineError
 from groupwise.ops import kernels
 from groupwise.records import Finish, Sampling
-from groupwise.rollout.native import attention, decode
-from groupwise.rollout.native import engine as native
-from groupwise.rollout.native.attention import KVCache
+from groupwise.rollout.native import cuda_graphs, decode, kv_cache, scheduler
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.native.forward import SpecialisedForward
+from groupwise.rollout.native.kv_cache import KVCache
 
 FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "qwen3"]
 
@@ -79,10 +78,10 @@ class Record:
 
 
 def as_on_a_gpu(patch):
-    patch.setattr(attention, "ALIGNS", ("cpu",))
-    patch.setattr(decode, "DEVICES", ("cpu",))
-    patch.setattr(decode, "recorded", Record)
-    patch.setitem(native.TOKENS_PER_SYNC, "cpu", native.TOKENS_PER_SYNC["cuda"])
+    patch.setattr(kv_cache, "ALIGNS", ("cpu",))
+    patch.setattr(cuda_graphs, "DEVICES", ("cpu",))
+    patch.setattr(cuda_graphs, "recorded", Record)
+    patch.setitem(scheduler.TOKENS_PER_SYNC, "cpu", scheduler.TOKENS_PER_SYNC["cuda"])
 
 
 @pytest.mark.parametrize(
@@ -107,7 +106,7 @@ def test_a_gpus_way_draws_what_a_cpus_draws(family, sampling, policy_of, prompts
         records.append(Record(step))
         return records[-1]
 
-    monkeypatch.setattr(decode, "recorded", recorded)
+    monkeypatch.setattr(cuda_graphs, "recorded", recorded)
     found = sampled(policy, prompts, sampling, max_rows=7)
     same(found, expected)
     assert any(record.repeated > 1 for record in records) != sampling.truncates
@@ -122,7 +121,7 @@ def test_a_gpu_that_cannot_record_draws_all_the_same(policy_of, prompts_of, plai
     def fails(step, beside):
         raise RuntimeError("no capture here")
 
-    monkeypatch.setattr(decode, "recorded", fails)
+    monkeypatch.setattr(cuda_graphs, "recorded", fails)
     with pytest.warns(UserWarning, match="without CUDA graphs, more slowly: no capture here"):
         same(sampled(policy, prompts, Sampling(max_new_tokens=30)), expected)
 
@@ -137,7 +136,7 @@ def test_memory_is_free_once_rollouts_are_there(device, policy_of, prompts_of, p
         def fails(step, beside):
             raise RuntimeError("no capture here")  # what repeats a step here would hold it; a CUDA graph does not
 
-        monkeypatch.setattr(decode, "recorded", fails)
+        monkeypatch.setattr(cuda_graphs, "recorded", fails)
     used = []
 
     class Store(KVCache):
@@ -151,7 +150,7 @@ def test_memory_is_free_once_rollouts_are_there(device, policy_of, prompts_of, p
             used.append(weakref.ref(forward))
             return forward
 
-    monkeypatch.setattr(native, "KVCache", Store)
+    monkeypatch.setattr(scheduler, "KVCache", Store)
     engine = Engine(policy, max_rows=4)
     gc.collect()
     gc.disable()
@@ -187,11 +186,11 @@ def test_a_model_that_is_altered_between_groups_is_decoded_through_its_modules(p
 def test_prompts_that_are_kept_for_waiting_rows_are_not_read_another_way(policy_of, prompts_of, plain):
     policy, (prompt,) = policy_of("llama", dtype=torch.float32), prompts_of(5)
     sampling = Sampling(max_new_tokens=1)
-    run = native._Run(NativeEngine(policy, max_rows=1), [prompt], 3, sampling, 3)
+    run = scheduler.Scheduler(NativeEngine(policy, max_rows=1), [prompt], 3, sampling, 3)
     with torch.inference_mode():
         run._prepare()
         run._admit()
-        assert run.prompts.pasts
+        assert run.prompts.prefixes
         assert not run.rows.live
         policy.model.model.layers[0].register_forward_hook(lambda *_: None)
         with pytest.raises(EngineError, match="altered"):
@@ -242,9 +241,9 @@ def test_a_token_on_a_gpu_waits_for_nothing(precision, family, options, sampling
             self.found[str(func)] += any(tensor.device.type != "meta" for tensor in tensors)
             return out
 
-    monkeypatch.setattr(attention, "ALIGNS", ("meta",))
-    monkeypatch.setattr(decode, "DEVICES", ("meta",))
-    monkeypatch.setattr(decode, "recorded", lambda step, beside: SimpleNamespace(replay=step))
+    monkeypatch.setattr(kv_cache, "ALIGNS", ("meta",))
+    monkeypatch.setattr(cuda_graphs, "DEVICES", ("meta",))
+    monkeypatch.setattr(cuda_graphs, "recorded", lambda step, beside: SimpleNamespace(replay=step))
     policy = policy_of(family, dtype=torch.float32, setting=ModelSettings(device="cpu", dtype=precision), **options)
     policy.model.to("meta")
     device, rows = torch.device("meta"), 10
@@ -257,7 +256,7 @@ def test_a_token_on_a_gpu_waits_for_nothing(precision, family, options, sampling
         drawing.arrange([9, 16, 3, 4], [0, 0, 1, 1, 2, 3, 3, 3, 2, 2], list(range(rows)))
         newest_R, uniform_RT = torch.empty(rows, dtype=torch.int64, device="meta"), torch.empty(rows, 64, device="meta").double()
         (first,) = drawing.draw(newest_R, uniform_RT, 1)  # who is where is written once for an arrangement
-        assert drawing.sizes
+        assert drawing.graphs.draws
         with Crossings() as seen:
             drawing.draw(first.token_R, uniform_RT, 7)
     assert not {name for name, crossings in seen.found.items() if crossings}

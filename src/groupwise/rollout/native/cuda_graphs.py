@@ -1,0 +1,192 @@
+"""CUDA graphs of decoding: a token of every row by one launch, where Python would launch a thousand
+kernels.
+
+A graph repeats recorded operations on the same memory.  So rows, prompts and the rows of a prompt
+are filled up to a few sizes, and everything that changes between tokens lies in tensors that stay
+where they are.  A size is recorded at its second token.
+
+R rows (completions being decoded)   T tokens of a completion
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from groupwise.rollout.native.decode_attention import Decode, DecodeSize
+from groupwise.rollout.native.kv_cache import KVCache
+from groupwise.rollout.sampling import RowSupport
+
+DEVICES = ("cuda",)
+"""Devices that repeat recorded operations."""
+MANY = 64
+"""Above so many rows sizes are its multiples; below, powers of two.  Rows that nobody reads cost
+less than another record: the weights are read once for all rows."""
+
+
+class NextToken(NamedTuple):
+    """The next token of each row."""
+
+    token_R: Tensor
+    logp_R: Tensor
+    support: tuple[tuple[slice, RowSupport], ...] = ()
+    """The tokens that truncated sampling drew from, for some rows at a time."""
+
+
+DecodeStep = Callable[[Tensor, Decode, Tensor], NextToken]
+"""One token of every row: newest tokens (R,), attention, uniform numbers (R, T) -> the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRows:
+    """Which rows live: row r belongs to prompt entry `entry_R[r]` and has kept `length_R[r]` own
+    tokens."""
+
+    prompt_length_P: list[int]
+    entry_R: list[int]
+    length_R: list[int]
+
+    @property
+    def most_members(self) -> int:
+        """Rows of the prompt that has the most."""
+        return max(self.entry_R.count(entry) for entry in set(self.entry_R))
+
+    def after(self, tokens: int) -> LiveRows:
+        """The same rows, each with so many own tokens more."""
+        longer_R = [length + tokens for length in self.length_R]
+        return LiveRows(self.prompt_length_P, self.entry_R, longer_R)
+
+
+def recorded(step: Callable[[], None], beside: Any = None) -> Any:
+    """Record the operations of a step; `replay()` of the result repeats them.
+
+    beside: a record whose memory the new one shares.
+    """
+    graph = torch.cuda.CUDAGraph()
+    pool = None if beside is None else beside.pool()
+    # Other threads may use the device meanwhile: the one that trains, or reward models.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        step()
+    return graph
+
+
+def filled(count: int, most: int) -> int:
+    """The size that so many rows are filled up to, at most `most`.
+
+    >>> [filled(count, 150) for count in (1, 3, 9, 64, 65, 130)]
+    [1, 4, 16, 64, 128, 150]
+    """
+    if count > MANY:
+        size = -(-count // MANY) * MANY
+    else:
+        size = 1 << (count - 1).bit_length()
+    return min(size, most)
+
+
+class RecordedDraw:
+    """The buffers of one size, and the graph that draws a token of every row in them.
+
+    It does not refer to who draws: a circle would keep its memory until garbage is collected.
+    """
+
+    def __init__(
+        self, prompts: KVCache, own: KVCache, device: torch.device, size: DecodeSize
+    ) -> None:
+        """Make the buffers of a size.   prompts, own: the caches of prompts and completions."""
+        self.attend = Decode(prompts, own, device, size)
+        self.token_R = torch.zeros(size.rows, dtype=torch.int64, device=device)
+        self.logp_R = torch.zeros(size.rows, device=device)
+        self.uniform_RT = torch.zeros(
+            size.rows, own.most_tokens, dtype=torch.float64, device=device
+        )
+        self.tokens_drawn = 0
+        """Tokens that every row has drawn in these buffers."""
+        self.graph: Any = None
+
+    def run(self, step: DecodeStep) -> None:
+        """Draw a token of every row into the buffers: the operations that a graph repeats."""
+        drawn = step(self.token_R, self.attend, self.uniform_RT)
+        self.token_R.copy_(drawn.token_R)
+        self.logp_R.copy_(drawn.logp_R)
+
+
+class CudaGraphs:
+    """Records of draws, one for each size, as long as the caches stay where they are."""
+
+    def __init__(self, prompts: KVCache, own: KVCache, device: torch.device) -> None:
+        """Begin without a record.   prompts, own: the caches of prompts and completions."""
+        self.prompts, self.own, self.device = prompts, own, device
+        self.draws: dict[DecodeSize, RecordedDraw] = {}
+        self.current: RecordedDraw | None = None
+        """The draw of the live rows; None after they have changed."""
+        self.capacity: tuple[int, ...] = ()
+
+    def draw(
+        self,
+        step: DecodeStep,
+        rows: LiveRows,
+        newest_R: Tensor,
+        uniform_RT: Tensor,
+        tokens: int,
+    ) -> list[NextToken]:
+        """Draw the next tokens of all rows, one after another, the host waiting for none."""
+        count = newest_R.shape[0]
+        self.own.reserve(count, min(max(rows.length_R) + tokens, self.own.most_tokens))
+        capacity = (*self.prompts.capacity, *self.own.capacity)
+        if capacity != self.capacity:
+            self.draws, self.current = {}, None  # their records read memory that is gone
+            self.capacity = capacity
+        if self.current is None:
+            self.current = self._draw_of(rows)
+            self.current.attend.arrange(rows.prompt_length_P, rows.entry_R, rows.length_R)
+            self.current.uniform_RT[:count, : uniform_RT.shape[1]] = uniform_RT
+        draw = self.current
+        draw.token_R[:count] = newest_R
+        drawn: list[NextToken] = []
+        for _ in range(tokens):
+            self._next(draw, step)
+            drawn.append(NextToken(draw.token_R[:count].clone(), draw.logp_R[:count].clone()))
+        return drawn
+
+    def _draw_of(self, rows: LiveRows) -> RecordedDraw:
+        """The draw of the size that these rows are filled up to."""
+        count = len(rows.entry_R)
+        size = DecodeSize(
+            rows=filled(count, self.own.capacity[0]),
+            prompts=filled(len(rows.prompt_length_P), self.prompts.capacity[0]),
+            members=filled(rows.most_members, count),
+        )
+        if size not in self.draws:
+            self.draws[size] = RecordedDraw(self.prompts, self.own, self.device, size)
+        return self.draws[size]
+
+    def _next(self, draw: RecordedDraw, step: DecodeStep) -> None:
+        """Draw a token of every row.
+
+        The first of a size is drawn as it is, for libraries prepare themselves.  The second is
+        recorded.
+        """
+        if draw.tokens_drawn == 1:
+            self._record(draw, step)
+        draw.tokens_drawn += 1
+        if draw.graph is None:
+            draw.run(step)
+        else:
+            draw.graph.replay()
+
+    def _record(self, draw: RecordedDraw, step: DecodeStep) -> None:
+        """Record a draw beside the others, or warn where the device refuses."""
+        graphs: Sequence[Any] = [other.graph for other in self.draws.values() if other.graph]
+        beside = graphs[0] if graphs else None
+        try:
+            draw.graph = recorded(partial(draw.run, step), beside)
+        except RuntimeError as error:
+            warnings.warn(
+                f"tokens are drawn without CUDA graphs, more slowly: {error}", stacklevel=2
+            )

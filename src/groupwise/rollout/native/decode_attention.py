@@ -1,0 +1,456 @@
+"""Attention while sampling: what a token attends to, and which keys and values are kept.
+
+Three kinds of tokens attend: those of prompts (`Prefill`), the next token of every row (`Decode`),
+and several at once behind what has been kept (`Extend`).  Recurrent layers read and write states
+instead: a completion begins with a copy of its prompt's.
+
+A decoded token attends to its prompt and to its own completion.  A prompt's keys are never copied
+per row.  Slabs that lie block by block are read by `decoding.decode_attention`, prompt by prompt.
+Over others, as on GPUs, the two parts are computed apart and merged by their log-sum-exps, which is
+exact: a prompt's keys meet the queries of its whole group in one product, and key-value heads all
+the query heads that share them.
+
+R rows (completions being decoded)   P live prompts   N most rows of a prompt   H query heads
+K key-value heads   Q query heads of a key-value head   D head width   T own tokens
+M prompt tokens   X queries of a prompt and key-value head
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate, chain, groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from groupwise.errors import EngineError
+from groupwise.models.attention import PackedAttention
+from groupwise.ops import decoding
+from groupwise.ops.attention import ALIGNED, EVERYTHING, Query, Reach, behind, bias_of, part
+from groupwise.ops.recurrence import Recurrence, Segments
+from groupwise.records import Layout
+from groupwise.rollout.native.kv_cache import KVCache, LayerCache, Place, on_aligned_device, whole
+
+
+class KeepingAttend:
+    """The protocol `models.attention.Attend` for sampling: keys, values and states are kept."""
+
+    _segments: Segments
+
+    @property
+    def recurrent(self) -> Recurrence:
+        """States of the segments, which are kept.  Made anew each time: an attribute would refer
+        back here, and hold the stores until garbage is collected."""
+        return Recurrence(self._segments, self._states, self._keep_states)
+
+    def _states(self, place: Place) -> Tensor | None:
+        """Before the new tokens; None: zeros."""
+        raise NotImplementedError
+
+    def _keep_states(self, place: Place, state_NX: Tensor) -> None:
+        raise NotImplementedError
+
+    def sequence_lengths(self, position_T: Tensor) -> Tensor:
+        """Tokens of each row's sequence so far: who draws a token of it does not know how long it
+        will be.
+        """
+        return position_T + 1
+
+
+class Prefill(KeepingAttend):
+    """Packed prompts attend to themselves; their keys and values are kept."""
+
+    def __init__(self, store: KVCache, lengths: Sequence[int]) -> None:
+        """Prompts of these lengths in one stream become the store's entries behind those that live."""
+        *starts, total = accumulate(lengths, initial=0)
+        self.lengths, self.starts = lengths, starts
+        self.store, self.first = store, store.live
+        self._seen: set[int] = set()
+        self._segments = Segments(starts, lengths, total)
+        self._packed = PackedAttention(
+            Layout(
+                start=tuple(starts), length=tuple(lengths), prefix=(-1,) * len(lengths), total=total
+            )
+        )
+
+    def __call__(self, query: Query) -> Tensor:
+        """The protocol `models.attention.Attend`.  Raises EngineError for the second of two layers
+        with one number.
+        """
+        layer, key_TKD, value_TKE = query.layer, query.key_TKD, query.value_TKE
+        if layer in self._seen:
+            raise EngineError(
+                f"two attention layers of the model have the number {layer} (layer_idx), and keys"
+                " and values are kept by number: give each its own; a module that stands in two"
+                " places has to be copied first"
+            )
+        self._seen.add(layer)
+        plain = (
+            query.cap is None
+            and query.reach.chunk is None
+            and query.sinks_H is None
+            and key_TKD.shape == value_TKE.shape
+        )
+        block = decoding.tokens_per_block(key_TKD) if plain else 1
+        slab = self.store.layer(layer, key_TKD, block, value_TKE)
+        first = 0
+        for length, alike in groupby(self.lengths):
+            count = len(list(alike))
+            tokens = slice(self.starts[first], self.starts[first] + count * length)
+            key_NMKD = key_TKD[tokens].unflatten(0, (count, length))
+            value_NMKE = value_TKE[tokens].unflatten(0, (count, length))
+            slab.write(self.first + first, key_NMKD, value_NMKE)
+            first += count
+        return self._packed(query)
+
+    def _states(self, place: Place) -> Tensor | None:
+        return None
+
+    def _keep_states(self, place: Place, state_NX: Tensor) -> None:
+        self.store.state(place, state_NX)[self.first : self.first + len(self.lengths)] = state_NX
+
+    def sequence_lengths(self, position_T: Tensor) -> Tensor:
+        """See `PackedAttention.sequence_lengths`."""
+        return self._packed.sequence_lengths(position_T)
+
+
+def filled_up(column: Sequence[int], size: int, filler: int) -> list[int]:
+    """The numbers of a column, followed by as many fillers as bring it to `size`."""
+    return [*column, *[filler] * (size - len(column))]
+
+
+class DecodeSize(NamedTuple):
+    """The size that the rows of a CUDA graph are filled up to."""
+
+    rows: int
+    prompts: int
+    members: int
+    """Rows of a prompt."""
+
+
+class Decode(KeepingAttend):
+    """New tokens of rows: a token's key and value are kept, then it attends to its prompt and its
+    own completion.
+
+    Who belongs to whom is written to the device once for an arrangement of rows, in one copy.  With
+    a fixed size everything that changes between tokens stays at its place, as a CUDA graph needs
+    it.
+    """
+
+    def __init__(
+        self,
+        prompts: KVCache,
+        own: KVCache,
+        device: torch.device,
+        size: DecodeSize | None = None,
+    ) -> None:
+        """size: rows, prompts and rows of a prompt that are computed, at least those that there
+        are; None: those that there are.
+        """
+        if on_aligned_device(device):
+            assert prompts.most_tokens % ALIGNED == 0 and own.most_tokens % ALIGNED == 0
+        self.prompts, self.own, self.device, self.size = prompts, own, device, size
+        self._numbers: Tensor | None = None
+
+    def arrange(
+        self, prompt_length_P: Sequence[int], entry_R: Sequence[int], length_R: Sequence[int]
+    ) -> None:
+        """Take the rows that live from now on: row r belongs to prompt entry `entry_R[r]` and has
+        kept `length_R[r]` own tokens.
+
+        Rows behind them, up to a fixed size, write into entries of their own, which nobody reads.
+        """
+        self.prompt_length_P = list(prompt_length_P)
+        self.entry_R = list(entry_R)
+        self.length_R = list(length_R)
+        self._rows = decoding.Rows(entry_R, prompt_length_P)
+        self._write_columns(self._rows.rows_P)
+        self._segments = Segments(range(len(entry_R)), [1] * len(entry_R), len(entry_R))
+        self._uniform = self.size is None and len(set(length_R)) == 1
+        if self.size is None:
+            self.longest_prompt = self._places(max(prompt_length_P))
+        else:
+            self.longest_prompt = self.prompts.capacity[1]
+        self._index: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def _write_columns(self, rows_P: Sequence[Sequence[int]]) -> None:
+        """Write the arrangement to the device, all columns in one copy.   rows_P: rows by prompt."""
+        size = self.size
+        if size is None:
+            most_members = max(len(members) for members in rows_P)
+            size = DecodeSize(len(self.entry_R), len(rows_P), most_members)
+        place_R = [0] * len(self.entry_R)
+        member_PN: list[int] = []
+        for members in rows_P:
+            for place, row in enumerate(members):
+                place_R[row] = place
+            member_PN += filled_up(members, size.members, 0)
+        position_R = []
+        for entry, length in zip(self.entry_R, self.length_R, strict=True):
+            position_R.append(self.prompt_length_P[entry] + length - 1)
+        columns = (
+            filled_up(self.length_R, size.rows, 0),
+            filled_up(position_R, size.rows, -1),
+            filled_up(self.entry_R, size.rows, 0),
+            filled_up(place_R, size.rows, 0),
+            filled_up(self.prompt_length_P, size.prompts, 1),
+            filled_up(member_PN, size.prompts * size.members, 0),
+        )
+        numbers = torch.tensor(list(chain.from_iterable(columns)))
+        if self.size is None or self._numbers is None:
+            self._numbers = numbers.to(self.device)
+        else:
+            self._numbers.copy_(numbers)
+        views = self._numbers.split([len(column) for column in columns])
+        self._length_R, self.position_R, self._entry_R, self._place_R, self._end_P = views[:5]
+        self._member_PN = views[5].view(size.prompts, size.members)
+
+    def _states(self, place: Place) -> Tensor:
+        """States of the rows before their new tokens: a row that begins takes its prompt's."""
+        prompt = self.prompts.states[place]
+        own = self.own.state(place, prompt)
+        fresh = [row for row, length in enumerate(self.length_R) if length == 1]
+        if fresh:
+            own[fresh] = prompt[[self.entry_R[row] for row in fresh]]
+        return own[: len(self.entry_R)]
+
+    def _keep_states(self, place: Place, state_RX: Tensor) -> None:
+        self.own.states[place][: state_RX.shape[0]] = state_RX
+
+    def next(self) -> Tensor:
+        """Begin a step: every row has one token more.  Returns the positions (R,) of the new
+        tokens.
+        """
+        self._length_R += 1
+        self.position_R += 1
+        if self.size is None:
+            self.length_R = [length + 1 for length in self.length_R]
+            self.longest = max(self.length_R)
+            self.places = self._places(self.longest)
+            self.own.reserve(len(self.length_R), self.places)
+        else:  # of what a graph repeats the capacity is there, and all of it is read
+            self.longest = self.places = self.own.capacity[1]
+            self._index = {}
+        self._own_bias: dict[Reach, Tensor | None] = {}
+        self._prompt_bias: dict[tuple[Reach, int], Tensor | None] = {}
+        return self.position_R
+
+    def _places(self, tokens: int) -> int:
+        """The places that are read of an entry with so many tokens."""
+        return whole(tokens) if on_aligned_device(self.device) else tokens
+
+    @property
+    def drawn_R(self) -> Tensor:
+        """Which token of its completion each row draws in this step, from 0."""
+        return self._length_R
+
+    def __call__(self, query: Query) -> Tensor:
+        """See `models.attention.Attend`, row by row: (R, H, E)."""
+        query_RHD, key_RKD, value_RKE = query.query_THD, query.key_TKD, query.value_TKE
+        (rows, heads, width), shared = query_RHD.shape, key_RKD.shape[1]
+        reach = query.reach.within(self.longest_prompt + self.longest)
+        prompt = self.prompts.layers[query.layer]
+        own = self.own.layer(query.layer, key_RKD, prompt.block, value_RKE)
+        if prompt.blocked:
+            return decoding.decode_attention(
+                query_RHD,
+                key_RKD,
+                value_RKE,
+                own.slab,
+                prompt.slab,
+                self._rows,
+                self._length_R,
+                query.scale,
+                reach.window,
+            )
+        own.append(self.longest - 1 if self._uniform else self._length_R - 1, key_RKD, value_RKE)
+        query_RKQD = query_RHD.reshape(rows, shared, heads // shared, width)
+        own_RKQD, own_lse_RKQ = self._over_own(query_RKQD, own, query, reach)
+        prompt_RKQD, prompt_lse_RKQ = self._over_prompts(query_RKQD, prompt, query, reach)
+        # Softmax over the union: each part weighs in with its share of the sum of exponentials.
+        share_RKQ1 = torch.sigmoid(prompt_lse_RKQ - own_lse_RKQ)[..., None].to(own_RKQD.dtype)
+        return torch.lerp(own_RKQD, prompt_RKQD, share_RKQ1).reshape(rows, heads, -1)
+
+    def _over_own(
+        self, query_RKQD: Tensor, own: LayerCache, query: Query, reach: Reach
+    ) -> tuple[Tensor, Tensor]:
+        """Attention over the rows' own tokens, and its log-sum-exps (R, K, Q)."""
+        bias = self._bias_of_own(reach, query_RKQD.dtype)
+        key_RKTD, value_RKTE = own.view(query_RKQD.shape[0], self.places)
+        out_RKQE, lse_RKQ = part(query_RKQD, key_RKTD, value_RKTE, query.scale, query.cap, bias)
+        if query.sinks_H is None:
+            return out_RKQE, lse_RKQ
+        sinks_KQ = query.sinks_H.to(lse_RKQ.dtype).view(query_RKQD.shape[1], -1)
+        share_RKQ1 = torch.sigmoid(lse_RKQ - sinks_KQ)[..., None].to(out_RKQE.dtype)
+        return out_RKQE * share_RKQ1, torch.logaddexp(lse_RKQ, sinks_KQ)
+
+    def _over_prompts(
+        self, query_RKQD: Tensor, prompt: LayerCache, query: Query, reach: Reach
+    ) -> tuple[Tensor, Tensor]:
+        """Attention over the rows' prompts, and its log-sum-exps (R, K, Q): all rows of a prompt in
+        one product.
+        """
+        rows, shared, queries, width = query_RKQD.shape
+        to_prompt, from_prompt = self._indices(shared)
+        prompts = self._end_P.shape[0]
+        by_prompt = query_RKQD.reshape(rows * shared, -1).index_select(0, to_prompt)
+        query_PKXD = by_prompt.view(prompts, shared, -1, width)
+        bias = self._bias_of_prompt(reach, queries, query_RKQD.dtype)
+        key_PKMD, value_PKME = prompt.view(prompts, self.longest_prompt)
+        out_PKXE, lse_PKX = part(query_PKXD, key_PKMD, value_PKME, query.scale, query.cap, bias)
+        places = to_prompt.shape[0]
+        out = out_PKXE.reshape(places, -1).index_select(0, from_prompt)
+        lse = lse_PKX.reshape(places, -1).index_select(0, from_prompt)
+        return out.view(rows, shared, queries, -1), lse.view(rows, shared, queries)
+
+    def _indices(self, shared: int) -> tuple[Tensor, Tensor]:
+        """Rows x heads -> prompts x heads x members, and back.
+
+        A prompt with fewer live rows than others computes some row 0 again; nothing reads that.
+        """
+        if shared not in self._index:
+            head_K = torch.arange(shared, device=self.device)
+            to_prompt = self._member_PN[:, None, :] * shared + head_K[None, :, None]
+            members = self._member_PN.shape[1]
+            place_RK = self._entry_R[:, None] * shared + head_K[None]
+            from_prompt = place_RK * members + self._place_R[:, None]
+            self._index[shared] = (to_prompt.flatten(), from_prompt.flatten())
+        return self._index[shared]
+
+    def _bias_of_own(self, reach: Reach, dtype: torch.dtype) -> Tensor | None:
+        """(R, 1, 1, places): hides the places behind completions, and those that are out of reach."""
+        if reach not in self._own_bias:
+            bias = None
+            if not (self._uniform and self.places == self.longest and reach == EVERYTHING):
+                place_T = torch.arange(self.places, device=self.device)
+                hidden_RT = place_T[None] >= self._length_R[:, None]
+                if reach != EVERYTHING:
+                    prompt_R = self.position_R + 1 - self._length_R
+                    hidden_RT |= place_T[None] < (reach.first(self.position_R) - prompt_R)[:, None]
+                bias = bias_of(hidden_RT, dtype)[:, None, None, :]
+            self._own_bias[reach] = bias
+        return self._own_bias[reach]
+
+    def _bias_of_prompt(self, reach: Reach, queries: int, dtype: torch.dtype) -> Tensor | None:
+        """(P, 1, 1 or N x queries, places): hides the places behind prompts, and those that are out
+        of reach.
+
+        queries: heads that share a key.
+        """
+        if (reach, queries) not in self._prompt_bias:
+            bias = None
+            if (
+                self.size is not None
+                or min(self.prompt_length_P) < self.longest_prompt
+                or reach != EVERYTHING
+            ):
+                place_M = torch.arange(self.longest_prompt, device=self.device)
+                hidden_PXM = (place_M[None] >= self._end_P[:, None])[:, None]
+                if reach != EVERYTHING:
+                    first_PN = torch.as_tensor(reach.first(self.position_R[self._member_PN]))
+                    hidden_PXM = (hidden_PXM | (place_M < first_PN[..., None])).repeat_interleave(
+                        queries, 1
+                    )
+                bias = bias_of(hidden_PXM, dtype)[:, None]
+            self._prompt_bias[reach, queries] = bias
+        return self._prompt_bias[reach, queries]
+
+
+class Extend(KeepingAttend):
+    """Several new tokens of rows at once: their keys and values are kept, and each attends to its
+    prompt, to what its row has kept, and to the new tokens before it."""
+
+    def __init__(
+        self,
+        prompts: KVCache,
+        own: KVCache,
+        first: int,
+        prompt_length_P: Sequence[int],
+        entry_R: Sequence[int],
+        kept_R: Sequence[int],
+        count_R: Sequence[int],
+    ) -> None:
+        """Row r is the own store's entry `first` + r, behind prompt entry `entry_R[r]`; behind
+        `kept_R[r]` own tokens it gets `count_R[r]`, which lie in the stream row by row.  The rows
+        with the most new tokens come first.
+        """
+        assert list(count_R) == sorted(count_R, reverse=True) and min(count_R) > 0
+        self.prompts, self.own, self.first = prompts, own, first
+        self.prompt_length_P = prompt_length_P
+        self.entry_R = entry_R
+        self.kept_R = kept_R
+        self.count_R = count_R
+        *self.start_R, total = accumulate(count_R, initial=0)
+        longest = max(kept + count for kept, count in zip(kept_R, count_R, strict=True))
+        own.reserve(first + len(entry_R), longest)
+        self._segments = Segments(self.start_R, count_R, total)
+
+    def _states(self, place: Place) -> Tensor:
+        prompt = self.prompts.states[place]
+        own = self.own.state(place, prompt)
+        states = []
+        for r, entry in enumerate(self.entry_R):
+            states.append(own[self.first + r] if self.kept_R[r] else prompt[entry])
+        return torch.stack(states)
+
+    def _keep_states(self, place: Place, state_RX: Tensor) -> None:
+        self.own.states[place][self.first : self.first + state_RX.shape[0]] = state_RX
+
+    def __call__(self, query: Query) -> Tensor:
+        """See `models.attention.Attend`."""
+        key_TKD, value_TKE = query.key_TKD, query.value_TKE
+        prompt = self.prompts.layers[query.layer]
+        own = self.own.layer(query.layer, key_TKD, prompt.block, value_TKE)
+        if prompt.blocked:
+            return self._token_by_token(own, prompt, query)
+        outputs = []
+        for r, start in enumerate(self.start_R):
+            count, kept, entry = self.count_R[r], self.kept_R[r], self.entry_R[r]
+            new = slice(start, start + count)
+            own.extend(self.first + r, kept, key_TKD[new], value_TKE[new])
+            before = self.prompt_length_P[entry]
+            place = (self.first + r, slice(None), slice(kept + count))
+            shared = (entry, slice(None), slice(before))
+            key_KTD = torch.cat([prompt.key_EKTD[shared], own.key_EKTD[place]], 1)
+            value_KTE = torch.cat([prompt.value_EKTD[shared], own.value_EKTD[place]], 1)
+            of_row = query._replace(
+                query_THD=query.query_THD[new],
+                key_TKD=key_KTD.transpose(0, 1),
+                value_TKE=value_KTE.transpose(0, 1),
+            )
+            outputs.append(behind(of_row))
+        return torch.cat(outputs)
+
+    def _token_by_token(self, own: LayerCache, prompt: LayerCache, query: Query) -> Tensor:
+        """Over slabs that lie block by block, one token of every row at a time; products are over
+        the whole stream.
+        """
+        slabs = (own.key_EKTD[self.first :], own.value_EKTD[self.first :]), prompt.slab
+        out_THD = torch.empty_like(query.query_THD, memory_format=torch.contiguous_format)
+        for place_A, rows, length_A in self._one_by_one:
+            out_THD[place_A] = decoding.decode_attention(
+                query.query_THD.index_select(0, place_A),
+                query.key_TKD.index_select(0, place_A),
+                query.value_TKE.index_select(0, place_A),
+                *slabs,
+                rows,
+                length_A,
+                query.scale,
+                query.reach.window,
+            )
+        return out_THD
+
+    @cached_property
+    def _one_by_one(self) -> list[tuple[Tensor, decoding.Rows, Tensor]]:
+        """For the first, second ... new token of the rows that have one: places in the stream, who
+        has which prompt, and own tokens with it."""
+        start_R = torch.tensor(self.start_R)
+        kept_R = torch.tensor(self.kept_R)
+        turns = []
+        for t in range(self.count_R[0]):
+            active = sum(count > t for count in self.count_R)
+            rows = decoding.Rows(self.entry_R[:active], self.prompt_length_P)
+            turns.append((start_R[:active] + t, rows, kept_R[:active] + t + 1))
+        return turns

@@ -1,0 +1,247 @@
+"""The KV cache of the native engine: keys, values and recurrent states of what is decoded.
+
+A cache holds entries of one kind: prompts, or completions.  Each layer has two slabs, one of keys
+and one of values, whose live entries stand densely at the front, so that attention reads plain
+views.  When an entry ends, the last one is moved into its place: one copy of one entry, where every
+step reads all of them.  Slabs grow by doubling, so memory follows the longest living completion,
+not the longest allowed.  Recurrent layers have one state of an entry in the place of keys and
+values.
+
+R rows (completions being decoded)   N entries   K key-value heads   D head width
+T own tokens, or an entry's capacity   M prompt tokens   E entries of a slab
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from groupwise.ops import decoding
+from groupwise.ops.attention import ALIGNED
+
+ALIGNS = ("cuda",)
+"""Devices on whose memory-efficient kernel capacities are whole numbers of `ALIGNED`."""
+
+
+def whole(tokens: int) -> int:
+    """Tokens rounded up to what the GPU's kernel reads at once."""
+    return -(-tokens // ALIGNED) * ALIGNED
+
+
+def on_aligned_device(device: torch.device) -> bool:
+    """True for a device on which capacities are whole numbers of `ALIGNED`."""
+    return device.type in ALIGNS
+
+
+class LayerCache:
+    """Keys and values of one layer: (E, K, T, D) each, entry by entry, head by head, tokens in a
+    row; widths may differ.
+
+    What `decoding.decode_attention` reads lies block by block, (E, K, T / block, block x D), and
+    inside a block in an order of its own.
+    """
+
+    def __init__(
+        self,
+        entries: int,
+        tokens: int,
+        like: Tensor,
+        block: int = 1,
+        like_value: Tensor | None = None,
+    ) -> None:
+        """like: keys (..., K, D) whose heads, width, type and device the slab takes.   like_value:
+        values, where they differ.
+        block: tokens that lie together; see `decoding.tokens_per_block`."""
+        self.block = block
+        self.like = like.new_empty(0, *like.shape[-2:])
+        if like_value is None:
+            like_value = like
+        self.like_value = like_value.new_empty(0, *like_value.shape[-2:])
+        self.key_EKTD = self._slab(self.like, entries, tokens)
+        self.value_EKTD = self._slab(self.like_value, entries, tokens)
+
+    def _slab(self, like: Tensor, entries: int, tokens: int) -> Tensor:
+        """Zeros, not whatever memory held: a hidden key has weight 0, but 0 x NaN is NaN."""
+        _, heads, width = like.shape
+        return like.new_zeros(entries, heads, self.blocks(tokens), self.block * width)
+
+    @property
+    def blocked(self) -> bool:
+        """True if it lies block by block."""
+        return self.block > 1
+
+    @property
+    def slab(self) -> tuple[Tensor, Tensor]:
+        """Keys and values as they lie."""
+        return self.key_EKTD, self.value_EKTD
+
+    def blocks(self, tokens: int) -> int:
+        """Blocks that so many tokens fill."""
+        return -(-tokens // self.block)
+
+    def grow(self, entries: int, tokens: int) -> None:
+        """Raise the capacity; what is there stays."""
+        old_entries, _, old_blocks, _ = self.key_EKTD.shape
+        blocks = self.blocks(tokens)
+        if entries <= old_entries and blocks <= old_blocks:
+            return
+        for name in ("key_EKTD", "value_EKTD"):
+            old = getattr(self, name)
+            new = old.new_zeros(
+                max(entries, old_entries), old.shape[1], max(blocks, old_blocks), old.shape[3]
+            )
+            new[:old_entries, :, :old_blocks] = old
+            setattr(self, name, new)
+
+    def write(self, first: int, key_NMKD: Tensor, value_NMKD: Tensor) -> None:
+        """Whole prompts: N entries from `first` on get tokens 0 .. M - 1."""
+        count, length = key_NMKD.shape[:2]
+        if self.blocked:
+            decoding.keep_entries(key_NMKD, value_NMKD, self.slab, first)
+        else:
+            self.key_EKTD[first : first + count, :, :length] = key_NMKD.transpose(1, 2)
+            self.value_EKTD[first : first + count, :, :length] = value_NMKD.transpose(1, 2)
+
+    def append(self, place: int | Tensor, key_RKD: Tensor, value_RKD: Tensor) -> None:
+        """One token for each of the first R entries: at the same place in all, or at `place[r]`
+        (int64 (R,)).
+        """
+        rows = key_RKD.shape[0]
+        if isinstance(place, int):
+            self.key_EKTD[:rows, :, place] = key_RKD
+            self.value_EKTD[:rows, :, place] = value_RKD
+        else:
+            row_R = torch.arange(rows, device=place.device)
+            self.key_EKTD[row_R, :, place] = key_RKD
+            self.value_EKTD[row_R, :, place] = value_RKD
+
+    def extend(self, entry: int, first: int, key_TKD: Tensor, value_TKD: Tensor) -> None:
+        """Tokens of one entry from its place `first` on; not of a slab that lies block by block."""
+        places = slice(first, first + key_TKD.shape[0])
+        self.key_EKTD[entry, :, places] = key_TKD.transpose(0, 1)
+        self.value_EKTD[entry, :, places] = value_TKD.transpose(0, 1)
+
+    def move(self, moves: Sequence[tuple[int, int]], tokens: int) -> None:
+        """Copy the first `tokens` tokens of entries to other entries' places, (source, target) by
+        pair.
+        """
+        blocks = self.blocks(tokens)
+        for slab in (self.key_EKTD, self.value_EKTD):
+            for source, target in moves:
+                slab[target, :, :blocks] = slab[source, :, :blocks]
+
+    def view(self, entries: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first entries, (entries, K, tokens, D); no copy."""
+        return self.key_EKTD[:entries, :, :tokens], self.value_EKTD[:entries, :, :tokens]
+
+
+Place = tuple[int, int]
+"""Names a recurrent layer's state: see `ops.recurrence.Recurrence`."""
+
+
+class SavedEntry(NamedTuple):
+    """A copy of one entry, for a sequence that waits without a place."""
+
+    layers: dict[int, tuple[Tensor, Tensor]]
+    """Keys and values by layer, as they lie in its slabs."""
+    states: dict[Place, Tensor]
+
+
+class KVCache:
+    """Keys and values of all layers for one kind of entry (prompts, or completions), and how many
+    of them live.
+    """
+
+    def __init__(self, entries: int, tokens: int, *, most_tokens: int) -> None:
+        """For `entries` of `tokens` at first; growing stops at `most_tokens`."""
+        self.capacity = [entries, tokens]
+        self.most_tokens = most_tokens
+        self.live = 0
+        self.layers: dict[int, LayerCache] = {}
+        self.states: dict[Place, Tensor] = {}
+        """The entries' states (E, ...) of recurrent layers."""
+
+    def layer(
+        self, layer: int, like: Tensor, block: int = 1, like_value: Tensor | None = None
+    ) -> LayerCache:
+        """The slab of a layer, made when its first keys and values (..., K, D) arrive: layers may
+        differ in shape, and in who reads them."""
+        slab = self.layers.get(layer)
+        if slab is None:
+            entries, tokens = self.capacity
+            slab = LayerCache(entries, tokens, like, block, like_value)
+            self.layers[layer] = slab
+        return slab
+
+    def state(self, place: Place, like: Tensor) -> Tensor:
+        """The states of all entries, made when the first one arrives.   like: states (..., of an
+        entry).
+        """
+        if place not in self.states:
+            self.states[place] = like.new_zeros(self.capacity[0], *like.shape[1:])
+        return self.states[place]
+
+    def reserve(self, entries: int, tokens: int) -> None:
+        """Grow, by doubling, to hold so much."""
+        assert tokens <= self.most_tokens
+        while self.capacity[0] < entries:
+            self.capacity[0] *= 2
+        while self.capacity[1] < tokens:
+            self.capacity[1] = min(2 * self.capacity[1], self.most_tokens)
+        for slab in self.layers.values():
+            slab.grow(*self.capacity)
+        for place, old in self.states.items():
+            if old.shape[0] < self.capacity[0]:
+                self.states[place] = torch.cat(
+                    [old, old.new_zeros(self.capacity[0] - old.shape[0], *old.shape[1:])]
+                )
+
+    def take(self, entry: int, tokens: int) -> SavedEntry:
+        """A copy of an entry's first tokens, by layer."""
+        states = {place: slab[entry].clone() for place, slab in self.states.items()}
+        saved = SavedEntry({}, states)
+        for layer, slab in self.layers.items():
+            blocks = slab.blocks(tokens)
+            saved.layers[layer] = (
+                slab.key_EKTD[entry, :, :blocks].clone(),
+                slab.value_EKTD[entry, :, :blocks].clone(),
+            )
+        return saved
+
+    def put(self, entry: int, saved: SavedEntry) -> None:
+        """What `take` has copied becomes an entry's first tokens, which are within its capacity."""
+        for layer, (key_KTD, value_KTD) in saved.layers.items():
+            slab, blocks = self.layers[layer], key_KTD.shape[1]
+            slab.key_EKTD[entry, :, :blocks] = key_KTD
+            slab.value_EKTD[entry, :, :blocks] = value_KTD
+        for place, state in saved.states.items():
+            self.states[place][entry] = state
+
+    def drop(self, ended: Sequence[int], tokens: int) -> list[int]:
+        """Remove entries.  Returns the new order: entry i is what was entry `order[i]`; `tokens`:
+        longest that is kept.
+        """
+        order = dense_order(self.live, ended)
+        moved = [(source, target) for target, source in enumerate(order) if source != target]
+        self.live = len(order)
+        for slab in self.layers.values():
+            slab.move(moved, tokens)
+        for states in self.states.values():
+            for source, target in moved:
+                states[target] = states[source]
+        return order
+
+
+def dense_order(count: int, ended: Sequence[int]) -> list[int]:
+    """The entries that stay, last ones moved into the gaps.
+
+    >>> dense_order(6, [1, 4])
+    [0, 5, 2, 3]
+    """
+    gone = set(ended)
+    staying = count - len(gone)
+    movers = iter([i for i in range(staying, count) if i not in gone])
+    return [next(movers) if i in gone else i for i in range(staying)]

@@ -1,0 +1,406 @@
+"""Who decodes next: one call of `NativeEngine.generate`, from waiting sequences to whole groups.
+
+The waiting sequences are sorted by their prompts' lengths, so that those decoded together are
+alike.  A prompt is prefilled when the first of its sequences gets a place.  A sequence that ends is
+computed no further, and the next waiting one takes its place.
+
+With a world a completion is a conversation.  While it waits for an answer its keys and values are
+saved aside, and another sequence has its place.  Then the answer is computed in one pass behind
+them, and the next turn is drawn.  Nobody waits for anybody else's turn.  Where a step costs what
+its rows cost, only a few turns are drawn at a time (`TURNS`), so that some are drawn while others
+wait.
+
+R live sequences   T tokens
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import abc, deque
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from groupwise.environments.conversation import EpisodeWorld
+from groupwise.errors import EngineError
+from groupwise.models.policy import Policy
+from groupwise.records import Prompt, Rollout, Sampling
+from groupwise.rollout import sampling as draws
+from groupwise.rollout.episodes import Conversations, Groups
+from groupwise.rollout.native.cuda_graphs import NextToken
+from groupwise.rollout.native.decode import TokenDecode
+from groupwise.rollout.native.forward import RolloutForward
+from groupwise.rollout.native.kv_cache import KVCache, whole
+from groupwise.rollout.native.sequences import LiveSequences, Prefix, PromptCache, Sequence
+from groupwise.rollout.stopping import Stopping
+
+FIRST_TOKENS = 64
+"""Capacity for own tokens that a sequence starts with."""
+TURNS = 16
+"""Turns of conversations that each thread of a processor draws at a time: as many as its kernels
+take at once.  With more a step takes longer by as much, and turns that began together would all
+end, and wait for their answers, together."""
+TOKENS_PER_SYNC = {"cpu": 1, "cuda": 8}
+"""Tokens that rows draw before the host looks at any, on a CPU and on any other device: it waits
+for a GPU once instead of eight times.  Tokens that a row draws behind its end are dropped."""
+MOST_TOKENS_PER_CALL = 16
+"""Tokens that rows draw in one call of the compiled kernels before Python looks at them again."""
+MOST_WORK_PER_CALL = 16 * 10**9
+"""Most multiplications of such a call, tokens x rows x weights: about a fifth of a second, in which
+nobody hears a signal.  One token of a larger model takes longer."""
+FEWEST_ROWS = 12
+"""Fewer rows take as long as so many, for the weights have to be read."""
+
+
+class ModelRunner(Protocol):
+    """The side of `NativeEngine` that a scheduler sees."""
+
+    policy: Policy
+    max_rows: int
+    keep_special_tokens: bool
+    world: EpisodeWorld | None
+    version: int
+
+    def prepared(self, positions: int) -> RolloutForward:
+        """See `NativeEngine.prepared`."""
+        ...
+
+    def limit(self, prompt: Prompt, index: int, sampling: Sampling) -> int:
+        """See `NativeEngine.limit`."""
+        ...
+
+
+class Scheduler:
+    """One call of `generate`: sequences wait for a place, live, and with a world listen to it
+    between turns.
+    """
+
+    forward: RolloutForward
+    decode: TokenDecode
+    prompts: PromptCache
+    rows: LiveSequences
+    places: int
+    """Sequences that may live at the same time."""
+
+    def __init__(
+        self,
+        engine: ModelRunner,
+        prompts: abc.Sequence[Prompt],
+        group_size: int,
+        sampling: Sampling,
+        seed: int,
+    ) -> None:
+        """Put `group_size` sequences for each prompt into the queue."""
+        self.engine = engine
+        self.policy = engine.policy
+        self.world = engine.world
+        self.device = engine.policy.device
+        self.sampling = sampling
+        self.seed = seed
+        self.stopping = Stopping(self.policy.eos_ids, sampling.stop, self.policy.tokenizer)
+        self.groups = Groups(group_size)
+        self.unfinished = len(prompts)
+        """Groups that are not complete."""
+        self.prepared_version: int | None = None
+        """Version of the weights that `forward` holds."""
+        self.prefixes: dict[tuple[str, bytes], Prefix] = {}
+        """The prefixes of all sequences, by prompt and ids."""
+        sequences = self._sequences(prompts, group_size)
+        self.waiting: deque[Sequence] = deque()
+        """Sequences that wait for a place."""
+        streams: list[Sequence] = []
+        if self.world is None:
+            self.waiting.extend(sequences)
+        else:
+            streams = sequences
+        self.conversations = Conversations(
+            self.policy,
+            self.world,
+            sampling,
+            seed,
+            streams,
+            rows=engine.max_rows,
+            keep_special_tokens=engine.keep_special_tokens,
+        )
+        self.weights = sum(parameter.numel() for parameter in self.policy.model.parameters())
+        if sequences:
+            self._make_caches(sequences, len(prompts), group_size)
+
+    def _sequences(self, prompts: abc.Sequence[Prompt], group_size: int) -> list[Sequence]:
+        """The sequences of all groups, those with the shortest prompts first."""
+        sequences: list[Sequence] = []
+        for prompt in sorted(prompts, key=lambda prompt: prompt.tokens.size):
+            prefix = Prefix(prompt.tokens, group_size)
+            self.prefixes[prompt.id, prompt.tokens.tobytes()] = prefix
+            for index in range(group_size):
+                limit = self.engine.limit(prompt, index, self.sampling)
+                sequences.append(Sequence(prompt=prompt, index=index, limit=limit, prefix=prefix))
+        return sequences
+
+    def _make_caches(
+        self, sequences: abc.Sequence[Sequence], prompts: int, group_size: int
+    ) -> None:
+        """Make the caches of prompts and of own tokens, small: they grow with what lives."""
+        longest_own = max(sequence.limit for sequence in sequences)
+        longest_prompt = sequences[-1].prompt.tokens.size
+        self.positions = max(sequence.prompt.tokens.size + sequence.limit for sequence in sequences)
+        """Longest sequence that `forward` is prepared for, in tokens."""
+        most_own, most_of_prompt = longest_own, longest_prompt
+        if self.world is not None:
+            # Behind a shorter context there may be more own tokens, and one may be longer than all
+            # prompts.
+            most_own = max(longest_own, min(self.sampling.max_new_tokens, self.policy.context))
+            most_of_prompt = self.policy.context
+        places = min(self.engine.max_rows, len(sequences))
+        entries = min(prompts, math.ceil(places / group_size))
+        self.prompts = PromptCache(
+            KVCache(entries, whole(longest_prompt), most_tokens=whole(most_of_prompt))
+        )
+        first_tokens = min(whole(longest_own), FIRST_TOKENS)
+        self.rows = LiveSequences(KVCache(places, first_tokens, most_tokens=whole(most_own)))
+
+    def advance(self) -> list[tuple[Rollout, ...]]:
+        """Decode until a group is complete; return all that are."""
+        if self.prepared_version != self.engine.version:
+            self._prepare()
+        finished: list[tuple[Rollout, ...]] = []
+        while not finished and self.unfinished:
+            if self.world is not None:
+                finished += self._listen()
+            while not finished and self.waiting and len(self.rows.live) < self.places:
+                finished += self._admit()
+            if self.rows.live and not finished:
+                finished += self._step()
+        self.unfinished -= len(finished)
+        return finished
+
+    def _listen(self) -> list[tuple[Rollout, ...]]:
+        """Begin conversations for places that would be free, and take the replies that are there;
+        without any other work, wait.
+        """
+        idle = not self.rows.live and not self.waiting
+        if idle:
+            self.conversations.begin()
+        else:
+            unbegun = sum(not sequence.tokens for sequence in self.conversations.listening)
+            taken = len(self.rows.live) + len(self.waiting) + unbegun
+            self.conversations.begin(self.engine.max_rows - taken)
+        finished: list[tuple[Rollout, ...]] = []
+        for sequence, rollout in self.conversations.heard(self.engine.version, wait=idle):
+            if rollout is None:
+                self._follow(sequence)
+                self.waiting.append(sequence)
+            else:
+                sequence.prefix.users -= 1
+                finished += self.groups.add(rollout)
+        if finished:
+            self._remove([])
+        return finished
+
+    def _follow(self, sequence: Sequence) -> None:
+        """Move a sequence behind the context that the world has named, if it has named another."""
+        if sequence.behind is sequence.prefix.tokens:
+            return
+        sequence.prefix.users -= 1
+        sequence.cached, sequence.saved = 0, None
+        key = (sequence.prompt.id, sequence.behind.tobytes())
+        sequence.prefix = self.prefixes.setdefault(key, Prefix(sequence.behind, 0))
+        sequence.prefix.users += 1
+        sequence.context = sequence.prefix.tokens
+        needed = sequence.prefix.tokens.size + sequence.limit - sequence.begin
+        if needed > self.positions:
+            self.positions = min(max(needed, 2 * self.positions), self.policy.context)
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """Take the weights as they are now, and make the decoder that draws by them."""
+        before = None
+        if self.prepared_version is not None:
+            before = type(self.forward)
+            del self.forward, self.decode  # before others are made: there may be no memory for both
+        self.forward = self.engine.prepared(self.positions)
+        # The ways order the numbers of a key differently: keys of one cannot be read by the other.
+        if self.prompts.prefixes and type(self.forward) is not before:
+            raise EngineError(
+                "the model was altered (hooks, adapters) while its completions were being decoded"
+            )
+        self.decode = TokenDecode(
+            self.forward,
+            self.sampling,
+            self.prompts.store,
+            self.rows.store,
+            self.device,
+            vocabulary=self.policy.vocabulary,
+        )
+        self.places = self.engine.max_rows
+        if self.world is not None and self.forward.decoder is not None:
+            self.places = min(self.places, TURNS * torch.get_num_threads())
+        self._arrange()
+        self.prepared_version = self.engine.version
+
+    def _arrange(self) -> None:
+        """Tell the decoder which sequences live, if any do."""
+        if not self.rows.live:
+            return
+        entry_R = [sequence.prefix.entry for sequence in self.rows.live]
+        cached_R = [sequence.own - 1 for sequence in self.rows.live]
+        self.decode.arrange(self.prompts.lengths, entry_R, cached_R)
+
+    def _admit(self) -> list[tuple[Rollout, ...]]:
+        """Give free places to waiting sequences and draw their first tokens, or the first of their
+        next turns.
+        """
+        if self.world is not None and not self.conversations.unbegun:
+            # Once all conversations have begun, the shortest go first, so that they end together
+            # with the long ones.  Until then they are served in the order in which they came: the
+            # shortest first would let new ones overtake the long ones.
+            self.waiting = deque(sorted(self.waiting, key=lambda sequence: len(sequence.tokens)))
+        free = min(self.places - len(self.rows.live), len(self.waiting))
+        new = [self.waiting.popleft() for _ in range(free)]
+        # Those with the most to be computed come first; all are alike without a world.
+        new.sort(key=lambda sequence: -sequence.uncached)
+        prefixes = dict.fromkeys(sequence.prefix for sequence in new)
+        unread = [prefix for prefix in prefixes if prefix.entry < 0]
+        self.prompts.prefill(unread, self.forward, self.device)
+        uncached = [sequence for sequence in new if sequence.uncached]
+        hidden = self.rows.extend(uncached, self.prompts, self.forward, self.device)
+        # A prompt's logits are computed once for those of its sequences that start together.
+        sources: list[Tensor] = []
+        for sequence in new:
+            source = hidden.get(sequence, sequence.prefix.hidden_D)
+            assert source is not None
+            sources.append(source)
+        uniform_RT = self._uniforms(new)
+        own_R = torch.tensor([sequence.own for sequence in new], device=self.device)
+        drawn = self.decode.first(sources, uniform_RT.gather(1, own_R[:, None])[:, 0])
+        _keep_support(drawn, new)
+        first = len(self.rows.live)
+        self.rows.join(new, drawn.token_R, uniform_RT)
+        tokens, logps = _to_host([drawn])
+        return self._commit(first, tokens, logps, changed=True)
+
+    def _uniforms(self, sequences: abc.Sequence[Sequence]) -> Tensor:
+        """Uniform numbers (R, T) of sequences for all tokens of their turns."""
+        keys = []
+        for prompt, siblings in itertools.groupby(sequences, lambda sequence: sequence.prompt):
+            indices = [sequence.index for sequence in siblings]
+            keys.append(draws.stream_keys(self.seed, prompt.id, indices))
+        begin_R = np.array([sequence.begin for sequence in sequences])
+        longest = max(sequence.limit - sequence.begin for sequence in sequences)
+        uniform_RT = draws.uniforms(np.concatenate(keys), longest, begin_R)
+        return torch.from_numpy(uniform_RT).to(self.device)
+
+    def _step(self) -> list[tuple[Rollout, ...]]:
+        """Draw one token for every live sequence, or several."""
+        if self.decode.draws_many:
+            return self._draw_many()
+        rows = self.rows
+        count = self._tokens_until_sync()
+        drawn = self.decode.draw(rows.token_R, rows.uniform_RT, count)
+        rows.token_R = drawn[-1].token_R
+        _keep_support(drawn[-1], rows.live)
+        tokens, logps = _to_host(drawn)
+        if count > 1:
+            for place, sequence in enumerate(rows.live):
+                kept = self.stopping.kept(sequence.written, tokens[place])
+                tokens[place], logps[place] = tokens[place][:kept], logps[place][:kept]
+        return self._commit(0, tokens, logps, changed=False)
+
+    def _tokens_until_sync(self) -> int:
+        """Tokens that every live sequence draws before the host looks at any.
+
+        Truncation reads back at every token, and a state that is saved aside holds all tokens that
+        were drawn.  Nobody may draw beyond its limit, where capacity ends.
+        """
+        saves_states = self.world is not None and bool(self.prompts.store.states)
+        if self.sampling.truncates or saves_states:
+            return 1
+        most = TOKENS_PER_SYNC["cpu" if self.device.type == "cpu" else "cuda"]
+        return min(most, min(sequence.left for sequence in self.rows.live))
+
+    def _draw_many(self) -> list[tuple[Rollout, ...]]:
+        """Draw several tokens for every live sequence in one call.
+
+        Sequences that end draw no more; if others wait for their place, or a world to answer,
+        nobody does.
+        """
+        rows = self.rows
+        count = 1
+        if not self.sampling.stop:
+            worth = MOST_WORK_PER_CALL // (self.weights * max(len(rows.live), FEWEST_ROWS))
+            longest = max(sequence.left for sequence in rows.live)
+            count = max(1, min(MOST_TOKENS_PER_CALL, worth, longest))
+        drawn = self.decode.draw_many(
+            rows.token_R,
+            [sequence.own + sequence.left for sequence in rows.live],
+            rows.uniform_RT,
+            count,
+            ending=self.policy.eos_ids,
+            until_one_ends=bool(self.waiting) or self.world is not None,
+        )
+        rows.token_R = drawn.token_RN.gather(1, drawn.count_R[:, None] - 1)[:, 0]
+        counts = drawn.count_R.tolist()
+        tokens = [ids[:n] for ids, n in zip(drawn.token_RN.tolist(), counts, strict=True)]
+        logps = [values[:n] for values, n in zip(drawn.logp_RN.tolist(), counts, strict=True)]
+        return self._commit(0, tokens, logps, changed=True)
+
+    def _commit(
+        self, first: int, tokens: list[list[int]], logps: list[list[float]], *, changed: bool
+    ) -> list[tuple[Rollout, ...]]:
+        """Take the new tokens of the live sequences from `first` on, of which only a sequence's
+        last can end it, and remove ended sequences.
+
+        changed: the decoder has to be told again which sequences live.
+        """
+        ended: list[int] = []
+        finished: list[tuple[Rollout, ...]] = []
+        for place, (token, logp) in enumerate(zip(tokens, logps, strict=True), first):
+            sequence = self.rows.live[place]
+            sequence.add(token, logp, self.engine.version)
+            finish = self.stopping.finish(sequence.written, sequence.room)
+            if finish is None:
+                continue
+            ended.append(place)
+            if self.world is None:
+                sequence.prefix.users -= 1
+                finished += self.groups.add(self.conversations.end(sequence, finish))
+            else:
+                sequence.cached = sequence.own - 1
+                sequence.saved = self.rows.store.take(place, sequence.cached)
+                self.conversations.turn(sequence, finish)
+        if ended:
+            self._remove(ended)
+        elif changed:
+            self._arrange()
+        return finished
+
+    def _remove(self, ended: abc.Sequence[int]) -> None:
+        """Remove ended sequences, and the prefixes that no sequence needs any more."""
+        self.rows.remove(ended)
+        self.prompts.drop_unused()
+        self._arrange()
+
+
+def _keep_support(drawn: NextToken, sequences: abc.Sequence[Sequence]) -> None:
+    """Record the ids that truncated sampling drew the newest tokens of these sequences from."""
+    for chunk, support in drawn.support:
+        size_R = support.size_R.cpu().numpy()
+        id_RC = support.ids_RC[:, : max(int(size_R.max()), 1)].cpu().numpy()
+        for sequence, ids, size in zip(sequences[chunk], id_RC, size_R, strict=True):
+            sequence.support.append(ids[:size].copy())
+
+
+def _to_host(drawn: abc.Sequence[NextToken]) -> tuple[list[list[int]], list[list[float]]]:
+    """Copy tokens (R,) and their log-probs, one after another, into a list for each row.
+
+    It is one transfer, on CUDA the host's only wait for the device: float64 holds every id exactly.
+    """
+    if len(drawn) == 1 and drawn[0].token_R.device.type == "cpu":
+        return drawn[0].token_R[:, None].tolist(), drawn[0].logp_R[:, None].tolist()
+    pairs = [torch.stack([one.token_R.double(), one.logp_R.double()]) for one in drawn]
+    token_lists, logps = torch.stack(pairs, -1).tolist()
+    tokens = [[int(token) for token in row] for row in token_lists]
+    return tokens, logps

@@ -1,0 +1,205 @@
+"""Sequences that are being decoded, and the prefixes that they are decoded behind.
+
+A prefix is computed once for all sequences behind it: `PromptCache` holds those that are prefilled.
+`LiveSequences` holds the sequences that decode now.  Both keep their keys and values in a
+`KVCache`, where each has the entry of its number.
+
+R live sequences   D model width   T tokens
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from groupwise.environments.conversation import Stream
+from groupwise.models.attention import Attend
+from groupwise.rollout.native.decode_attention import Extend, Prefill
+from groupwise.rollout.native.forward import RolloutForward
+from groupwise.rollout.native.kv_cache import KVCache, SavedEntry
+from groupwise.utils.portions import portions
+
+PREFILL_TOKENS = 8192
+"""Most tokens of one prefill pass (a longer prompt has a pass of its own): bounds the memory of its
+activations.
+"""
+
+
+@dataclass(slots=True, eq=False)
+class Prefix:
+    """The tokens that sequences are decoded behind: a prompt, or a context that a world named."""
+
+    tokens: np.ndarray
+    users: int
+    """Sequences behind it that have not ended, waiting ones included."""
+    entry: int = -1
+    """Its place in the prompt cache; -1 before the prefill and after its last sequence."""
+    hidden_D: Tensor | None = None
+    """Final hidden state of its last token, while it has an entry."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence(Stream):
+    """A completion that is decoded, or waits to be."""
+
+    prefix: Prefix
+    cached: int = 0
+    """Own tokens whose keys and values are in `saved`, while the sequence has no place."""
+    saved: SavedEntry | None = None
+
+    @property
+    def uncached(self) -> int:
+        """Own tokens whose keys and values have to be computed before it draws another; 0 for a
+        sequence that begins.
+        """
+        return self.own - self.cached
+
+
+class PromptCache:
+    """The prefixes that are prefilled, each in the entry of the store that has its number."""
+
+    def __init__(self, store: KVCache) -> None:
+        """Begin without a prefix."""
+        self.store = store
+        self.prefixes: list[Prefix] = []
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each prefix."""
+        return [prefix.tokens.size for prefix in self.prefixes]
+
+    def prefill(
+        self, prefixes: abc.Sequence[Prefix], forward: RolloutForward, device: torch.device
+    ) -> None:
+        """Compute prefixes in passes of bounded length; their keys and values become entries."""
+        for batch in portions(prefixes, lambda prefix: prefix.tokens.size, PREFILL_TOKENS):
+            lengths = [prefix.tokens.size for prefix in batch]
+            self.store.reserve(self.store.live + len(batch), max(lengths))
+            tokens_T = np.concatenate([prefix.tokens for prefix in batch])
+            hidden_ND = hidden_of_last(
+                forward,
+                torch.from_numpy(tokens_T).to(device),
+                [0] * len(batch),
+                lengths,
+                Prefill(self.store, lengths),
+            )
+            for prefix, hidden_D in zip(batch, hidden_ND, strict=True):
+                prefix.entry, prefix.hidden_D = self.store.live, hidden_D
+                self.store.live += 1
+            self.prefixes += batch
+
+    def drop_unused(self) -> None:
+        """Remove the prefixes without unfinished sequences, and close their gaps."""
+        unused = [entry for entry, prefix in enumerate(self.prefixes) if prefix.users == 0]
+        if not unused:
+            return
+        order = self.store.drop(unused, max(self.lengths))
+        for entry in unused:
+            self.prefixes[entry].entry, self.prefixes[entry].hidden_D = -1, None
+        self.prefixes = [self.prefixes[entry] for entry in order]
+        for entry, prefix in enumerate(self.prefixes):
+            prefix.entry = entry
+
+
+class LiveSequences:
+    """The sequences that decode now, each in the entry of the store that has its number."""
+
+    token_R: Tensor
+    """The newest token of each."""
+    uniform_RT: Tensor
+    """Uniform numbers for the tokens of its turn."""
+
+    def __init__(self, store: KVCache) -> None:
+        """Begin without a sequence."""
+        self.store = store
+        self.live: list[Sequence] = []
+
+    def extend(
+        self,
+        sequences: abc.Sequence[Sequence],
+        prompts: PromptCache,
+        forward: RolloutForward,
+        device: torch.device,
+    ) -> dict[Sequence, Tensor]:
+        """Compute what the store lacks of waiting sequences: the last token of a turn, and the
+        answer behind it.
+
+        The sequences get the places behind those that live, and are ordered by the number of
+        uncached tokens, most first.  Returns the final hidden state of each one's last token.
+        """
+        hidden: dict[Sequence, Tensor] = {}
+        for batch in portions(sequences, lambda sequence: sequence.uncached, PREFILL_TOKENS):
+            first = len(self.live) + len(hidden)
+            counts = [sequence.uncached for sequence in batch]
+            extend = Extend(
+                prompts.store,
+                self.store,
+                first,
+                prompts.lengths,
+                [sequence.prefix.entry for sequence in batch],
+                [sequence.cached for sequence in batch],
+                counts,
+            )
+            tokens: list[int] = []
+            starts: list[int] = []
+            for place, sequence in enumerate(batch, first):
+                if sequence.saved is not None:
+                    self.store.put(place, sequence.saved)
+                    sequence.saved = None
+                tokens += sequence.tokens[sequence.begin + sequence.cached :]
+                starts.append(sequence.prefix.tokens.size + sequence.cached)
+            tokens_T = torch.tensor(tokens, device=device)
+            hidden_ND = hidden_of_last(forward, tokens_T, starts, counts, extend)
+            hidden.update(zip(batch, hidden_ND, strict=True))
+        return hidden
+
+    def join(self, new: abc.Sequence[Sequence], token_R: Tensor, uniform_RT: Tensor) -> None:
+        """Add sequences behind those that live."""
+        if self.live:
+            longest = max(uniform_RT.shape[1], self.uniform_RT.shape[1])
+            both = (_widened(self.uniform_RT, longest), _widened(uniform_RT, longest))
+            uniform_RT = torch.cat(both)
+            token_R = torch.cat([self.token_R, token_R])
+        self.token_R, self.uniform_RT = token_R, uniform_RT
+        self.live += new
+        self.store.live = len(self.live)
+        self.store.reserve(self.store.live, 1)
+
+    def remove(self, ended: abc.Sequence[int]) -> None:
+        """Remove ended sequences, and close their gaps."""
+        longest = max((sequence.own for sequence in self.live), default=1)
+        order = self.store.drop(ended, longest - 1)
+        self.live = [self.live[place] for place in order]
+        if self.live:
+            order_R = torch.tensor(order, dtype=torch.int64, device=self.token_R.device)
+            self.token_R, self.uniform_RT = self.token_R[order_R], self.uniform_RT[order_R]
+
+
+def _widened(uniform_RT: Tensor, columns: int) -> Tensor:
+    """The rows with zeros behind them, up to so many columns."""
+    return F.pad(uniform_RT, (0, columns - uniform_RT.shape[1]))
+
+
+def hidden_of_last(
+    forward: RolloutForward,
+    tokens_T: Tensor,
+    starts: abc.Sequence[int],
+    counts: abc.Sequence[int],
+    attend: Attend,
+) -> Tensor:
+    """Compute the final hidden states (N, D) of the last token of each segment of a stream.
+
+    starts: positions of the segments' first tokens.   counts: tokens of the segments.
+    """
+    positions = []
+    for start, count in zip(starts, counts, strict=True):
+        positions.append(np.arange(start, start + count))
+    position_T = torch.from_numpy(np.concatenate(positions)).to(tokens_T.device)
+    hidden_TD = forward.hidden(tokens_T, position_T, attend)
+    last_N = torch.from_numpy(np.cumsum(counts) - 1).to(tokens_T.device)
+    return hidden_TD[last_N]
