@@ -323,6 +323,12 @@ class Rollout:
         return self.finish in (Finish.LENGTH, Finish.TURNS, Finish.DEADLINE)
 
     @property
+    def prompt_text(self) -> str:
+        """The prompt as the policy saw it, with what an environment's `reset` added."""
+        changed = self.episode.prompt_text if self.episode is not None else ""
+        return changed or self.prompt.text
+
+    @property
     def place(self) -> str:
         """For messages, behind the word completion: `3 of row 7 (epoch 0)`, `3 of held-out row 7`;
         all count from 0.
@@ -680,16 +686,20 @@ class Step:
     """Metrics on the held-out set, at the steps where it was evaluated."""
 
     def __repr__(self) -> str:
-        """One line: the completions of a step are not printed."""
-        named = {
-            name: self.metrics[name] for name in ("reward", "loss") if name in self.metrics
-        } | dict(self.evaluation or {})
-        figures = "".join(
-            f", {name} {value:.4g}" for name, value in named.items() if "/half_width" not in name
-        )
-        return (
-            f"Step({self.number}{figures}, {len(self.groups)} groups, {len(self.metrics)} metrics)"
-        )
+        """Return one line: the training figures, and behind `held out` those of the evaluation."""
+        figures = [
+            f"{name} {self.metrics[name]:.4g}"
+            for name in ("reward", "loss")
+            if name in self.metrics
+        ]
+        if self.evaluation:
+            held_out = []
+            for name, value in self.evaluation.items():
+                if "/half_width" not in name:
+                    held_out.append(f"{name.removeprefix('eval/')} {value:.4g}")
+            figures.append(f"held out: {', '.join(held_out)}")
+        figures += [f"{len(self.groups)} groups", f"{len(self.metrics)} metrics"]
+        return f"Step({self.number}, {', '.join(figures)})"
 
 
 def __getattr__(name: str) -> object:

@@ -6,6 +6,7 @@ import contextlib
 import io
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from groupwise.api.progress import Progress, duration, escaped, make_console, safe
-from groupwise.records import Finish, Prompt, Rollout, RolloutGroup, Sampling, Step
+from groupwise.records import Episode, Finish, Prompt, Rollout, RolloutGroup, Sampling, Step, Turn
 from groupwise.training.metric_table import FLAGGED, flags
 
 PAYLOADS = [
@@ -135,6 +136,18 @@ def test_summary_compares_the_start_with_the_end() -> None:
     assert "!" not in text
     assert "best of step 40: reward 1, 1 token, length" in text
     assert "worst of step 40: reward 0" in text
+
+
+def test_the_best_completion_stands_behind_the_prompt_that_the_policy_saw() -> None:
+    out, file = console()
+    progress = Progress(1, console=out)
+    taken = step(1, reward=1.0)
+    turn = Turn(begin=0, end=1, finish=Finish.LENGTH)
+    episode = Episode(turns=(turn,), opening=" 1 to 8.", prompt_text="Guess. 1 to 8.")
+    groups = [replace(group, rollouts=tuple(replace(one, episode=episode) for one in group.rollouts)) for group in taken.groups]
+    progress.update(replace(taken, groups=groups))
+    progress.summary()
+    assert "Guess. 1 to 8." in file.getvalue()
 
 
 def test_health_flags() -> None:

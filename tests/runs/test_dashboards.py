@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import pytest
 from groupwise.config.recipes import parse_stages
 from groupwise.config.settings import Recipe, SaveSettings
 from groupwise.errors import ConfigError
-from groupwise.records import Finish, Prompt, Rollout, RolloutGroup, Sampling, Step
+from groupwise.records import Episode, Finish, Prompt, Rollout, RolloutGroup, Sampling, Step, Turn
 from groupwise.runs import dashboards
 from groupwise.runs.log import RunLog
 
@@ -95,6 +96,11 @@ def test_the_group_whose_rewards_differ_most_is_sent_best_first() -> None:
     assert math.isnan(rows[2]["reward"])
     assert rows[0]["rewards/accuracy"] == 1.0
     assert (rows[0]["finish"], rows[0]["tokens"]) == ("eos", 2)
+    turn = Turn(begin=0, end=len(found.rollouts[0]), finish=Finish.EOS)
+    episode = Episode(turns=(turn,), opening=" Go.", prompt_text="Play. Go.")
+    prompted = replace(found.rollouts[0], episode=episode)
+    rows = dashboards.rows_of(replace(found, rollouts=(prompted, *found.rollouts[1:])))
+    assert [row["prompt"] for row in rows].count("Play. Go.") == 1, "the prompt as the policy saw it"
     assert dashboards.most_telling([group_of(1, 0, (math.nan, math.nan))]) is None
     assert dashboards.most_telling([]) is None
 

@@ -11,7 +11,7 @@ import pytest
 from groupwise.config.recipes import parse_stages
 from groupwise.config.settings import RewardSettings, verdict_of
 from groupwise.errors import ConfigError
-from groupwise.records import Prompt, Rollout, RolloutGroup, Sampling
+from groupwise.records import Prompt, Rollout, RolloutGroup, Sampling, Step
 from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.training.evaluate import Evaluation, evaluate
@@ -138,3 +138,26 @@ def test_a_verdict_that_is_no_reward_is_refused(verdict: str, message: str) -> N
             f"rewards: [{{function: exact}}]\nverdict: {verdict}\n",
             "r.yaml",
         )
+
+
+@pytest.mark.parametrize("prefix", ["", "eval/"], ids=["of a loop", "read from a run folder"])
+def test_a_step_prints_its_training_reward_and_the_held_out_one_apart(prefix: str) -> None:
+    held_out = {"greedy": 0.01, "greedy/half_width": 0.02, "reward": 0.108}
+    step = Step(
+        number=2,
+        metrics={"reward": 0.055, "loss": 0.5, "grad_norm": 1.0},
+        evaluation={prefix + name: value for name, value in held_out.items()},
+    )
+    assert repr(step) == "Step(2, reward 0.055, loss 0.5, held out: greedy 0.01, reward 0.108, 0 groups, 3 metrics)"
+
+
+@pytest.mark.parametrize(
+    ("step", "printed"),
+    [
+        (Step(number=0, metrics={}, evaluation={"reward": 0.5}), "Step(0, held out: reward 0.5, 0 groups, 0 metrics)"),
+        (Step(number=3, metrics={"loss": 0.5, "entropy": 1.0}), "Step(3, loss 0.5, 0 groups, 2 metrics)"),
+    ],
+    ids=["before training", "without an evaluation"],
+)
+def test_a_step_prints_only_what_was_measured(step: Step, printed: str) -> None:
+    assert repr(step) == printed

@@ -199,6 +199,35 @@ def make_episodes(folder: Path, texts: Sequence[str] = ()) -> Path:
     return folder
 
 
+def make_game(folder: Path, asked: str, openings: Sequence[str | tuple[str, ...]]) -> Path:
+    """A run of one step whose groups are games of two completions.
+
+    asked: the prompt, with `{}` where `reset` adds its text.   openings: what it adds, of each group or each completion.
+    """
+    make_run(folder, 1, evaluated=False, groups=1, size=2)
+    ids = lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.int64)  # noqa: E731
+    groups = []
+    for g, opening in enumerate(openings):
+        prompt = Prompt(id=f"1/{g}", tokens=ids(asked.format("")), text=asked.format(""))
+        rollouts = []
+        for index, added in enumerate((opening, opening) if isinstance(opening, str) else opening):
+            seen = asked.format(added)
+            turn = Turn(begin=0, end=1, finish=Finish.DONE, seconds=3.7e-4, answer="right")
+            episode = Episode(
+                turns=(turn,), branches=(Branch(begin=0, context=ids(seen)),), environment="game", opening=added, prompt_text=seen
+            )
+            rollouts.append(
+                Rollout(
+                    prompt=prompt, index=index, tokens=ids(str(index)), behavior_logp=np.full(1, -0.5), finish=Finish.DONE,
+                    eos_ids=(256,), sampling=Sampling(), text=str(index), episode=episode,
+                )
+            )  # fmt: skip
+        reward = np.array([1.0, 0.0])
+        groups.append(RolloutGroup(rollouts=tuple(rollouts), names=("won",), rewards=reward[:, None], reward=reward))
+    recorded.write(RunFiles(folder), recorded.ROLLOUTS, Step(number=1, metrics={}, groups=groups), folder.name)
+    return folder
+
+
 def add_step(folder: Path, number: int, **keywords: object) -> None:
     """One step more, as a run writes it: completions first, then the line."""
     step = make_step(number, **keywords)  # type: ignore[arg-type]

@@ -314,6 +314,44 @@ def test_episodes_are_turns_with_their_tools_and_their_time(viewer: Callable, ma
 
 
 @pytest.mark.slow
+def test_what_reset_adds_is_read_with_the_prompt_and_splits_nothing(viewer: Callable, made: Any, tmp_path: Path, tab: Tab) -> None:
+    game = made.make_game(tmp_path / "game", "Guess.{}", [" 1 to 8", (" 1 to 9", " 3 to 4")])
+    page = tab(viewer(game).address)
+    page.wait_for_selector("#c0 .turn")
+    assert page.locator(".prompt-text").inner_text() == "Guess. 1 to 8"
+    assert page.locator(".prompt-text .environment").inner_text().strip() == "1 to 8"
+    text = page.locator("main").inner_text()
+    assert "split" not in text
+    assert "tools" not in text
+    assert "environment 0.370 ms" in text
+    assert page.locator(".group-list .note").first.inner_text() == "1 × 1, 1 × 0"
+    page.keyboard.press("ArrowDown")
+    page.wait_for_selector("#c1 .said.environment")
+    assert page.locator(".said.environment").all_inner_texts() == [" 3 to 4"]
+
+
+@pytest.mark.slow
+def test_held_out_figures_are_drawn_as_they_are(viewer: Callable, run_folder: Path, tab: Tab) -> None:
+    page = tab(viewer(run_folder).address)
+    weights = "values => ['reward', 'eval/reward'].map((name) => smoothing(name, values, 0.6))"
+    assert page.evaluate(weights, [0.5] * 40) == [0.6, 0]
+    assert page.evaluate(weights, [0.5] * 9 + [None] * 31) == [0, 0], "too few points"
+
+
+@pytest.mark.slow
+def test_two_runs_nobody_chose_steps_of_are_compared_by_their_evaluations(
+    viewer: Callable, run_folder: Path, made: Any, tmp_path: Path, tab: Tab
+) -> None:
+    page = tab(viewer(run_folder, made.make_run(tmp_path / "gamma", 40)).address + "#view=compare")
+    page.wait_for_selector("#cr0")
+    assert page.locator(".side-title").all_inner_texts() == ["alpha, step 40", "gamma, step 40"]
+    assert page.locator(".difference").inner_text().endswith("Right less left is 0 for every prompt.")
+    said = "one => differenceOf({ prompts: 32, left: 0.5, right: 0.6, mean: 0.1, half: one })"
+    assert page.evaluate(said, 0.05).endswith("+0.100 ± 0.050 (95% interval).")
+    assert page.evaluate(said, 0.2).endswith("No difference is shown by these prompts.")
+
+
+@pytest.mark.slow
 def test_what_the_world_says_is_text(viewer: Callable, made: Any, tmp_path: Path, tab: Tab) -> None:
     page = tab(viewer(made.make_episodes(tmp_path / "hostile", texts=made.HOSTILE)).address)
     page.wait_for_selector("#c0 .call")

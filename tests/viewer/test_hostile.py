@@ -197,3 +197,35 @@ def test_a_completion_of_2_to_the_25_tokens_is_refused(plain: Path, tmp_path: Pa
     assert (folder / STEP).stat().st_size < 1 << 20
     with pytest.raises(DataError, match="unpacks to more than"):
         open_sources([folder])[0].table(3)
+
+
+@pytest.mark.parametrize("step", [1 << 63, -(1 << 63), 1e300, 1 << 53], ids=str)
+def test_a_file_whose_step_is_no_step_is_refused_by_its_number(tmp_path: Path, step: float) -> None:
+    path = tmp_path / "answers.jsonl"
+    path.write_text(json.dumps({"prompt": "1 + 1?", "completion": "2", "reward": 1.0, "step": step}))
+    with pytest.raises(DataError, match=r"a step is a whole number below 2\^53, got -?\d"):
+        open_sources([path])
+
+
+@pytest.mark.parametrize("place", ["metrics", "rewards/", "example_id"])
+def test_half_a_character_in_a_name_is_shown_as_its_escape(tmp_path: Path, place: str) -> None:
+    half = "half\ud83d"
+    row: dict[str, Any] = {"prompt": "1 + 1?", "completion": "2", "reward": 1.0}
+    row |= {"metrics": {"metrics": {half: 0.5}}, "rewards/": {f"rewards/{half}": 0.5}, "example_id": {"example_id": half}}[place]
+    path = tmp_path / "answers.jsonl"
+    path.write_text(json.dumps(row))
+    pages = Pages(open_sources([path]))
+    functions = pages.answer("step", {"run": "0"})["functions"]
+    assert functions == ({} if place == "example_id" else {"half\\ud83d": 0.5})
+    assert "half" not in report(open_sources([path])).split("answers")[0]
+
+
+def test_half_a_character_in_the_name_of_a_logged_metric_is_shown(plain: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(plain, tmp_path / "run")
+    with open(run / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": 4, "half\ud83d": 0.5}) + "\n")
+    pages = Pages(open_sources([run]))
+    shown = json.loads(json.dumps(pages.answer("curves", {"run": "0"})))
+    assert shown["values"]["half\ud83d"][-1] == 0.5
+    assert pages.answer("health", {"run": "0"})["families"]
+    assert report(open_sources([run])).encode()

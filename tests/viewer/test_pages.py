@@ -8,6 +8,7 @@ import os
 import shlex
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from groupwise.runs.recorded import METRICS, read_metrics
 from groupwise.runs.run_files import RunFiles
 from groupwise.utils import files
 from groupwise.viewer import health, questions, replays
-from groupwise.viewer.groups import token_columns
+from groupwise.viewer.groups import prompt_of, token_columns
 from groupwise.viewer.pages import Pages
 from groupwise.viewer.sources import Metrics, open_source, open_sources
 
@@ -61,7 +62,7 @@ def test_a_group_holds_every_token_with_its_numbers(pages: Pages, made: Any) -> 
     written = made.make_step(7)
     shown = pages.answer("group", {"run": "0", "step": "7", "group": "1"})
     group = written.groups[1]
-    assert shown["prompt"] == group.prompt.text
+    assert shown["prompt"] == [group.prompt.text, "", ""]
     assert shown["row"] == dict(group.prompt.row)
     for i, completion in enumerate(shown["completions"]):
         rollout = group.rollouts[i]
@@ -150,7 +151,7 @@ def test_a_resumed_run_takes_steps_away(made: Any, tmp_path: Path) -> None:
 def test_a_prompt_through_training_is_every_visit_in_order(pages: Pages, made: Any) -> None:
     group = pages.answer("group", {"run": "0", "step": "7", "group": "1"})
     visits = pages.answer("visits", {"run": "0", "key": group["key"]})["visits"]
-    expected = [n for n in range(1, 41) if any(g.prompt.text == group["prompt"] for g in made.make_step(n).groups)]
+    expected = [n for n in range(1, 41) if any(g.prompt.text == group["prompt"][0] for g in made.make_step(n).groups)]
     assert [visit["step"] for visit in visits] == expected
     there = next(visit for visit in visits if visit["step"] == 7)
     assert there["rewards"] == pytest.approx([completion["reward"] for completion in group["completions"]])
@@ -259,6 +260,46 @@ def test_compare_takes_held_out_prompts_where_no_prompt_was_visited_twice(made: 
     assert len(shown["pairs"]) == shown["left"] == shown["right"] > 0
 
 
+def evaluated_at(folder: Path, made: Any, steps: dict[int, float]) -> Path:
+    """A run with evaluations of the same 3 prompts, all of whose rewards are one number."""
+    made.make_run(folder, 4, evaluated=False, groups=3, prompts=1000)
+    for step, reward in steps.items():
+        groups = [replace(group, reward=np.full(4, reward)) for group in made.make_step(4, groups=3).groups]
+        evaluation = Step(number=step, metrics={}, groups=groups)
+        recorded.write(RunFiles(folder), recorded.EVALUATIONS, evaluation, folder.name)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "compared"),
+    [
+        ({0: 0.1, 3: 0.4}, {0: 0.1, 3: 0.9}, ("evaluation", 3, 3)),
+        ({0: 0.1, 2: 0.3, 4: 0.5}, {0: 0.1, 2: 0.8}, ("evaluation", 2, 2)),
+        ({1: 0.4}, {2: 0.9}, ("evaluation", 1, 2)),
+        ({}, {4: 0.9}, ("training", 4, 4)),
+    ],
+    ids=["both at the end", "one went on", "at other steps", "one without evaluations"],
+)
+def test_two_runs_are_compared_as_far_trained_as_each_other(
+    made: Any, tmp_path: Path, left: dict[int, float], right: dict[int, float], compared: tuple[str, int, int]
+) -> None:
+    pages = pages_of(evaluated_at(tmp_path / "one", made, left), evaluated_at(tmp_path / "two", made, right))
+    shown = pages.answer("compare", {"run": "0", "other": "1"})
+    assert (shown["kind"], shown["step"], shown["with"]) == compared
+
+
+def test_a_comparison_of_prompts_is_paired() -> None:
+    """Prompts differ far more than the runs do: the mean of the differences knows, a difference of means would not."""
+    easy = [{"left": {"mean": base}, "right": {"mean": base + gain}} for base, gain in ((0.0, 0.1), (0.5, 0.1), (0.9, 0.04))]
+    found = questions._paired_difference([*easy, {"left": {"mean": None}, "right": {"mean": 1.0}}])
+    gains = np.array([0.1, 0.1, 0.04])
+    assert found["prompts"] == 3
+    assert (found["left"], found["right"], found["mean"]) == pytest.approx((1.4 / 3, 1.64 / 3, 0.08))
+    assert found["half"] == pytest.approx(1.959964 * gains.std(ddof=1) / math.sqrt(3))
+    assert questions._paired_difference([]) is None
+    assert questions._paired_difference(easy[:1])["half"] is None, "one prompt has no interval"
+
+
 def test_flags_say_what_was_measured() -> None:
     raised = health.flags([{"completions/clipped_ratio": 0.9, "reward": math.nan}])
     assert raised[1]["meaning"].startswith("90%")
@@ -297,7 +338,7 @@ def test_verifiers_traces_become_groups_of_conversations(tmp_path: Path) -> None
     step = pages.answer("step", {"run": "0"})
     assert [len(group["rewards"]) for group in step["groups"]] == [2, 2]
     group = pages.answer("group", {"run": "0", "step": "0", "group": "1"})
-    assert group["prompt"] == "q1"
+    assert group["prompt"] == ["q1", "", ""]
     assert [completion["reward"] for completion in group["completions"]] == [0.25, 0.75]
     assert group["completions"][1]["finish"] == "length"
     assert group["completions"][0]["messages"] == said
@@ -496,6 +537,48 @@ def test_long_texts_of_an_episode_are_cut(made: Any, tmp_path: Path) -> None:
     opened = pages_of(made.make_episodes(tmp_path / "long", texts=["x" * 50_000]))
     turn = opened.answer("group", {"run": "0", "step": "1", "group": "0"})["completions"][0]["episode"]["turns"][0]
     assert len(turn["answer"]) == len(turn["calls"][0]["result"]) == 6000
+
+
+EASY, HARD = " The number is between 1 and 8.", " The number is between 1 and 9."
+
+
+def test_a_prompt_is_shown_as_the_policy_saw_it(made: Any, tmp_path: Path) -> None:
+    """What an environment's `reset` added is a part of the prompt in the group, the list, the search and for comparisons."""
+    opened = pages_of(made.make_game(tmp_path / "game", "<Guess.{}>", [EASY, HARD]))
+    group = opened.answer("group", {"run": "0", "step": "1", "group": "0"})
+    assert group["prompt"] == ["<Guess.", EASY, ">"]
+    assert [one["episode"]["branches"] for one in group["completions"]] == [[], []], "nothing was split"
+    listed = opened.answer("step", {"run": "0", "step": "1"})["groups"]
+    assert sorted(one["prompt"] for one in listed) == [f"<Guess.{EASY}>", f"<Guess.{HARD}>"]
+    assert len({one["key"] for one in listed}) == 2, "two games are two prompts"
+    matches = opened.answer("search", {"run": "0", "prompt": "and 9"})["matches"]
+    assert {(one["group"], one["prompt"]) for one in matches} == {(1, f"<Guess.{HARD}>")}
+    assert opened.answer("search", {"run": "0", "prompt": "and 7"})["matches"] == []
+    visits = opened.answer("visits", {"run": "0", "key": group["key"]})["visits"]
+    assert [(visit["step"], visit["group"]) for visit in visits] == [(1, 0)]
+
+
+def test_an_opening_of_one_completion_alone_stands_with_it(made: Any, tmp_path: Path) -> None:
+    opened = pages_of(made.make_game(tmp_path / "game", "<Guess.{}>", [(EASY, HARD)]))
+    one, other = opened.answer("group", {"run": "0", "step": "1", "group": "0"})["completions"]
+    assert ("opening" in one, other["opening"]) == (False, HARD)
+
+
+@pytest.mark.parametrize(
+    ("episode", "parts"),
+    [
+        ({"opening": " Go.\n", "prompt_text": "<Play. Go.>"}, ("<Play. ", "Go.", ">")),
+        ({"opening": "", "prompt_text": "<Another.>"}, ("<Another.>", "", "")),
+        ({"opening": "", "prompt_text": ""}, ("<Play.>", "", "")),
+        ({"opening": "Go.", "prompt_text": "<Go. Go.>"}, ("<Go. ", "Go.", ">")),
+        ({}, ("<Play.>", "", "")),
+        ({"opening": 3, "prompt_text": [1]}, ("<Play.>", "", "")),
+    ],
+    ids=["blanks taken away", "of a harness", "without reset", "said before", "of an older run", "made up"],
+)
+def test_the_parts_of_a_prompt(episode: dict[str, Any], parts: tuple[str, str, str]) -> None:
+    found = prompt_of({"prompt_text": "<Play.>", "episode": json.dumps(episode)})
+    assert (found.before, found.added, found.behind) == parts
 
 
 @pytest.mark.slow

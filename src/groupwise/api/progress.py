@@ -277,5 +277,5 @@ class Progress:
             about = f"reward {reward:g}, {counted(len(rollout), 'token')}, {rollout.finish}"
             self.console.print(Text(f"{label} of step {step.number}: {about}", style="dim"))
             self.console.print(
-                safe(rollout.prompt.text, limit=200, style="dim") + safe(rollout.text, limit=400)
+                safe(rollout.prompt_text, limit=200, style="dim") + safe(rollout.text, limit=400)
             )

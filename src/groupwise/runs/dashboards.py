@@ -220,10 +220,9 @@ def most_telling(groups: Sequence[RolloutGroup]) -> RolloutGroup | None:
 
 def rows_of(group: RolloutGroup) -> list[dict[str, Any]]:
     """A group as rows of a table, the best completion first."""
-    prompt = group.prompt.text
     rows = [
         {
-            "prompt": prompt[-LONGEST:],
+            "prompt": rollout.prompt_text[-LONGEST:],
             "completion": rollout.text[:LONGEST],
             "reward": float(group.reward[i]),
             **{f"rewards/{name}": float(group.rewards[i, k]) for k, name in enumerate(group.names)},

@@ -25,6 +25,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -47,9 +48,11 @@ EXCERPT = 160
 
 Json = dict[str, Any]
 
+PROMPT = ("prompt_text", "episode")
+"""Columns that say what prompt the policy saw."""
 OVERVIEW = (
     "group",
-    "prompt_text",
+    *PROMPT,
     "index",
     "completion_text",
     "reward",
@@ -84,12 +87,50 @@ def numbers(table: pa.Table, name: str) -> np.ndarray:
     return pc.fill_null(table.column(name).cast(pa.float64()), math.nan).to_numpy()  # type: ignore[attr-defined]
 
 
+@dataclass(frozen=True, slots=True)
+class PromptParts:
+    """A prompt as the policy saw it, with what the environment's `reset` added to it."""
+
+    before: str
+    added: str = ""
+    behind: str = ""
+
+    @property
+    def text(self) -> str:
+        """The whole prompt."""
+        return self.before + self.added + self.behind
+
+
+def prompt_of(row: Mapping[str, Any]) -> PromptParts:
+    """Return the prompt that a completion was drawn behind: the episode's, else the data's."""
+    episode = loaded(row.get("episode"))
+    text = episode.get("prompt_text") if isinstance(episode, dict) else None
+    if not text or not isinstance(text, str):
+        return PromptParts(row.get("prompt_text") or "")
+    opening = str(episode.get("opening") or "")
+    if opening not in text:  # chat templates take the blanks around a message away
+        opening = opening.strip()
+    if not opening or opening not in text:
+        return PromptParts(text)
+    return PromptParts(*text.rpartition(opening))
+
+
+def prompts_in(table: pa.Table) -> pa.ChunkedArray | pa.Array:
+    """Return the prompt of every completion as the policy saw it."""
+    if "episode" not in table.column_names or table.column("episode").null_count == len(table):
+        return table.column("prompt_text")
+    rows = table.select(PROMPT).to_pylist()
+    return pa.array([prompt_of(row).text for row in rows], pa.string())
+
+
 def groups_in(table: pa.Table) -> Iterator[tuple[int, slice, str]]:
-    """Number, rows and prompt of each group of a step."""
+    """Number, rows and prompt of each group of a step; the prompt is that of its first completion."""
     place = numbers(table, "group").astype(np.int64)
     starts = np.flatnonzero(np.diff(place, prepend=-1)).tolist()
-    for start, end in zip(starts, [*starts[1:], len(place)], strict=False):
-        yield int(place[start]), slice(start, end), table.column("prompt_text")[start].as_py() or ""
+    columns = [name for name in PROMPT if name in table.column_names]
+    firsts = table.select(columns).take(pa.array(starts, pa.int64())).to_pylist()
+    for start, end, row in zip(starts, [*starts[1:], len(place)], firsts, strict=True):
+        yield int(place[start]), slice(start, end), prompt_of(row).text
 
 
 def overview(source: CompletionSource, step: int, kind: str = TRAINING) -> Json:
@@ -143,19 +184,25 @@ def group(source: CompletionSource, step: int, place: int, kind: str = TRAINING)
     """A group with its completions, tokens and all; of long completions the beginning."""
     rows, names = _rows(source, step, place, kind)
     shown, first, total = rows[:CROWD], rows[0], _gradient_total(rows)
-    prompt, vocabulary = first.get("prompt_text") or "", source.vocabulary()
+    vocabulary = source.vocabulary()
+    prompts = [prompt_of(row) for row in shown]
+    prompt = prompts[0]
+    completions = [_completion(row, names, vocabulary, total, 0) for row in shown]
+    for completion, seen in zip(completions, prompts, strict=True):
+        if seen != prompt:
+            completion["opening"] = seen.added[:CHARACTERS]
     return {
         "step": step,
         "kind": kind,
         "group": place,
-        "key": key_of(prompt),
-        "prompt": prompt[:CHARACTERS],
-        "prompt_length": len(prompt),
+        "key": key_of(prompt.text),
+        "prompt": [part[:CHARACTERS] for part in (prompt.before, prompt.added, prompt.behind)],
+        "prompt_length": len(prompt.text),
         "row": loaded(first.get("row")),
         "sampling": loaded(first.get("sampling")),
         "functions": names,
         "size": len(rows),
-        "completions": [_completion(row, names, vocabulary, total, 0) for row in shown],
+        "completions": completions,
         "quantities": _present(shown, total),
     }
 
@@ -262,9 +309,11 @@ def _episode(episode: Mapping[str, Any]) -> Json:
         fields(TURN, turn) | {"calls": [fields(CALL, call) for call in turn.get("calls") or ()]}
         for turn in episode.get("turns") or ()
     ]
+    # A context of the first token is the prompt that `reset` wrote: nothing was split.
     branches = [
-        {"begin": int(b["begin"]), "context": len(b.get("context") or ())}
-        for b in episode.get("branches") or ()
+        {"begin": int(branch["begin"]), "context": len(branch.get("context") or ())}
+        for branch in episode.get("branches") or ()
+        if int(branch["begin"]) > 0
     ]
     return {
         "turns": turns,

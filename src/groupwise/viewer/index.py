@@ -15,7 +15,7 @@ import numpy as np
 
 from groupwise.errors import DataError
 from groupwise.utils import threads
-from groupwise.viewer.groups import groups_in, key_of, numbers
+from groupwise.viewer.groups import PROMPT, groups_in, key_of, numbers
 from groupwise.viewer.sources import CompletionSource
 
 PAUSE = 2.0
@@ -87,7 +87,7 @@ class Index:
 
     def add(self, step: int) -> Entry:
         """Read one step."""
-        table = self.source.table(step, ("group", "prompt_text", "reward", "finish"))
+        table = self.source.table(step, ("group", *PROMPT, "reward", "finish"))
         entry = Entry(
             group=numbers(table, "group").astype(np.int32),
             reward=numbers(table, "reward").astype(np.float32),

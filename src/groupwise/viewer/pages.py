@@ -236,31 +236,42 @@ class Pages:
         )
 
     def compare(self, parameters: Parameters) -> Json:
-        """Two steps on the prompts they share, and the steps that share most with the left one.
+        """Compare two steps on the prompts they share, and name the steps that share most with the
+        left one.
 
-        Where nobody chose the steps and no training steps share a prompt, evaluations are compared:
-        their prompts stay the same."""
-        i, j = (
-            self._number(parameters),
-            self._number({"run": parameters.get("other", parameters.get("run", "0"))}),
-        )
+        Where nobody chose the steps, two runs are compared at the newest step that both evaluated,
+        or else at the newest that both recorded; one run is compared with its own beginning, by
+        evaluations where no training steps share a prompt."""
+        i = self._number(parameters)
+        j = self._number({"run": parameters.get("other", str(i))})
         self._open(i)
         self._open(j)
         left, right = _whole(parameters, "step"), _whole(parameters, "with")
         kind = self._kind(parameters)
+        free = not parameters.keys() & {"step", "with", "kind"}
+        if free and i != j and all(self.sources[run].steps(HELD_OUT) for run in (i, j)):
+            kind = HELD_OUT
         steps, others = self.sources[i].steps(kind), self.sources[j].steps(kind)
         if not steps or not others:
             raise DataError("there are no recorded completions to compare")
-        right = _newest(self.sources[j], kind) if right is None else right
+        if i != j and left is None and right is None:
+            left = right = self._both(i, j, kind)
+        if right is None:
+            right = left if i != j and left in others else _newest(self.sources[j], kind)
         near = questions.shared_steps(self.indexes[j], right) if kind == TRAINING else []
-        if left is None:
-            left = near[0][0] if near and i == j else steps[0]
+        if left is None and i == j:
+            left = near[0][0] if near else steps[0]
+        elif left is None:
+            left = right if right in steps else _newest(self.sources[i], kind)
         compared = questions.compare((self.sources[i], left), (self.sources[j], right), kind)
-        if not compared["pairs"] and not parameters.keys() & {"step", "with", "kind"}:
-            held_out = [source.steps(HELD_OUT) for source in (self.sources[i], self.sources[j])]
-            if all(held_out) and (i != j or len(held_out[0]) > 1):
-                return self.compare({**parameters, "kind": HELD_OUT})
+        if free and i == j and not compared["pairs"] and len(self.sources[i].steps(HELD_OUT)) > 1:
+            return self.compare({**parameters, "kind": HELD_OUT})
         return {**compared, "step": left, "with": right, "near": near, "kind": kind}
+
+    def _both(self, i: int, j: int, kind: str) -> int | None:
+        """Return the newest step that two runs recorded completions of; None if there is none."""
+        shared = set(self.sources[i].steps(kind)) & set(self.sources[j].steps(kind))
+        return max(shared, default=None)
 
     def config(self, parameters: Parameters) -> Json:
         """The resolved recipe, which of its keys are not at their default, and the environment."""

@@ -6,6 +6,7 @@ away from what was written."""
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections import Counter
@@ -21,7 +22,9 @@ import pyarrow.compute as pc
 
 from groupwise.errors import DataError
 from groupwise.rewards.registry import GOLD_COLUMNS
+from groupwise.utils import statistics
 from groupwise.viewer.groups import (
+    PROMPT,
     Json,
     excerpt,
     groups_in,
@@ -31,6 +34,8 @@ from groupwise.viewer.groups import (
     mean,
     numbers,
     plain,
+    prompt_of,
+    prompts_in,
     reward_names,
 )
 from groupwise.viewer.index import Index
@@ -120,7 +125,7 @@ def _matches(source: CompletionSource, step: int, query: SearchQuery) -> list[Js
     names = {
         "group",
         "index",
-        "prompt_text",
+        *PROMPT,
         "completion_text",
         "reward",
         "finish",
@@ -139,10 +144,10 @@ def _matches(source: CompletionSource, step: int, query: SearchQuery) -> list[Js
         chosen &= np.array(
             [value == query.finish for value in table.column("finish").to_pylist()], bool
         )
-    for wanted, name in ((query.text, "completion_text"), (query.prompt, "prompt_text")):
-        if wanted and chosen.any():
-            hit = pc.match_substring(table.column(name), wanted, ignore_case=True)  # type: ignore[attr-defined]
-            chosen &= np.array(hit.to_pylist(), dtype=object) == True  # noqa: E712 - null is not a hit
+    if query.text and chosen.any():
+        chosen &= _holds(table.column("completion_text"), query.text)
+    if query.prompt and chosen.any():
+        chosen &= _holds(prompts_in(table), query.prompt)
     places = np.flatnonzero(chosen)
     if not places.size:
         return []
@@ -158,11 +163,17 @@ def _matches(source: CompletionSource, step: int, query: SearchQuery) -> list[Js
             "finish": row.get("finish") or "",
             "length": int(length),
             "excerpt": _around(row["completion_text"] or "", query.text),
-            "prompt": excerpt(row["prompt_text"] or ""),
+            "prompt": excerpt(prompt_of(row).text),
             "answer": _gold(row.get("row")),
         }
         for row, value, length in zip(rows, values, lengths, strict=True)
     ]
+
+
+def _holds(texts: pa.ChunkedArray | pa.Array, wanted: str) -> np.ndarray:
+    """Return where a text holds `wanted`, in upper or lower case; a text that is null does not."""
+    hits = pc.match_substring(texts, wanted, ignore_case=True)  # type: ignore[attr-defined]
+    return np.array(pc.fill_null(hits, False).to_pylist(), bool)  # type: ignore[attr-defined]
 
 
 def _gold(row: str | None) -> str:
@@ -308,35 +319,63 @@ def _duplicates(
 def compare(
     left: tuple[CompletionSource, int], right: tuple[CompletionSource, int], kind: str = TRAINING
 ) -> Json:
-    """The prompts that two steps (of one run or of two) share, the one whose reward moved most
-    first.
+    """Pair the groups of two steps (of one run or of two) by their prompt.
+
+    `pairs`: the one whose mean reward moved most first.   `difference`: mean reward of both sides
+        over the shared prompts, and the mean of right less left with half of its 95 % interval,
+        paired by prompt; None where no prompt has a reward on both sides.
     """
-    sides = [_groups_of(source, step, kind) for source, step in (left, right)]
-    shared = [key for key in sides[0] if key in sides[1]]
-    pairs = [
-        {
-            "key": key,
-            "prompt": sides[0][key]["prompt"],
-            "left": sides[0][key],
-            "right": sides[1][key],
-        }
-        for key in shared
-    ]
-    pairs.sort(
-        key=lambda pair: -abs((pair["right"]["mean"] or 0.0) - (pair["left"]["mean"] or 0.0))
-    )
-    return {"pairs": pairs, "left": len(sides[0]), "right": len(sides[1])}
+    lefts, rights = (_groups_of(source, step, kind) for source, step in (left, right))
+    pairs = []
+    for key, group in lefts.items():
+        if key in rights:
+            pair = {"key": key, "prompt": group["prompt"], "left": group, "right": rights[key]}
+            pairs.append(pair)
+    pairs.sort(key=_moved, reverse=True)
+    return {
+        "pairs": pairs,
+        "left": len(lefts),
+        "right": len(rights),
+        "difference": _paired_difference(pairs),
+    }
+
+
+def _moved(pair: Json) -> float:
+    """Return by how much a prompt's mean reward differs; 0 where it is not known."""
+    return abs((pair["right"]["mean"] or 0.0) - (pair["left"]["mean"] or 0.0))
+
+
+def _paired_difference(pairs: Sequence[Json]) -> Json | None:
+    """Compare the mean rewards of prompts that both sides have answered."""
+    left, right = [], []
+    for pair in pairs:
+        if pair["left"]["mean"] is not None and pair["right"]["mean"] is not None:
+            left.append(pair["left"]["mean"])
+            right.append(pair["right"]["mean"])
+    if not left:
+        return None
+    difference = statistics.mean(np.subtract(right, left).tolist())
+    return {
+        "prompts": len(left),
+        "left": float(np.mean(left)),
+        "right": float(np.mean(right)),
+        "mean": difference.mean,
+        "half": difference.half if math.isfinite(difference.half) else None,
+    }
 
 
 def _groups_of(source: CompletionSource, step: int, kind: str) -> dict[str, Json]:
-    table = source.table(step, ("group", "prompt_text", "reward"), kind)
+    table = source.table(step, ("group", *PROMPT, "reward"), kind)
     reward = numbers(table, "reward")
-    return {
-        key_of(prompt): {
-            "group": group, "prompt": excerpt(prompt), "mean": mean(reward[rows]), "rewards": plain(reward[rows]),
+    groups = {}
+    for group, rows, prompt in groups_in(table):
+        groups[key_of(prompt)] = {
+            "group": group,
+            "prompt": excerpt(prompt),
+            "mean": mean(reward[rows]),
+            "rewards": plain(reward[rows]),
         }
-        for group, rows, prompt in groups_in(table)
-    }  # fmt: skip
+    return groups
 
 
 def shared_steps(index: Index, step: int) -> list[Any]:

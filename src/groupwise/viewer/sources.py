@@ -34,6 +34,8 @@ from groupwise.utils.terminal import logger
 
 TRAINING, HELD_OUT = "training", "evaluation"
 """The two kinds of completions that a run holds."""
+LARGEST_STEP = 1 << 53
+"""A step of a file is smaller: a larger number is no longer exact in a browser."""
 LARGEST_JSONL = 512 << 20
 """Bytes of a JSONL file; it is read as a whole."""
 
@@ -475,7 +477,7 @@ def _by_step(rows: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
     names = dict.fromkeys(name for completion in completions for name in completion)
     for row, completion in zip(rows, completions, strict=True):
         name = _first(row, "group")
-        key = str(completion["prompt_text"] if name is None else name)
+        key = _text(completion["prompt_text"] if name is None else name)
         known = groups.setdefault(completion["step"], {})
         place = known.setdefault(key, [len(known), 0])
         completion |= {"group": place[0], "index": place[1], "prompt_id": key}
@@ -485,11 +487,7 @@ def _by_step(rows: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
 
 
 def _completion(row: Mapping[str, Any]) -> dict[str, Any]:
-    completion, reward, step = (
-        _first(row, "completion"),
-        _first(row, "reward"),
-        _number(_first(row, "step")),
-    )
+    completion, reward = _first(row, "completion"), _first(row, "reward")
     several: dict[str, Any] = dict(reward) if isinstance(reward, Mapping) else {}
     if isinstance(metrics := row.get("metrics"), Mapping):
         several |= {name: value for name, value in metrics.items() if _number(value) is not None}
@@ -498,10 +496,10 @@ def _completion(row: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in row.items()
         if name.startswith("rewards/")
     }
-    rewards = {f"rewards/{name}": _number(value) for name, value in several.items()}
+    rewards = {f"rewards/{_text(name)}": _number(value) for name, value in several.items()}
     single = _number(reward)
     fields: dict[str, Any] = {
-        "step": 0 if step is None else int(step),
+        "step": _step(_first(row, "step")),
         "prompt_text": _text(_first(row, "prompt")),
         "completion_text": _text(completion),
         "reward": (
@@ -513,6 +511,13 @@ def _completion(row: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(completion, list):
         fields["messages"] = json.dumps(completion, default=str)
     return fields
+
+
+def _step(value: Any) -> int:
+    """Return the number of a step; 0 where there is none.  Raises DataError for one beyond 2^53."""
+    if isinstance(value, int | float) and abs(value) >= LARGEST_STEP:
+        raise DataError(f"a step is a whole number below 2^53, got {value!r}: correct the file")
+    return int(_number(value) or 0)
 
 
 def _number(value: Any) -> float | None:

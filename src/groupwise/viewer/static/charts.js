@@ -6,8 +6,11 @@ const LINES_DARK = ["#60a5fa", "#fb923c", "#2dd4bf", "#e879f9", "#facc15", "#f87
 const lineColour = (i) => (theme() === "dark" ? LINES_DARK : LINES)[i % LINES.length];
 const variable = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-/** Evaluations, say: too few points for smoothing, which would draw them late. */
-const few = (values) => values.filter((one) => one !== null).length < 20;
+/** How much a curve is smoothed: held-out figures are drawn as they are, and so are too few points, which smoothing would draw late. */
+function smoothing(name, values, weight) {
+  const known = values.filter((one) => one !== null).length;
+  return name.startsWith("eval/") || known < 20 ? 0 : weight;
+}
 
 /** Exponential smoothing that is fair to the beginning; gaps stay gaps.  `weight` 0: as it is. */
 function smooth(values, weight) {
@@ -124,7 +127,7 @@ function scrubber(curves, name, steps, step, choose) {
       drawLine(context, curves.steps, values, x, y);
       context.globalAlpha = 1;
       context.lineWidth = 2;
-      drawLine(context, curves.steps, smooth(values, values.length > 8 ? 0.85 : 0), x, y);
+      drawLine(context, curves.steps, smooth(values, smoothing(name, values, 0.85)), x, y);
       for (const [at, solid] of [
         [hover, false],
         [step, true],

@@ -198,7 +198,7 @@ class Card {
         h("span", {
           class: "fact",
           title: "time that tools and the environment took to answer",
-          text: `tools ${shortTime(world)}`,
+          text: `${turns.some((turn) => turn.calls.length) ? "tools" : "environment"} ${shortTime(world)}`,
         }),
     ];
     const functions = Object.entries(completion.rewards);
@@ -389,9 +389,7 @@ function episodeOf(completion, text) {
       .map((one) =>
         h("span", {
           class: "fact warn",
-          title:
-            "from here on the tokens were drawn behind other ids than those before them: " +
-            "the chat template rewrote the past, or the environment began otherwise",
+          title: "from here on the tokens were drawn behind other ids than those before them: the chat template rewrote the past",
           text: `split: drawn behind ${many(one.context, "token")} of its own`,
         }),
       );
@@ -413,6 +411,10 @@ function episodeOf(completion, text) {
       said,
     );
   };
+  if (completion.opening) {
+    const said = h("div", { class: "said environment", dir: "auto" }, ...visible(completion.opening));
+    text.append(h("div", { class: "turn observed" }, h("b", { text: "added to the prompt by reset" }), said));
+  }
   if (turns.length && turns[0].begin > 0) text.append(observed(0, turns[0].begin, null));
   turns.forEach((turn, i) => {
     const said = h("div", { class: "said", dir: "auto" });
@@ -484,6 +486,7 @@ function callOf(call) {
 function timeOf(turn, slowest) {
   const calls = turn.calls.map((call) => [call.name, call.seconds || 0]);
   const left = Math.max(0, turn.seconds - calls.reduce((sum, [, seconds]) => sum + seconds, 0));
+  if (!calls.length) return h("div", { class: "took soft", text: `environment ${shortTime(turn.seconds)}` });
   const parts = [...calls, ["else", left]].filter(([, seconds]) => seconds > 0.005 * turn.seconds);
   const label = parts.map(([name, seconds]) => `${name} ${shortTime(seconds)}`).join(", ");
   return h(

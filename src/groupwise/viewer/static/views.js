@@ -217,7 +217,8 @@ function groupList(step, chosen) {
             dots(group.rewards, low, high),
             h("span", {
               class: "note",
-              text: group.spread ? `${group.distinct} of ${group.rewards.length} differ` : "all equal: teaches nothing",
+              title: "completions × reward",
+              text: group.spread ? rewardsOf(group.rewards) : "all equal: teaches nothing",
             }),
           ),
         ),
@@ -236,6 +237,17 @@ function groupList(step, chosen) {
     list,
     left > 0 ? h("p", { class: "hint", text: `${left} more are in the run, not in this report.` }) : null,
   );
+}
+
+/** The rewards of a group in words: how many completions earned each of two, or how many different ones there are. */
+function rewardsOf(rewards) {
+  const counts = new Map();
+  for (const reward of rewards) counts.set(reward, (counts.get(reward) || 0) + 1);
+  const unknown = counts.get(null) || 0;
+  counts.delete(null);
+  const [[high, highs], [low, lows]] = [...counts].sort(([one], [other]) => other - one);
+  const known = counts.size === 2 ? `${highs} × ${fmt(high)}, ${lows} × ${fmt(low)}` : `${counts.size} different rewards`;
+  return unknown ? `${known}, ${unknown} without one` : known;
 }
 
 const lastLine = (prompt) => prompt.replace(/<\|[^|<>]{1,30}\|>/g, " ").trim() || prompt;
@@ -443,14 +455,16 @@ function promptBox(group) {
           .filter(([name]) => name !== "prompt")
           .slice(0, 12)
       : [];
-  const long =
-    group.prompt_length > group.prompt.length ? ` … ${many(group.prompt_length - group.prompt.length, "character")} more` : "";
+  const [before, added, behind] = group.prompt;
+  const left = group.prompt_length - before.length - added.length - behind.length;
   return [
     h(
       "div",
       { class: "prompt-text", tabindex: 0, role: "group", "aria-label": "prompt", dir: "auto" },
-      ...visible(group.prompt),
-      long ? h("i", { text: long }) : null,
+      ...visible(before),
+      added ? h("span", { class: "environment", title: "added by the environment's reset" }, ...visible(added)) : null,
+      ...visible(behind),
+      left > 0 ? h("i", { text: ` … ${many(left, "character")} more` }) : null,
     ),
     row.length
       ? h(
@@ -840,8 +854,8 @@ VIEWS.curves = async (main) => {
             run: run.run,
             steps: curves.steps,
             xs,
-            ys: smooth(values, few(values) ? 0 : weight),
-            raw: weight && !few(values) ? values : null,
+            ys: smooth(values, smoothing(name, values, weight)),
+            raw: smoothing(name, values, weight) ? values : null,
             colour: lineColour(run.run),
           });
         }
@@ -1017,14 +1031,14 @@ VIEWS.compare = async (main) => {
         "Run",
         of.run,
         RUNS.map((one) => [one.run, one.name]),
-        { onchange: (event) => go({ [runKey]: event.target.value, [stepKey]: null, key: null }) },
+        { onchange: (event) => go({ [runKey]: event.target.value, step: null, with: null, key: null }) },
       ),
       field("Step", {
         type: "number",
         class: "short",
         value: step ?? "",
         min: 0,
-        onchange: (event) => go({ [stepKey]: event.target.value, key: null }),
+        onchange: (event) => go({ [stepKey]: event.target.value, kind: found?.kind, key: null }),
       }),
     );
   const controls = h("section", { class: "panel controls" }),
@@ -1070,6 +1084,7 @@ VIEWS.compare = async (main) => {
             : "No prompt was visited at both steps. Training visits a prompt again in its second epoch; " +
               "evaluations ask the same prompts each time (eval.every).",
         }),
+        found.difference ? h("p", { class: "difference", text: differenceOf(found.difference) }) : null,
         h(
           "ol",
           { class: "pairs" },
@@ -1109,6 +1124,15 @@ VIEWS.compare = async (main) => {
   if (still() && other !== run) fill(config, await differences([run, other]));
 };
 
+/** The mean reward of both sides over the prompts that they share, and whether these prompts show a difference. */
+function differenceOf({ prompts, left, right, mean, half }) {
+  const over = `Mean reward over ${many(prompts, "shared prompt")}: ${fmt(left)} → ${fmt(right)}.`;
+  if (half === null) return `${over} Right less left is ${fmt(mean, true)} for every prompt.`;
+  const difference = `Right less left, paired by prompt: ${fmt(mean, true)} ± ${fmt(half)} (95% interval).`;
+  if (Math.abs(mean) > half) return `${over} ${difference}`;
+  return `${over} ${difference} No difference is shown by these prompts.`;
+}
+
 /** Keys of the resolved recipes that differ. */
 async function differences(runs) {
   const found = await Promise.all(runs.map((run) => ask("config", { run: run.run })));
@@ -1147,7 +1171,9 @@ function verdictOf(reward, accuracy) {
   if (rewards.length < 2 || accuracies.length < 2) return "Too few evaluations to compare: set eval.every and eval.at_start.";
   const [was, is] = ends(rewards),
     [before, after] = ends(accuracies);
-  const moved = `The reward went from ${fmt(was)} to ${fmt(is)}, held-out accuracy from ${percent(before)} to ${percent(after)}.`;
+  const moved =
+    "Means of the first and the last fifth of each: " +
+    `the reward went from ${fmt(was)} to ${fmt(is)}, held-out accuracy from ${percent(before)} to ${percent(after)}.`;
   if (after >= 0.95) return `${moved} It is near its ceiling of 100%.`;
   if (is - was > 0.05 && after - before < 0.02)
     return `${moved} The reward rose and accuracy did not: the reward may be cheated, or the prompts learnt by heart.`;
