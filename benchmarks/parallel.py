@@ -101,7 +101,7 @@ def run(work: Workload, policy: Any, engine: Any, optimizer: Any, size: int) -> 
     """Endless steps of size x P prompts."""
     from _ours import positions, prompts_of
 
-    from groupwise.algorithms.resolve import resolve
+    from groupwise.config.resolve import resolve
     from groupwise.config.settings import GroupSettings, RewardSettings
     from groupwise.records import Sampling
     from groupwise.rewards.compose import build_rewards
@@ -133,7 +133,7 @@ def micro_batches(step: Any, work: Workload, policy: Any, size: int) -> int:
     """Micro-batches of each process in the step's update."""
     from _ours import positions
 
-    from groupwise.algorithms.resolve import resolve
+    from groupwise.config.resolve import resolve
     from groupwise.config.settings import GroupSettings
     from groupwise.data.packing import pack
     from groupwise.distributed.comm import World

@@ -28,11 +28,11 @@ from steps import improve
 import groupwise as gw
 from groupwise import errors
 from groupwise.algorithms.losses import Correction
-from groupwise.algorithms.resolve import resolve
 from groupwise.algorithms.table import ALGORITHMS
 from groupwise.api.progress import COLUMNS, LOSS, Progress
 from groupwise.cli import commands
 from groupwise.config.recipes import parse_stages
+from groupwise.config.resolve import resolve
 from groupwise.config.schema import lookup, settings_table
 from groupwise.config.settings import (
     GroupSettings,

@@ -20,8 +20,8 @@ from head_losses import FunctionLoss
 from rule_rewards import RuleRewards
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from groupwise.algorithms.resolve import resolve
 from groupwise.config.recipes import load_recipe
+from groupwise.config.resolve import resolve
 from groupwise.config.settings import GroupSettings, OptimizerSettings
 from groupwise.data.packing import pack, unpack
 from groupwise.data.tokenizers import make_tokenizer

@@ -26,7 +26,6 @@ if not __debug__:
 if TYPE_CHECKING:
     __version__: str
 
-    from groupwise.algorithms.resolve import resolve
     from groupwise.algorithms.table import ALGORITHMS
     from groupwise.api.evaluate import EvalReport, evaluate
     from groupwise.api.from_trl import from_trl
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from groupwise.api.train import Training, train
     from groupwise.config import settings
     from groupwise.config.recipes import load_recipe, load_stages
+    from groupwise.config.resolve import resolve
     from groupwise.config.settings import Recipe
     from groupwise.data.packing import pack
     from groupwise.errors import GroupwiseError
@@ -70,7 +70,7 @@ _WHERE = {
     "build_rewards": "rewards.compose",
     "LiveReward": "rewards.compose",
     "ALGORITHMS": "algorithms.table",
-    "resolve": "algorithms.resolve",
+    "resolve": "config.resolve",
     "pack": "data.packing",
     "score": "training.passes",
     "update": "training.passes",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -469,6 +469,35 @@ class RolloutGroup:
     def equal_rewards(self) -> bool:
         """True if all rewards are equal up to rounding, or all are None."""
         return alike(self.reward, self.rewards * np.array(self.weights))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Demonstration:
+    """A prompt and a completion that ends with an EOS id.
+
+    >>> Demonstration(id="7", prompt=np.array([5, 9]), completion=np.array([4, 1])).completion.tolist()
+    [4, 1]
+    """
+
+    id: str
+    prompt: np.ndarray
+    """int64 (m,), m >= 1."""
+    completion: np.ndarray
+    """int64 (n,), n >= 1; EOS last."""
+
+    def __post_init__(self) -> None:
+        assert self.prompt.dtype == self.completion.dtype == np.int64
+        assert self.prompt.size >= 1, f"demonstration {self.id}: no prompt"
+        assert self.completion.size >= 1, f"demonstration {self.id}: no completion"
+
+    def __len__(self) -> int:
+        return self.prompt.size + self.completion.size
+
+    @property
+    def whole(self) -> Demonstration:
+        """The same text with every token but the first to be learnt, the prompt's too."""
+        text = np.concatenate([self.prompt, self.completion])
+        return replace(self, prompt=text[:1], completion=text[1:])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

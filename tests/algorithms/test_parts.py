@@ -15,8 +15,8 @@ import torch
 
 from groupwise.algorithms import advantages, losses
 from groupwise.algorithms.parts import checked_loss, describe
-from groupwise.algorithms.resolve import resolve
 from groupwise.algorithms.table import ALGORITHMS, Algorithm
+from groupwise.config.resolve import resolve
 from groupwise.config.settings import GroupSettings
 from groupwise.errors import ConfigError
 

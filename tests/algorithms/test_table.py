@@ -12,8 +12,8 @@ import torch
 from groupwise.algorithms import advantages, kl_estimators, loss_weights, losses
 from groupwise.algorithms.losses import Terms
 from groupwise.algorithms.parts import describe, fact, options
-from groupwise.algorithms.resolve import resolve
 from groupwise.algorithms.table import ALGORITHMS, PARTS, Algorithm
+from groupwise.config.resolve import resolve
 from groupwise.config.settings import CriticSettings, GroupSettings
 from groupwise.errors import ConfigError
 

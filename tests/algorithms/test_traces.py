@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from groupwise.algorithms.table import ALGORITHMS
-from groupwise.data.rollout_table import groups_from_bytes, groups_to_bytes
 from groupwise.records import Episode, Finish, Prompt, Rollout, RolloutGroup, Sampling, Trace, Turn
+from groupwise.runs.rollout_table import groups_from_bytes, groups_to_bytes
 
 PROMPT = Prompt(id="0/0", tokens=np.array([1]), text="?")
 

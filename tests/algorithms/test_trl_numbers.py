@@ -20,8 +20,8 @@ import torch
 
 from groupwise.algorithms import advantages as credit
 from groupwise.algorithms import losses
-from groupwise.algorithms.resolve import resolve
 from groupwise.algorithms.table import Algorithm
+from groupwise.config.resolve import resolve
 from groupwise.config.settings import GroupSettings
 from groupwise.ops.distillation import jsd
 from groupwise.records import Finish, Prompt, Rollout, RolloutGroup, Sampling

@@ -16,8 +16,8 @@ import torch
 from rule_rewards import RuleRewards
 from torch import nn
 
-from groupwise.algorithms.resolve import resolve
 from groupwise.config.recipes import load_recipe
+from groupwise.config.resolve import resolve
 from groupwise.config.settings import (
     CriticSettings,
     EngineSettings,

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from groupwise.algorithms.parts import describe
-from groupwise.algorithms.resolve import resolve
 from groupwise.algorithms.table import ALGORITHMS, Algorithm
+from groupwise.config.resolve import resolve
 from groupwise.config.settings import CriticSettings, GroupSettings, OptimizerSettings
 from groupwise.data.packing import pack
 from groupwise.models.backbone import checkpointing

@@ -13,12 +13,12 @@ import pytest
 
 import groupwise as gw
 from groupwise.config.settings import RewardSettings
-from groupwise.data.rollout_table import groups_of, table_of
 from groupwise.errors import RewardError
 from groupwise.records import RolloutGroup, Step
 from groupwise.rewards.compose import LiveReward, build_rewards
 from groupwise.rewards.trainer_state import Notes, TrainerState
 from groupwise.runs.recorded import read_metrics, read_step
+from groupwise.runs.rollout_table import groups_of, table_of
 
 OWN = """\
 import numpy as np

@@ -317,7 +317,7 @@ from pathlib import Path
 from groupwise.models.loading import make_policy
 from groupwise.models.scratch import scratch_model
 from groupwise.training.loss import step_loss
-from groupwise.algorithms.resolve import resolve
+from groupwise.config.resolve import resolve
 from groupwise.training.optimizer import Optimizer
 from groupwise.runs.plan import Load, microbatch, prepared_weights, process_memory
 from groupwise.models.shape import Shape

@@ -15,9 +15,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from groupwise.algorithms.resolve import resolve
 from groupwise.api.stages import train_recipe
 from groupwise.config.recipes import parse_stages
+from groupwise.config.resolve import resolve
 from groupwise.config.settings import GroupSettings, OptimizerSettings, ReplaySettings, RewardSettings
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.models.policy import Policy

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from groupwise.data.rollout_table import columns_of, groups_of
 from groupwise.errors import DataError, RunError
 from groupwise.records import Finish, Prompt, Rollout, RolloutGroup, Sampling, Step
 from groupwise.runs import recorded
+from groupwise.runs.rollout_table import columns_of, groups_of
 from groupwise.runs.run_files import RunFiles
 
 

@@ -16,7 +16,7 @@ import yaml
 
 import groupwise as gw
 from groupwise.cli.commands import main
-from groupwise.data.rollout_table import groups_of
+from groupwise.runs.rollout_table import groups_of
 
 TEMPLATE = (
     "{{ 'brief ' if brief else '' }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"

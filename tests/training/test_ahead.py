@@ -18,15 +18,15 @@ from rule_rewards import RuleRewards
 from safetensors.torch import load_file
 
 from groupwise.algorithms.losses import Correction
-from groupwise.algorithms.resolve import resolve
 from groupwise.config.recipes import load_recipe
+from groupwise.config.resolve import resolve
 from groupwise.config.settings import GroupSettings, OptimizerSettings
-from groupwise.data.rollout_table import groups_from_bytes, groups_to_bytes
 from groupwise.errors import ConfigError, EngineError
 from groupwise.models.policy import Policy
 from groupwise.models.sharded import frozen_copy
 from groupwise.records import Prompt, Rollout, RolloutGroup, Sampling, Step
 from groupwise.rollout.native.engine import NativeEngine
+from groupwise.runs.rollout_table import groups_from_bytes, groups_to_bytes
 from groupwise.runs.run import train
 from groupwise.training.groups import PrefetchedRollouts, SampledRollouts
 from groupwise.training.online import train_online

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from groupwise.algorithms.losses import Correction, Terms
-from groupwise.algorithms.resolve import resolve
 from groupwise.algorithms.table import ALGORITHMS
+from groupwise.config.resolve import resolve
 from groupwise.config.settings import GroupSettings
 from groupwise.errors import DataError
 from groupwise.models.policy import Policy

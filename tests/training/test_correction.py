@@ -13,8 +13,8 @@ from rule_rewards import RuleRewards
 from steps import improve
 
 from groupwise.algorithms.losses import Correction, guarded_exp
-from groupwise.algorithms.resolve import resolve
 from groupwise.algorithms.table import Algorithm
+from groupwise.config.resolve import resolve
 from groupwise.config.settings import EngineSettings, GroupSettings, OptimizerSettings, RolloutSettings
 from groupwise.data.packing import pack
 from groupwise.models.attention import plain_attention

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 
 from groupwise.algorithms import advantages as credit
 from groupwise.algorithms import losses
-from groupwise.algorithms.resolve import resolve
 from groupwise.algorithms.table import Algorithm
 from groupwise.config.recipes import load_recipe
+from groupwise.config.resolve import resolve
 from groupwise.config.settings import CriticSettings, GroupSettings, ModelSettings, OptimizerSettings
 from groupwise.data.packing import pack
 from groupwise.errors import ConfigError

@@ -18,17 +18,17 @@ from steps import score_rollouts
 
 from groupwise.algorithms.advantages import Process
 from groupwise.algorithms.losses import Correction
-from groupwise.algorithms.resolve import resolve
 from groupwise.algorithms.table import ALGORITHMS, Algorithm
+from groupwise.config.resolve import resolve
 from groupwise.config.settings import CriticSettings, GroupSettings, OptimizerSettings
 from groupwise.data.packing import pack, unpack
-from groupwise.data.rollout_table import groups_from_bytes, groups_of, groups_to_bytes, table_of
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
 from groupwise.models.sharded import frozen_copy
 from groupwise.records import Branch, Episode, Finish, Prompt, Rollout, RolloutGroup, Sampling, Step, ToolCall, Turn
 from groupwise.rewards.step_rewards import with_turns
 from groupwise.rollout.native.engine import NativeEngine
+from groupwise.runs.rollout_table import groups_from_bytes, groups_of, groups_to_bytes, table_of
 from groupwise.training.closed_form import closed_form
 from groupwise.training.critics import Critic
 from groupwise.training.groups import SampledRollouts

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from groupwise.algorithms.losses import Terms
-from groupwise.algorithms.resolve import resolve
 from groupwise.algorithms.table import ALGORITHMS
 from groupwise.config.recipes import load_recipe
+from groupwise.config.resolve import resolve
 from groupwise.config.settings import GroupSettings, OptimizerSettings
 from groupwise.data.packing import pack
 from groupwise.errors import ConfigError

@@ -16,8 +16,8 @@ from steps import improve
 
 from groupwise.algorithms.losses import Terms
 from groupwise.algorithms.parts import fact, options
-from groupwise.algorithms.resolve import resolve
 from groupwise.algorithms.table import ALGORITHMS, Algorithm
+from groupwise.config.resolve import resolve
 from groupwise.config.settings import CriticSettings, GroupSettings, ModelSettings, OptimizerSettings
 from groupwise.errors import ConfigError, Diverged, RewardError
 from groupwise.models.moe import router_coefficient

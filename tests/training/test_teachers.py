@@ -17,18 +17,17 @@ from safetensors.torch import load_file
 from steps import improve
 
 from groupwise.algorithms import advantages
-from groupwise.algorithms.resolve import resolve
 from groupwise.algorithms.table import ALGORITHMS
 from groupwise.config.recipes import load_recipe
+from groupwise.config.resolve import resolve
 from groupwise.config.settings import CriticSettings, GroupSettings, OptimizerSettings
-from groupwise.data.encoding import Demonstration
 from groupwise.data.packing import pack
 from groupwise.errors import ConfigError, EngineError
 from groupwise.models.attention import plain_attention
 from groupwise.models.loading import make_policy
 from groupwise.models.policy import Policy
 from groupwise.models.sharded import frozen_copy
-from groupwise.records import Prompt, RolloutGroup, Sample, Sampling
+from groupwise.records import Demonstration, Prompt, RolloutGroup, Sample, Sampling
 from groupwise.rewards.compose import unjudged
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.teacher_mixed import MixedEngine

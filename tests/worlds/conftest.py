@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from groupwise.algorithms.losses import Correction
-from groupwise.algorithms.resolve import resolve
+from groupwise.config.resolve import resolve
 from groupwise.config.settings import CriticSettings, GroupSettings, OptimizerSettings
 from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Rollout, Sampling, Step

@@ -2,9 +2,8 @@
 lengths to loss weights.
 
 In: numbers of a group, vectors of a minibatch. Out: numbers, vectors; no model, no setting.
-    `table.ALGORITHMS` is the
-table: an algorithm is one row of credit x ratio level x surrogate x weight; `resolve.resolve` makes
-    one of a recipe.
+    `table.ALGORITHMS` is the table: an algorithm is one row of credit x ratio level x surrogate x
+    weight; `resolve.resolve` makes one of a recipe.
 
 Rewards become advantages in `advantages` (GRPO: `Standardized`).  The clip is in the surrogate
 (`losses.Clipped`).  What the loss is divided by is in `loss_weights`: a weight for every token.

@@ -52,7 +52,7 @@ class Constant(Weights):
     """
 
     length: MaybeCount = None
-    """None: `rollout.max_new_tokens`, which `algorithms.resolve.resolve` fills in; the row of the
+    """None: `rollout.max_new_tokens`, which `config.resolve.resolve` fills in; the row of the
     table cannot run before.
     """
 

@@ -22,8 +22,8 @@ from torch.nn.functional import logsigmoid
 
 from groupwise.algorithms import diagnostics
 from groupwise.algorithms.parts import describe, is_built_in, name_of, options, with_options
-from groupwise.algorithms.resolve import resolve
 from groupwise.algorithms.table import ALGORITHMS, Algorithm
+from groupwise.config.resolve import resolve
 from groupwise.config.settings import DATASET, GroupSettings, is_online
 from groupwise.errors import ConfigError
 from groupwise.records import Finish, Prompt, Rollout, RolloutGroup, Sample, Sampling

@@ -19,10 +19,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from groupwise.algorithms.losses import Jsd
-from groupwise.algorithms.resolve import conflicts, part_problems, with_group
 from groupwise.algorithms.table import ALGORITHMS, PARTS, Algorithm
 from groupwise.config.live_objects import LIVE
 from groupwise.config.packaged_models import is_packaged, not_fetched, packaged_folder
+from groupwise.config.resolve import conflicts, part_problems, with_group
 from groupwise.config.schema import lookup, show
 from groupwise.config.settings import (
     ANSWERING,

@@ -2,6 +2,5 @@
 pairs; then packed batches.
 
 In: the `data` section of a recipe. Out: records. `load` is the entry; `templates` knows chat
-    templates; `packing` turns samples into `Batch`es without padding; `rollout_table` is the form
-    in which rollouts lie in files.
+    templates; `packing` turns samples into `Batch`es without padding.
 """

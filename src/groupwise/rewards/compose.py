@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, as_completed, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -229,23 +229,6 @@ def _entry(
     elif not isinstance(reward, LiveReward):
         reward = LiveReward(function=reward)
     return reward.settings(), reward
-
-
-class Judge(Protocol):
-    """The rewards that loops and evaluation need.  `Rewards` implements it; a loop of your own may
-    bring another.
-    """
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """K names, the columns of `RolloutGroup.rewards`."""
-        ...
-
-    def score(self, groups: Sequence[Sequence[Rollout]], /) -> list[RolloutGroup]:
-        """Each group with its rewards, in the same order.  It may be called from any thread, also
-        from several at once.
-        """
-        ...
 
 
 class Rewards:

@@ -6,7 +6,7 @@ R completions decoded at the same time   T tokens of a completion
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -15,7 +15,6 @@ import numpy as np
 from groupwise.errors import Diverged, EngineError, MemoryExceeded, out_of_memory
 from groupwise.models import rope
 from groupwise.models.policy import Policy
-from groupwise.models.sharded import gathered, whole_policy
 from groupwise.records import Episode, Finish, Prompt, Rollout, Sampling, place_of
 
 
@@ -75,30 +74,6 @@ class InProcess:
 
     def close(self) -> None:
         """Nothing was started."""
-
-
-class GatheredEngine(InProcess):
-    """Implements `engine.Engine` for a sharded policy: one gather of the weights per call of
-    `generate`.
-    """
-
-    def __init__(self, policy: Policy, make: Callable[[Policy], Engine]) -> None:
-        """make: the engine to sample with, of a policy without shards."""
-        self.policy, self.inner = policy, make(whole_policy(policy))
-
-    def set_version(self, version: int) -> None:
-        """Pass the version on to the engine inside."""
-        self.version = version
-        self.inner.set_version(version)
-
-    def generate(
-        self, prompts: Sequence[Prompt], *, group_size: int, sampling: Sampling, seed: int
-    ) -> Iterator[tuple[Rollout, ...]]:
-        """Sample with gathered weights; every process must call it, also one that has no prompts."""
-        with gathered(self.policy):
-            yield from self.inner.generate(
-                prompts, group_size=group_size, sampling=sampling, seed=seed
-            )
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from groupwise.models.policy import Policy
 from groupwise.models.sharded import whole_policy
 from groupwise.proof.texts import NATIVE, TRANSFORMERS, Sampler
 from groupwise.records import Prompt, Step
-from groupwise.rollout.engine import Engine, GatheredEngine
+from groupwise.rollout.engine import Engine
+from groupwise.rollout.gathered import GatheredEngine
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.teacher_mixed import MixedEngine
 from groupwise.rollout.transformers import TransformersEngine

@@ -38,6 +38,7 @@ from groupwise.runs.engines import (
 from groupwise.runs.plan import Lines
 from groupwise.runs.policies import critic_of, hold, reference_of, teacher_of
 from groupwise.runs.prepared import Prepared, eval_sampling, longest_of, sampling_of
+from groupwise.runs.rollout_table import state_from_bytes, state_to_bytes
 from groupwise.training.critics import Critic
 from groupwise.training.evaluate import Evaluation, evaluate
 from groupwise.training.groups import PendingRollout, PrefetchedRollouts, SampledRollouts
@@ -186,7 +187,10 @@ class Job(Learner):
         """
         order, pending = place or self.place()
         trained = {key: optimizer.numbers() for key, (_, optimizer) in self.optimizers().items()}
-        return trained | {"order": order, "ahead": [begun.state() for begun in pending]}
+        return trained | {
+            "order": order,
+            "ahead": [state_to_bytes(begun.state()) for begun in pending],
+        }
 
     def restore(
         self, numbers: Mapping[str, Any], read: Callable[[Mapping[str, Tensor]], None]
@@ -194,7 +198,7 @@ class Job(Learner):
         """`Learner.restore`, and where the run stands in its data."""
         Learner.restore(self, numbers, read)
         self.order.restore(numbers["order"])
-        self.ahead.restore(numbers.get("ahead", ()))
+        self.ahead.restore([state_from_bytes(state) for state in numbers.get("ahead", ())])
 
     def close(self) -> None:
         """End reward workers and what samples; each of them, also if another one raises."""

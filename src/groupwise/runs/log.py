@@ -18,12 +18,12 @@ from typing import Any
 from groupwise.config.recipes import dump
 from groupwise.config.settings import Recipe
 from groupwise.data import vocabulary
-from groupwise.data.rollout_table import jsonable
 from groupwise.records import RolloutGroup, Step
 from groupwise.runs import recorded
 from groupwise.runs.dashboards import Dashboards
 from groupwise.runs.folder import CONFIG, DONE, add_start
 from groupwise.runs.recorded import METRICS, ROLLOUTS, TOKENS, LogReader
+from groupwise.runs.rollout_table import jsonable
 from groupwise.runs.run_files import RunFiles
 from groupwise.utils import files
 from groupwise.utils.terminal import json_line, logger

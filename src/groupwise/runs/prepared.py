@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.algorithms.parts import fact
-from groupwise.algorithms.resolve import resolve
 from groupwise.algorithms.table import Algorithm
 from groupwise.config.recipes import demand_values
+from groupwise.config.resolve import resolve
 from groupwise.config.settings import (
     CriticSettings,
     Recipe,

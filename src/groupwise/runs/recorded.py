@@ -18,7 +18,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from groupwise.data.rollout_table import (
+from groupwise.errors import DataError, RunError
+from groupwise.records import Step
+from groupwise.runs.rollout_table import (
     bounded_table,
     check_values,
     columns_of,
@@ -27,8 +29,6 @@ from groupwise.data.rollout_table import (
     known_columns,
     table_of,
 )
-from groupwise.errors import DataError, RunError
-from groupwise.records import Step
 from groupwise.runs.run_files import RunFiles, bounded_json
 from groupwise.utils import files
 from groupwise.utils.terminal import logger

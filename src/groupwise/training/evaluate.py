@@ -2,7 +2,7 @@
 its 95 % interval.
 
 A completion is right when the recipe's verdict gives it 1 (`records.RolloutGroup.right`).  Rates are over
-the completions that it judged, and the others are counted; without a verdict there are no
+the completions that it graded, and the others are counted; without a verdict there are no
 accuracies, only rewards.  Evaluation has its own sampling settings and its own random streams; it
 leaves training exactly as it was.
 """
@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from groupwise.distributed import comm
+from groupwise.protocols import Grader
 from groupwise.records import Prompt, Rollout, RolloutGroup, Sampling
-from groupwise.rewards.compose import Judge
 from groupwise.rollout.engine import Engine
 from groupwise.utils.spelling import counted
 from groupwise.utils.statistics import Estimate, mean, proportion
@@ -32,12 +32,12 @@ class Evaluation:
     verdict: str | None
     """The reward function that says what is right; None: there is none."""
     greedy: Estimate
-    """Share of judged greedy completions that are right; NaN without a verdict."""
+    """Share of graded greedy completions that are right; NaN without a verdict."""
     sampled: Estimate
-    """Share of judged samples that are right, averaged over prompts; NaN without a verdict."""
+    """Share of graded samples that are right, averaged over prompts; NaN without a verdict."""
     pass_at_k: Estimate
     """Probability that at least one of k samples is right (unbiased estimator of 2107.03374,
-    equation 1), averaged over the prompts with at least k judged samples; NaN without a verdict."""
+    equation 1), averaged over the prompts with at least k graded samples; NaN without a verdict."""
     greedy_reward: Estimate
     """Mean combined reward of the greedy completions."""
     reward: Estimate
@@ -120,7 +120,7 @@ def pass_at(right: int, count: int, k: int) -> float:
 
 def evaluate(
     engine: Engine,
-    rewards: Judge,
+    rewards: Grader,
     prompts: Sequence[Prompt],
     *,
     k: int,
@@ -141,7 +141,7 @@ def evaluate(
     groups = _complete(engine, rewards, prompts, k, sampling, seed, progress)
     right = [group.right[~np.isnan(group.right)] for group in groups]
     greedy_right = [float(answer.right[0]) for answer in answers]
-    judged = [value for value in greedy_right if not math.isnan(value)]
+    graded = [value for value in greedy_right if not math.isnan(value)]
     lengths = [int(rollout.trained.sum()) for group in groups for rollout in group.rollouts]
     rewards_NK = np.concatenate(
         [np.zeros((0, len(rewards.names))), *(group.rewards for group in groups)]
@@ -156,7 +156,7 @@ def evaluate(
         prompts=len(prompts),
         k=k,
         verdict=verdict,
-        greedy=proportion(sum(judged), len(judged)),
+        greedy=proportion(sum(graded), len(graded)),
         sampled=mean([float(one.mean()) for one in right if one.size], shares=True),
         pass_at_k=mean(
             [pass_at(int(one.sum()), one.size, k) for one in right if one.size >= k], shares=True
@@ -175,7 +175,7 @@ def evaluate(
         },
         none={name: share for name, share in none.items() if share > 0.0},
         by_column=(
-            {column: _by(column, prompts, greedy_right) for column in columns} if judged else {}
+            {column: _by(column, prompts, greedy_right) for column in columns} if graded else {}
         ),
         groups=tuple(groups),
         answers=tuple(answers),
@@ -184,7 +184,7 @@ def evaluate(
 
 def _complete(
     engine: Engine,
-    rewards: Judge,
+    rewards: Grader,
     prompts: Sequence[Prompt],
     size: int,
     sampling: Sampling,

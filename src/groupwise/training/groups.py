@@ -28,11 +28,10 @@ import numpy as np
 
 from groupwise.algorithms.table import Algorithm
 from groupwise.config.settings import GroupSettings
-from groupwise.data.rollout_table import groups_from_bytes, groups_to_bytes
 from groupwise.distributed import comm
 from groupwise.errors import EngineError, RewardError
+from groupwise.protocols import Grader
 from groupwise.records import Prompt, Rollout, RolloutGroup, Sampling
-from groupwise.rewards.compose import Judge
 from groupwise.rewards.step_rewards import with_turns
 from groupwise.rollout.engine import Engine
 from groupwise.utils import threads
@@ -101,7 +100,7 @@ class PendingRollout:
             "step": self.step,
             "version": self.version,
             "drawn": drawn,
-            "groups": groups_to_bytes(groups),
+            "groups": groups,
         }
 
 
@@ -176,7 +175,7 @@ class PrefetchedRollouts:
                 assert self._find is not None
                 self._again[state["step"]] = tuple(self._find(name) for name in state["prompts"])
                 continue
-            whole = groups_from_bytes(state["groups"]), int(state["drawn"])
+            whole = state["groups"], int(state["drawn"])
             self._begun.append(
                 PendingRollout(
                     step=state["step"],
@@ -192,7 +191,7 @@ class SampledRollouts:
     """Groups that are sampled and scored when it is their step's turn, or ahead of it."""
 
     engine: Engine
-    rewards: Judge
+    rewards: Grader
     draw: Draw
     algorithm: Algorithm
     group: GroupSettings

@@ -114,12 +114,12 @@ def solved_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     None is no verdict, so not right, and a group without any is not counted.  Groups that were
     drawn and dropped (`dead_groups: refill`) are not seen.
     """
-    judged = [group.right for group in groups if not np.isnan(group.right).all()]
-    if not judged:
+    graded = [group.right for group in groups if not np.isnan(group.right).all()]
+    if not graded:
         return {}
     return {
-        "groups/solved": float(np.mean([(right_G == 1.0).all() for right_G in judged])),
-        "groups/failed": float(np.mean([not (right_G == 1.0).any() for right_G in judged])),
+        "groups/solved": float(np.mean([(right_G == 1.0).all() for right_G in graded])),
+        "groups/failed": float(np.mean([not (right_G == 1.0).any() for right_G in graded])),
     }
 
 

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from groupwise.algorithms.parts import called, checked_loss, fact, name_of
 from groupwise.algorithms.table import Algorithm
-from groupwise.data.encoding import Demonstration
 from groupwise.data.packing import pack, unpack
 from groupwise.distributed import comm
 from groupwise.errors import ConfigError
@@ -30,8 +29,8 @@ from groupwise.models.passes import forward
 from groupwise.models.policy import Policy
 from groupwise.models.recurrence import PLACE
 from groupwise.ops.distillation import head_divergence
-from groupwise.records import Batch, Prompt, Rollout, RolloutGroup, Sample, stretches
-from groupwise.rollout.vllm.scoring import ScoringServers
+from groupwise.protocols import TokenScorer
+from groupwise.records import Batch, Demonstration, Prompt, Rollout, RolloutGroup, Sample, stretches
 from groupwise.training.passes import score
 from groupwise.training.samples import POLICY, WEIGHT
 
@@ -94,7 +93,7 @@ class Teacher:
     ema: float = 0.0
     """Share of the policy that moves into the teacher after every step."""
     demonstrations: Demonstrations | None = None
-    servers: ScoringServers | None = None
+    servers: TokenScorer | None = None
     """Servers that give the teacher's log-probs of the drawn tokens; `policy` is then the one that
     learns.
     """
@@ -226,7 +225,7 @@ def _behind(hint: np.ndarray, sample: Sample) -> Sample:
     return replace(sample, prompt=np.concatenate([hint, sample.prompt]), branches=branches)
 
 
-def scored_by_servers(servers: ScoringServers, samples: Sequence[Sample]) -> list[np.ndarray]:
+def scored_by_servers(servers: TokenScorer, samples: Sequence[Sample]) -> list[np.ndarray]:
     """Per sample (n,): what servers give to its completion's tokens.  Of several processes each
     asks for its share.
 

@@ -21,12 +21,12 @@ import pyarrow as pa
 from groupwise.config.settings import DATA_SUFFIXES
 from groupwise.config.strict_yaml import parse
 from groupwise.data import vocabulary
-from groupwise.data.rollout_table import bounded_table, family, jsonable
 from groupwise.data.vocabulary import Vocabulary
 from groupwise.errors import DataError, RunError
 from groupwise.runs import recorded
 from groupwise.runs.folder import CONFIG, DONE, ENVIRONMENT, LARGEST_CONFIG, attempts_of, standing
 from groupwise.runs.recorded import METRICS, MOST_PROBLEMS, TOKENS, LogReader, last_metrics
+from groupwise.runs.rollout_table import bounded_table, family, jsonable
 from groupwise.runs.run_files import RunFiles, bounded_json
 from groupwise.training.metric_table import LOOKED_AT
 from groupwise.utils.spelling import near_path

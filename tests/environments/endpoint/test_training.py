@@ -107,7 +107,7 @@ def test_log_probs_of_an_episode_are_those_of_a_forward_pass(talking, own):
 
 @pytest.mark.slow
 def test_an_openai_client_is_trained(talking):
-    from groupwise.algorithms.resolve import resolve
+    from groupwise.config.resolve import resolve
     from groupwise.config.settings import OptimizerSettings
     from groupwise.training.groups import SampledRollouts
     from groupwise.training.online import train_online

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -25,12 +25,10 @@ from groupwise.algorithms.parts import (
     with_options,
 )
 from groupwise.algorithms.table import ALGORITHMS, PARTS, Algorithm
+from groupwise.config.settings import CriticSettings, GroupSettings, Part
 from groupwise.errors import ConfigError
 from groupwise.utils.imports import imported
 from groupwise.utils.spelling import closest
-
-if TYPE_CHECKING:
-    from groupwise.config.settings import CriticSettings, GroupSettings, Part
 
 KLS_IN_REWARD = ("k1", "k3")
 """Estimators that a credit with the option `kl` can subtract from the reward."""

@@ -173,6 +173,22 @@ def groups_from_bytes(data: bytes) -> list[RolloutGroup]:
     return groups_of(pq.read_table(pa.BufferReader(data)))[0]
 
 
+def state_to_bytes(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a rollout that was begun (`PendingRollout.state`) with its groups as bytes."""
+    saved = dict(state)
+    if "groups" in saved:
+        saved["groups"] = groups_to_bytes(saved["groups"])
+    return saved
+
+
+def state_from_bytes(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The state that `state_to_bytes` wrote."""
+    state = dict(saved)
+    if "groups" in state:
+        state["groups"] = groups_from_bytes(state["groups"])
+    return state
+
+
 def table_of(step: Step) -> pa.Table:
     """One row per completion of a step: text, ids, log-probs, rewards, advantages, everything that
     a `Step` is made from.
