@@ -7,12 +7,14 @@ import contextlib
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -617,16 +619,17 @@ def test_a_tool_that_forks_and_hangs_leaves_nothing(table: Callable[..., Any], t
     assert not list((tmp_path / "temporary").iterdir())
 
 
-def test_what_a_tool_prints_is_bounded_and_counted(table: Callable[..., Any], capfd: pytest.CaptureFixture[str]) -> None:
-    at = table(tools=("odd_tools.py:print_megabytes",))
-    for index in range(4):
-        talk, _ = at.begin(index)
-        at.say(talk, call("print_megabytes", count=5))
-        assert talk.close(Finish.LENGTH).turns[0].calls[0].result == "5"
-    at.world.close()
-    shown = capfd.readouterr().err
-    assert len(shown) < 2_000_000
-    assert "bytes that worker processes printed were left out]" in shown
+@pytest.mark.skipif(not LINUX, reason="open files are counted in /proc")
+def test_environments_beyond_the_limit_of_open_files_are_a_clear_error(table: Callable[..., Any]) -> None:
+    at = table(factory="my_tools.py:Counter")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = [number for number in range(1000) if not os.path.exists(f"/proc/self/fd/{number}")]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[8], limits[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"Too many open files.*ulimit -n"):
+            deque(map(at.begin, range(32)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_objects_can_be_run_in_processes_too(table: Callable[..., Any]) -> None:

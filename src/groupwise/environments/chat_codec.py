@@ -64,6 +64,8 @@ class ChatCodec:
         # time.
         self.tokenizer = copy.deepcopy(tokenizer)
         self.eos_ids = tuple(eos_ids)
+        self.longest_token = max(16, *map(len, self.tokenizer.get_vocab()))
+        """Characters of the longest token, at least 16."""
         self.template = Template(tokenizer=self.tokenizer, chat=True, control_tokens="plain")
         """What is `shielded` by it is never more than text."""
         self._lock = threading.RLock()

@@ -20,7 +20,6 @@ One thread waits for each request (`utils.http`); threads that wait cost nothing
 from __future__ import annotations
 
 import json
-import math
 import secrets
 import socket
 import time
@@ -32,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from groupwise.environments.chat_codec import ChatCodec, ChatResponse
-from groupwise.environments.harness import Ending, OutsideHarness
+from groupwise.environments.harness import Ending, OutsideHarness, reward_of
 from groupwise.environments.requests import (
     ChatRequest,
     Refused,
@@ -274,20 +273,9 @@ class _EndpointHandler(Handler):
         if self.server.episodes is None or episode is None:
             raise Refused("no episodes are given away here", HTTPStatus.NOT_FOUND)
         reward, failure = self._body.get("reward"), self._body.get("failure") or ""
-        wrong = (
-            isinstance(reward, bool)
-            or not isinstance(reward, int | float | None)
-            or not isinstance(failure, str)
-        )
-        if wrong or not math.isfinite(reward or 0.0):
-            raise Refused(
-                "reward must be a finite number or null, failure a string", param="reward"
-            )
-        ending = (
-            EnvironmentFailure(failure)
-            if failure
-            else Ending(None if reward is None else float(reward))
-        )
+        if not isinstance(failure, str):
+            raise Refused("failure must be a string", param="failure")
+        ending = EnvironmentFailure(failure) if failure else _ending(reward)
         self.server.episodes.report(episode, ending)
         return {}
 
@@ -355,6 +343,16 @@ class _EndpointHandler(Handler):
         self.close_connection = True
         status = HTTPStatus(code)
         self._send(status, Refused(message or status.phrase, status).body())
+
+
+def _ending(reward: Any) -> Ending:
+    """Return the ending with this reward.  Raises Refused for what is no finite number or null."""
+    try:
+        if isinstance(reward, bool):
+            raise TypeError
+        return Ending(reward_of(reward))
+    except (TypeError, EnvironmentFailure):
+        raise Refused("reward must be a finite number or null", param="reward") from None
 
 
 def _no_number(name: str) -> Any:

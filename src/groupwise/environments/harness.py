@@ -26,12 +26,14 @@ from groupwise.environments.requests import Refused
 from groupwise.errors import ConfigError, EnvironmentFailure
 from groupwise.utils import threads
 from groupwise.utils.event_loop import EventLoop
-from groupwise.utils.process_main import described
+from groupwise.utils.process_main import described, shortened
 from groupwise.utils.processes import Died, Raised, WorkerProcess
 from groupwise.utils.secrets import environment_of_others
 
 FOREVER = 1e6
 """Seconds; the episode's own limit comes before."""
+LONGEST_FAILURE = 2000
+"""Characters of the words for a failure: they stand in the log and in the record."""
 CLEANUP = 5.0
 """Seconds that asynchronous functions have to clean up in when everything is closed."""
 
@@ -97,10 +99,11 @@ class Harness(Protocol):
 
 
 def failure_of(error: BaseException) -> str:
-    """What a harness has failed with, in words."""
+    """Say what a harness has failed with, in at most `LONGEST_FAILURE` characters."""
     if isinstance(error, CancelledError):
         return "it was broken off"
-    return str(error) if isinstance(error, EnvironmentFailure) else str(Raised(described(error)))
+    words = str(error) if isinstance(error, EnvironmentFailure) else str(Raised(described(error)))
+    return shortened(words, LONGEST_FAILURE)
 
 
 class LoopHarness:
@@ -305,11 +308,14 @@ def reward_of(returned: Any) -> float | None:
     """The reward that a harness returned, as a float or None.  Raises TypeError for anything that
     is not a number.
     """
-    if (
-        returned is None or isinstance(returned, int | float) or hasattr(returned, "__float__")
-    ):  # numpy's and torch's too
-        return None if returned is None else float(returned)
-    raise TypeError(
-        f"a harness returns its reward, a number or None; got {returned!r:.80}"
-        f" ({type(returned).__name__})"
-    )
+    if returned is None:
+        return None
+    if not hasattr(returned, "__float__"):  # numpy's and torch's numbers have it too
+        raise TypeError(
+            f"a harness returns its reward, a number or None; got {returned!r:.80}"
+            f" ({type(returned).__name__})"
+        )
+    try:
+        return float(returned)
+    except OverflowError:
+        return math.inf

@@ -377,9 +377,10 @@ class HarnessEpisode:
     def render(self, request: ChatRequest, agent: str) -> TurnRequest:
         """The turn that a chat request asks for.
 
-        Raises Refused for sampling that differs from the run's, and where the chat template has no
-        text for the conversation."""
+        Raises Refused for sampling that differs from the run's, for a conversation that no context
+        can hold, and where the chat template has no text for it."""
         request.check_against(self.world.sampling)
+        self._check_size(request)
         after = self._recognised(request)
         if after is not None:
             new, ids = (
@@ -400,6 +401,22 @@ class HarnessEpisode:
                 return TurnRequest(ids, request, agent, opens_thinking(text), new, after)
         tokens, text = self.codec.render(request)
         return TurnRequest(tokens, request, agent, opens_thinking(text), request.messages)
+
+    def _check_size(self, request: ChatRequest) -> None:
+        """Raise Refused for more text than a context has room for.
+
+        All episodes share one tokenizer and its lock: such a text must not be rendered.
+        """
+        most = self.world.context * self.codec.longest_token
+        if request.size <= most:
+            return
+        with self._lock:
+            self._full = Finish.LENGTH
+        raise Refused(
+            f"no room for a turn: the request has {request.size} characters, and a context of"
+            f" {self.world.context} tokens holds at most {most}",
+            code="context_length_exceeded",
+        )
 
     def _recognised(self, request: ChatRequest) -> int | None:
         """The turn that reaches furthest into the request, with messages behind it; of equal ones

@@ -319,6 +319,8 @@ def _number(value: Any) -> float | None:
         raise EnvironmentFailure(
             f"it gave the reward {value!r:.60} ({type(value).__name__}), expected a number"
         ) from None
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number):
         raise EnvironmentFailure(f"it gave the reward {number:g}, expected a finite number")
     return number

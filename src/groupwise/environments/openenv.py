@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+from groupwise.environments.schemas import is_kind, kinds_of
 from groupwise.errors import ConfigError, EnvironmentFailure
 from groupwise.utils.built_in import built_in
 
@@ -60,6 +61,8 @@ class OpenEnv:
             ("https" if parts.scheme == "wss" else "http", parts.netloc, f"{base}/schema", "", "")
         )
         self._connect, self._field, self._seconds = connect, field, seconds
+        self._kinds: list[str] | None = None
+        """The JSON types of the field that a text goes into; None: not asked for yet."""
         self._line: Any = None
 
     def reset(self, row: Mapping[str, Any]) -> str:
@@ -85,7 +88,7 @@ class OpenEnv:
             time.sleep(pause)  # other episodes have all sessions; one of them ends
             pause = min(2 * pause, 1.0)
 
-    def step(self, text: str) -> tuple[str, float | None, bool]:
+    def step(self, text: str) -> tuple[str, Any, bool]:
         """Observation, reward, whether it is over.  An action that the environment refuses is told.
         Raises EnvironmentFailure.
         """
@@ -131,38 +134,60 @@ class OpenEnv:
         return str(message.get("type")), message["data"]
 
     def _action(self, text: str) -> dict[str, Any]:
+        """Return what the policy wrote as an action: an object, or the value of one field."""
         body = text.strip()
         if body.startswith("```") and body.endswith("```") and "\n" in body:
             body = body[body.index("\n") : -3].strip()
         try:
-            action = json.loads(body)
+            written = json.loads(body)
         except (ValueError, RecursionError):
-            action = body
-        return action if isinstance(action, dict) else {self._named(): action}
+            written = body
+        if isinstance(written, dict):
+            return written
+        if self._kinds is None:
+            self._field, self._kinds = self._text_field()
+        field = str(self._field)
+        if "string" not in self._kinds and any(is_kind(kind, written) for kind in self._kinds):
+            return {field: written}
+        return {field: body}
 
-    def _named(self) -> str:
-        """The field that a text goes into."""
-        if self._field is None:
-            # No proxy: the address is the user's own, and a session would not go through one
-            # either.
-            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-            try:
-                with opener.open(self._schema, timeout=self._seconds) as answer:
-                    required = json.loads(answer.read(LARGEST))["action"].get("required", [])
-            except (OSError, ValueError, LookupError, AttributeError) as error:
-                raise EnvironmentFailure(
-                    f"{self._schema} does not say what an action is ({error}): set"
-                    " environment.args.field"
-                ) from error
-            if len(required) != 1:
-                raise EnvironmentFailure(
-                    f"an action of {self.url} needs {required}: let the policy write JSON, or set"
-                    " environment.args.field"
-                )
-            self._field = str(required[0])
-        return self._field
+    def _text_field(self) -> tuple[str, list[str]]:
+        """Return the name and the JSON types of the field that a text goes into.
 
-    def _read(self, data: Mapping[str, Any]) -> tuple[str, float | None, bool]:
+        A server whose schema cannot be read gets the text as it is in a field that was named.
+        Raises EnvironmentFailure where no field was named.
+        """
+        try:
+            schema = self._action_schema()
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            if self._field is not None:
+                return self._field, ["string"]
+            raise EnvironmentFailure(
+                f"{self._schema} does not say what an action is ({error}): set"
+                " environment.args.field"
+            ) from error
+        required = schema.get("required", [])
+        if self._field is None and len(required) != 1:
+            raise EnvironmentFailure(
+                f"an action of {self.url} needs {required}: let the policy write JSON, or set"
+                " environment.args.field"
+            )
+        name = str(required[0]) if self._field is None else self._field
+        fields = schema.get("properties") or {}
+        return name, kinds_of(fields.get(name), schema)
+
+    def _action_schema(self) -> Mapping[str, Any]:
+        """Return the JSON schema of an action.  Raises OSError, ValueError, LookupError, TypeError."""
+        # No proxy: the address is the user's own, and a session would not go through one either.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(self._schema, timeout=self._seconds) as answer:
+            schema = json.loads(answer.read(LARGEST))["action"]
+        if not isinstance(schema, Mapping):
+            raise TypeError(f"action is {schema!r:.80}, expected a JSON schema")
+        return schema
+
+    def _read(self, data: Mapping[str, Any]) -> tuple[str, Any, bool]:
+        """Return the observation as text, the reward as the server sent it, and whether it is over."""
         observation = data.get("observation", data)
         if isinstance(observation, Mapping):
             shown = {
@@ -176,8 +201,7 @@ class OpenEnv:
             )
         else:
             text = str(observation)
-        reward = data.get("reward")
-        return text, None if reward is None else float(reward), bool(data.get("done"))
+        return text, data.get("reward"), bool(data.get("done"))
 
 
 def _message_in(data: Mapping[str, Any]) -> str:

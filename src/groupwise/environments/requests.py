@@ -175,8 +175,9 @@ class SamplingRequest(_Body):
         BeforeValidator(lambda one: [one] if isinstance(one, str) else one),
     ] = []
     temperature: Annotated[float, AfterValidator(_temperature)] | None = None
-    top_k: Annotated[int, Field(ge=-1), AfterValidator(lambda k: max(k, 0))] | None = (
-        None  # vLLM writes -1 for all
+    # vLLM writes -1 for all
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31), AfterValidator(lambda k: max(k, 0))] | None = (
+        None
     )
     top_p: Annotated[float, Field(ge=1e-6, le=1)] | None = None
     """Single precision cannot tell less from 0."""
@@ -197,7 +198,7 @@ class SamplingRequest(_Body):
                 )
         if self.stop and tuple(self.stop) != sampling.stop:
             raise Refused(
-                f"stop is {self.stop}, but this run stops at {list(sampling.stop)}: leave it out,"
+                f"stop is {str(self.stop)[:80]}, but this run stops at {list(sampling.stop)}: leave it out,"
                 " or set rollout.stop in the recipe",
                 param="stop",
             )
@@ -325,6 +326,15 @@ class ChatRequest(SamplingRequest):
                 message["name"] = names[call]
         return tuple(messages)
 
+    @property
+    def size(self) -> int:
+        """Return the characters of its messages, tools and variables."""
+        size = len(json.dumps([self.tools, self.variables], ensure_ascii=False))
+        for part in self.parts:
+            size += len(part.content) + len(part.reasoning_content or "")
+            size += sum(len(call.function.arguments) for call in part.tool_calls or ())
+        return size
+
     @cached_property
     def keys(self) -> tuple[str, ...]:
         """What tells the messages apart, one for each; see `message_key`."""
@@ -408,7 +418,7 @@ def read_token_request(
     ends = drawn.stop_token_ids
     if not set(ends) <= set(eos_ids):
         raise Refused(
-            f"stop_token_ids is {ends}, but completions end at {list(eos_ids)} and nowhere else",
+            f"stop_token_ids is {str(ends)[:80]}, but completions end at {list(eos_ids)} and nowhere else",
             param="stop_token_ids",
         )
     if drawn.ignore_eos and not set(eos_ids) <= set(ends):

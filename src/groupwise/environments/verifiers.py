@@ -86,9 +86,7 @@ class VerifiersHarness(LoopHarness):
 
     async def _ending(self, task: Any, request: EpisodeRequest) -> Ending:
         vf = _library()
-        from verifiers.v1.configs.client import (
-            EvalClientConfig,
-        )  # pyright: ignore[reportMissingImports]
+        from verifiers.v1.configs.client import EvalClientConfig  # pyright: ignore
 
         root = request.base_url[: request.base_url.index("/episodes/")]
         client = EvalClientConfig(base_url=f"{root}/v1", api_key_var=KEY)

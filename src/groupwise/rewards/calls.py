@@ -192,8 +192,8 @@ class Host:
 
     def ready(self) -> WorkerProcess:
         """Start, and wait until it is.  Raises RewardError."""
-        worker = self.start()
         try:
+            worker = self.start()
             worker.ready()
         except NotStarted as error:
             serves = (

@@ -15,6 +15,7 @@ import select
 import socket
 import threading
 import time
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -30,6 +31,10 @@ DRAINED = 8 << 20
 """Bytes of an unread body that are dropped behind the answer, so that a client that is still
 sending hears it.
 """
+
+
+RESET = 50
+"""Milliseconds that the reset of a client that has gone is waited for."""
 
 
 class Server(ThreadingHTTPServer):
@@ -131,7 +136,7 @@ class Handler(BaseHTTPRequestHandler):
     def handle_one_request(self) -> None:
         """The next request of the connection, within the limit."""
         self._incoming.deadline = time.monotonic() + self.server.seconds
-        self.has_body = False
+        self.has_body = self._probed = False
         super().handle_one_request()
 
     def parse_request(self) -> bool:
@@ -173,11 +178,25 @@ class Handler(BaseHTTPRequestHandler):
                 left -= len(data)
 
     def hung_up(self) -> bool:
-        """True if the client has closed its connection."""
+        """Return True if the client has gone: it closed its connection, not only its half of it.
+
+        Both look the same until something is sent.  So the first time the client is sent a status
+        that HTTP/1.1 has it skip: a client that has gone answers with a reset.
+        """
         look = select.poll()  # select() knows no descriptors above 1023
         look.register(self.connection, select.POLLIN)
         try:
-            return bool(look.poll(0)) and self.connection.recv(1, socket.MSG_PEEK) == b""
+            if not look.poll(0) or self.connection.recv(1, socket.MSG_PEEK) != b"":
+                return False
+            if (
+                not self._probed and self.request_version != "HTTP/1.0"
+            ):  # which knows no such status
+                self._probed = True
+                self.send_response_only(HTTPStatus.CONTINUE)
+                self.end_headers()
+                self.wfile.flush()
+            look.modify(self.connection, 0)  # errors alone
+            return bool(look.poll(RESET))
         except OSError:
             return True
 

@@ -7,19 +7,20 @@ sessions of their own, and ends as the worker did, by its status or by its signa
 adopt orphans; elsewhere the worker's process group is killed.  A
 fork of a worker has a supervisor of its own.
 
-What workers print goes through the supervisor to standard error, so much of it as `Output` lets
-pass.
+What workers print goes through the supervisor to standard error, control characters as escapes.
 
 This file imports little: it is what every worker starts with.
 """
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import ctypes
 import gc
 import importlib
 import inspect
+import io
 import json
 import os
 import pickle
@@ -36,8 +37,8 @@ from typing import Any, NoReturn
 
 LONGEST_ANSWER = 1 << 28
 """Bytes; a worker that announces more is taken for broken."""
-PRINTED, PRINTED_IN = 1 << 18, 16.0
-"""Bytes that a worker and its forks may print in so many seconds."""
+LONGEST_MESSAGE = 10_000
+"""Characters of an exception's message."""
 NOTICED = 1000
 """Milliseconds within which a supervisor notices the end of a worker that nobody waits for; the
 parent sees it at once.
@@ -159,15 +160,17 @@ def supervise(
 class Output:
     """A pipe into which a worker and its descendants print, and what passes from it to a file.
 
-    A descriptor to which nothing can be written at the moment holds nobody up.
+    Control characters pass as escapes: what a model wrote must not steer a terminal.  What the file
+    cannot take at the moment is left out, so that a terminal that stands still holds nobody up.
     """
 
     def __init__(self, file: int) -> None:
         """file: descriptor of the file."""
         self.reader, self._writer = os.pipe()
-        self._file, self._allowed, self._since, self._dropped = file, PRINTED, time.monotonic(), 0
-        self._writable = select.poll()
+        self._file, self._writable = file, select.poll()
         self._writable.register(file, select.POLLOUT)
+        utf8 = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+        self._decoder = io.IncrementalNewlineDecoder(utf8, translate=True)
 
     def become(self) -> None:
         """In the worker: make the pipe its standard output and error."""
@@ -188,16 +191,11 @@ class Output:
             data = os.read(self.reader, 1 << 16)
         except BlockingIOError:
             return True
-        if time.monotonic() - self._since > PRINTED_IN:
-            self._count_dropped()
-            self._allowed, self._since = PRINTED, time.monotonic()
-        written = self._write(data[: 0 if self._dropped else self._allowed])
-        self._allowed -= written
-        self._dropped += len(data) - written
+        self._write(data)
         return data != b""
 
     def close(self) -> None:
-        """Take what is left, and say how much did not pass."""
+        """Take what is left."""
         end = time.monotonic() + 1.0
         with contextlib.suppress(OSError):
             while (
@@ -206,21 +204,16 @@ class Output:
                 and time.monotonic() < end
             ):
                 pass
-        self._count_dropped()
+        self._write(b"")
 
-    def _count_dropped(self) -> None:
-        if self._dropped:
-            self._write(
-                f"\n[{self._dropped:,} bytes that worker processes printed were left out]\n".encode()
-            )
-        self._dropped = 0
+    def _write(self, data: bytes) -> None:
+        from groupwise.utils.terminal import escaped  # here, beside the worker's own start
 
-    def _write(self, data: bytes) -> int:
-        done = 0
+        text = self._decoder.decode(data, final=not data)
+        shown, done = escaped(text, keep="\n\t").encode(), 0
         with contextlib.suppress(OSError):
-            while done < len(data) and self._writable.poll(0):
-                done += os.write(self._file, data[done : done + select.PIPE_BUF])
-        return done
+            while done < len(shown) and self._writable.poll(0):
+                done += os.write(self._file, shown[done : done + select.PIPE_BUF])
 
 
 def _nothing(*_: object) -> None:
@@ -423,11 +416,22 @@ def described(error: BaseException) -> dict[str, str]:
 
 
 def message_of(error: BaseException) -> str:
-    """Its message; empty for one of somebody else whose message cannot be made."""
+    """Return the message of an exception, shortened; empty where its code cannot make one."""
     try:
-        return str(error)
+        return shortened(str(error), LONGEST_MESSAGE)
     except Exception:  # its __str__ is somebody else's code
         return ""
+
+
+def shortened(text: str, most: int) -> str:
+    """Return a text of at most so many characters, and how many were left out behind it.
+
+    >>> shortened("abcdef", 4)
+    'abcd [2 characters left out]'
+    """
+    if len(text) <= most:
+        return text
+    return f"{text[:most]} [{len(text) - most:,} characters left out]"
 
 
 def raised_at(error: BaseException) -> str:

@@ -15,9 +15,11 @@ network.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import pickle
+import resource
 import select
 import signal
 import socket
@@ -70,6 +72,24 @@ class Traceback(Exception):
 
 class NotStarted(Exception):
     """Raised where a process could not start, or did not end its start in time."""
+
+
+LIMITS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN)
+
+
+@contextlib.contextmanager
+def _within_limits() -> Iterator[None]:
+    """Raise NotStarted where the system allows no further process or open file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in LIMITS:
+            raise
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise NotStarted(
+            f"no further process can be started ({error.strerror}): raise the limits of open files"
+            f" (`ulimit -n`, {files} now) and of processes (`ulimit -u`), or let fewer run at once"
+        ) from error
 
 
 class Died(Exception):
@@ -127,7 +147,7 @@ class WorkerProcess:
         """
         options = {"cpu_seconds": cpu_seconds, "memory": memory, "quiet": quiet}
         payload = pickle.dumps(setup)
-        with _starting:
+        with _starting, _within_limits():
             (self._lifeline, lifeline), (self._channel, channel) = (
                 socket.socketpair(),
                 socket.socketpair(),
@@ -194,8 +214,9 @@ class WorkerProcess:
         fork = object.__new__(WorkerProcess)
         with (
             self._asking,
-            _starting,
-        ):  # in this order: who waits for an answer holds up no other start
+            _starting,  # in this order: who waits for an answer holds up no other start
+            _within_limits(),
+        ):
             (fork._lifeline, lifeline), (fork._channel, channel) = (
                 socket.socketpair(),
                 socket.socketpair(),

@@ -10,6 +10,7 @@ import traceback
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from groupwise.utils.secrets import scrubbed
@@ -28,19 +29,36 @@ def escaped(text: str, keep: str = "\n") -> str:
     'a\\x1b[2Jb\\u202ec'
     """
 
-    def shown(char: str) -> str:
-        if char in keep or unicodedata.category(char) not in HARMFUL:
-            return char
-        code = ord(char)
-        return (
-            f"\\x{code:02x}"
-            if code < 256
-            else f"\\u{code:04x}"
-            if code < 65536
-            else f"\\U{code:08x}"
-        )
+    if text.isascii() and text.isprintable():
+        return text
+    return text.translate(_escapes(keep))
 
-    return text if text.isascii() and text.isprintable() else "".join(map(shown, text))
+
+class _Escapes(dict[int, str]):
+    """The escapes of characters by their code points; those that were not looked up are not there."""
+
+    def __init__(self, keep: str) -> None:
+        super().__init__({ord(char): char for char in keep})
+
+    def __missing__(self, code: int) -> str:
+        shown = chr(code)
+        if unicodedata.category(shown) in HARMFUL:
+            shown = _escape(code)
+        self[code] = shown
+        return shown
+
+
+def _escape(code: int) -> str:
+    if code < 1 << 8:
+        return f"\\x{code:02x}"
+    if code < 1 << 16:
+        return f"\\u{code:04x}"
+    return f"\\U{code:08x}"
+
+
+@cache
+def _escapes(keep: str) -> _Escapes:
+    return _Escapes(keep)
 
 
 def half_character(value: Any) -> str | None:

@@ -152,6 +152,8 @@ def test_the_token_is_asked_for_everywhere(serve):
         (CHAT | {"temperature": 1e-300}, "temperature"),
         (CHAT | {"temperature": False}, "temperature"),
         (CHAT | {"top_p": 1e-300}, "top_p"),
+        (CHAT | {"top_k": 10**400}, "top_k"),
+        (CHAT | {"temperature": 10**400}, "temperature"),
         (CHAT | {"messages": [{"role": "user", "content": "\ud83d"}]}, "half of a character"),
         (CHAT | {"stop": ["\ud83d"]}, "half of a character"),
         (CHAT | {"stop": [""]}, "stop"),
@@ -297,6 +299,31 @@ def test_a_request_whose_client_has_gone_is_not_begun(serve, chat_tokenizer, end
         threading.Event().wait(0.1)
     endpoint.close()
     assert waiting.cancelled()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+def test_a_client_that_closes_its_half_is_answered(serve, chat_tokenizer, end_id, version):
+    asked, waiting = threading.Event(), Future()
+
+    class Slow(Echo):
+        def draw(self, request):
+            asked.set()
+            return waiting
+
+    endpoint = Endpoint({"known": Slow(ChatCodec(chat_tokenizer, (end_id,)))}.get, name="m", context=9, vocabulary=9).start()
+    body = json.dumps(CHAT).encode()
+    head = (HEAD % (TURN.encode(), endpoint.port)).replace(b"HTTP/1.1", b"HTTP/" + version)
+    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=WAIT) as line:
+        line.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        line.shutdown(socket.SHUT_WR)
+        assert asked.wait(WAIT)
+        threading.Event().wait(1.5)  # longer than two looks at whether the client is there
+        waiting.set_result(SampledTokens([7, end_id], [-0.1, -0.2], Finish.EOS, 0))
+        answer = http.client.HTTPResponse(line)
+        answer.begin()
+        assert (answer.status, json.loads(answer.read())["object"]) == (200, "chat.completion")
+    endpoint.close()
 
 
 @pytest.mark.slow

@@ -278,6 +278,29 @@ def test_an_episode_without_room_is_truncated_and_says_so(worlds, says, a_prompt
     assert (played.finish, played.episode.reward) == (Finish.LENGTH, None)
 
 
+BIG = "x" * 100_000
+HI = {"role": "user", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": BIG}]},
+        {"messages": [HI, {"role": "assistant", "content": "", "reasoning_content": BIG}]},
+        {"messages": [HI], "tools": [ADD | {"function": {"name": "add", "description": BIG}}]},
+        {"messages": [HI], "chat_template_kwargs": {"a": BIG}},
+    ],
+)
+def test_a_request_that_no_context_can_hold_is_not_rendered(worlds, says, a_prompt, monkeypatch, body):
+    refused = []
+    world = worlds(lambda base_url: refused.append(httpx.post(f"{base_url}/chat/completions", json=body)), context=200)
+    monkeypatch.setattr(world.codec, "written", lambda *_: pytest.fail("it was rendered"))
+    played = play(world, a_prompt, says())
+    (answer,) = refused
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert played.finish is Finish.LENGTH
+
+
 def test_a_harness_that_fails_is_an_error_and_seen(worlds, says, a_prompt, caplog):
     def harness(base_url):
         client(base_url).chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
@@ -287,6 +310,17 @@ def test_a_harness_that_fails_is_an_error_and_seen(worlds, says, a_prompt, caplo
     assert (played.finish, played.episode.reward) == (Finish.ERROR, None)
     assert "the judge is gone" in played.episode.turns[-1].answer
     assert "the judge is gone" in caplog.text
+
+
+@pytest.mark.parametrize("error", [KeyError, EnvironmentFailure])
+def test_a_failure_of_a_megabyte_is_shortened_and_escaped(worlds, says, a_prompt, caplog, error):
+    def harness(base_url):
+        client(base_url).chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
+        raise error("\x1b[2J" + "x" * 1_000_000)
+
+    played = play(worlds(harness), a_prompt, says("a"))
+    assert len(played.episode.turns[-1].answer) < 2100
+    assert len(caplog.text) < 4000 and "\x1b" not in caplog.text
 
 
 def test_a_harness_that_only_fails_ends_the_run(worlds, says, a_prompt):
@@ -303,7 +337,7 @@ def test_a_harness_that_only_fails_ends_the_run(worlds, says, a_prompt):
         run()
 
 
-@pytest.mark.parametrize("reward", [float("nan"), float("inf"), "1", {"reward": 1}])
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 10**400, "1", {"reward": 1}])
 def test_a_reward_that_is_no_number_is_an_error(worlds, says, a_prompt, reward):
     assert play(worlds(lambda base_url: reward), a_prompt, says()).finish is Finish.ERROR
 
@@ -567,7 +601,9 @@ def test_a_process_of_somebody_else_fetches_episodes(worlds, says, a_prompt):
     assert request["row"] == {"question": "2+3", "answer": 5}
     answer = client(request["base_url"]).chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
     end = f"{root}/episodes/{request['id']}/end"
-    assert httpx.post(end, json={"reward": True}).status_code == 400
+    for reward in (True, 10**400, -(10**400), "1", [1], {"reward": 1}):
+        assert httpx.post(end, json={"reward": reward}).status_code == 400
+    assert httpx.post(end, json={"failure": 1}).status_code == 400
     assert httpx.post(end, json={"reward": float(answer.choices[0].message.content)}).status_code == 200
     thread.join(WAIT)
     assert (done["found"].finish, done["found"].episode.reward) == (Finish.DONE, 5.0)

@@ -21,6 +21,7 @@ class Server:
 
     def __init__(self) -> None:
         self.free, self.required, self.heard = threading.Semaphore(1), ["guess"], []
+        self.fields = {"guess": {"type": "integer"}}
         self.server = serve(self.session, "127.0.0.1", 0, process_request=self.page)
         self.url = f"ws://127.0.0.1:{self.server.socket.getsockname()[1]}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
@@ -28,7 +29,8 @@ class Server:
     def page(self, connection, request):
         if request.path != "/schema":
             return None
-        body = json.dumps({"action": {"required": self.required}}).encode()
+        action = {"required": self.required, "properties": self.fields}
+        body = json.dumps({"action": action}).encode()
         return Response(HTTPStatus.OK, "OK", Headers({"Content-Length": str(len(body))}), body)
 
     def session(self, line):
@@ -93,6 +95,33 @@ def test_an_episode(server):
             break
         threading.Event().wait(0.05)
     assert server.heard[-1] == {"type": "close"}
+
+
+@pytest.mark.parametrize(
+    ("field", "written", "sent"),
+    [
+        ({"type": "string"}, "42", "42"),
+        ({"type": "string"}, "true", "true"),
+        ({"type": "string"}, "null", "null"),
+        ({"type": "string"}, "[1]", "[1]"),
+        ({"type": "string"}, '"a"', '"a"'),
+        ({"type": "string"}, "NaN", "NaN"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", "null"),
+        ({"$ref": "#/$defs/Text"}, "7", "7"),
+        ({}, "7", "7"),
+        ({"type": "integer"}, "42", 42),
+        ({"type": "integer"}, "4.5", "4.5"),
+        ({"type": "array"}, "[1]", [1]),
+        ({"type": "boolean"}, "true", True),
+    ],
+)
+@pytest.mark.parametrize("named", [None, "guess"])
+def test_a_text_reaches_a_text_field_as_it_was_written(server, field, written, sent, named):
+    server.fields = {"guess": field}
+    made = OpenEnv(server.url, field=named)
+    action = made._action_schema
+    made._action_schema = lambda: action() | {"$defs": {"Text": {"type": "string"}}}
+    assert made._action(written) == {"guess": sent}
 
 
 @pytest.mark.slow

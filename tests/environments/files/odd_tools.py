@@ -276,13 +276,3 @@ def fork_and_hang(path: str) -> str:
         time.sleep(3600)
     time.sleep(3600)
     return ""
-
-
-def print_megabytes(count: int) -> int:
-    """Print much.
-
-    Args:
-        count: How many megabytes.
-    """
-    print("x" * 999_999 * count)
-    return count
