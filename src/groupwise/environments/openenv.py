@@ -177,7 +177,10 @@ class OpenEnv:
         return name, kinds_of(fields.get(name), schema)
 
     def _action_schema(self) -> Mapping[str, Any]:
-        """Return the JSON schema of an action.  Raises OSError, ValueError, LookupError, TypeError."""
+        """Return the JSON schema of an action.
+
+        Raises OSError, ValueError, LookupError and TypeError.
+        """
         # No proxy: the address is the user's own, and a session would not go through one either.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(self._schema, timeout=self._seconds) as answer:
@@ -187,7 +190,7 @@ class OpenEnv:
         return schema
 
     def _read(self, data: Mapping[str, Any]) -> tuple[str, Any, bool]:
-        """Return the observation as text, the reward as the server sent it, and whether it is over."""
+        """Return the observation as text, the reward as it was sent, and whether it is over."""
         observation = data.get("observation", data)
         if isinstance(observation, Mapping):
             shown = {
