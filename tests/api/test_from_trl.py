@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +11,12 @@ from typing import Any
 import pytest
 from peft import LoraConfig
 from transformers import TrainingArguments
+from trl_objects import FIELDS, config
 
 import groupwise as gw
 from groupwise.config.import_trl import import_trl
 from groupwise.errors import ConfigError
 
-FIELDS = json.loads((Path(__file__).parents[1] / "fixtures" / "trl_fields.json").read_text())["fields"]
 ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(32)]
 
 
@@ -25,16 +24,6 @@ ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in rang
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-
-
-def config(kind: str, **arguments: Any) -> Any:
-    """A configuration with the fields and defaults of TRL's, which is not installed here."""
-    columns = []
-    for name, source in {**FIELDS["_BaseConfig"], **FIELDS[kind]}.items():
-        default = ast.literal_eval(str(source).removeprefix("lambda: "))
-        columns.append((name, Any, dataclasses.field(default_factory=lambda default=default: default)))
-    made = dataclasses.make_dataclass(kind, columns, bases=(TrainingArguments,))
-    return made(output_dir="out/mine", use_cpu=True, report_to="none", **arguments)
 
 
 def length(completions: list[str], **_: Any) -> list[float]:

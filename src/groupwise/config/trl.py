@@ -32,7 +32,6 @@ from groupwise.config.trl_arguments import (
     mapping_of,
     number_of,
     short,
-    whole_of,
 )
 from groupwise.utils.spelling import closest, counted
 
@@ -504,9 +503,8 @@ def _batch(trl: Configuration) -> None:
     )
     if batch.passes != batch.pieces:
         names = ("steps_per_generation", "generation_batch_size")
-        trl.write(
-            "group.minibatches", batch.minibatches, *names, says=f"{batch.passes} / {batch.pieces}"
-        )
+        says = f"{batch.passes} / {batch.pieces}, each of whole groups; TRL shuffles completions"
+        trl.write("group.minibatches", batch.minibatches, *names, says=says)
     if (updates := trl.whole("num_iterations")) > 1:
         trl.write("group.updates_per_rollout", updates, "num_iterations")
 
@@ -544,14 +542,15 @@ def _warm_up(trl: Configuration) -> None:
     name = "warmup_ratio" if trl.arguments.get("warmup_ratio") else "warmup_steps"
     warmup = trl.number(name, 0, null=0)
     updates = trl.most_updates or (None if trl.steps is None else trl.steps * trl.updates)
+    rises = "the first rate is a step of the rise, TRL's is 0"
     if warmup >= 1:
-        trl.write("optimizer.warmup_steps", int(warmup), name)
+        trl.write("optimizer.warmup_steps", int(warmup), name, says=rises)
     elif warmup and updates is not None:
         trl.write(
             "optimizer.warmup_steps",
             math.ceil(warmup * updates),
             name,
-            says=f"{warmup:g} of all optimizer steps",
+            says=f"{warmup:g} of all optimizer steps; {rises}",
         )
     elif warmup:
         trl.note(
@@ -615,10 +614,14 @@ def _preset(trl: Configuration) -> str:
     """The objective that TRL's loss is."""
     if trl.kind != "GRPOConfig":
         return KINDS[trl.kind]
-    if trl.get("multi_objective_aggregation") == "normalize_then_sum":
-        return "gdpo"
     loss = str(trl.get("loss_type"))
     return loss if loss in PRESETS else "bnpo"
+
+
+def _decoupled(trl: Configuration) -> bool:
+    """True if TRL standardizes every reward by itself, which is the credit of GDPO."""
+    aggregation = trl.get("multi_objective_aggregation")
+    return trl.kind == "GRPOConfig" and aggregation == "normalize_then_sum"
 
 
 def _objective(trl: Configuration) -> None:
@@ -642,38 +645,43 @@ def _objective(trl: Configuration) -> None:
             "" if plain else f"; {short(loss)} is not there"
         )
         trl.note("loss_type", "unneeded" if plain else "missing", says)
-    elif preset == "gdpo":
-        trl.write("objective", preset, "multi_objective_aggregation")
     elif trl.kind == "GRPOConfig":
-        there = ("dapo", *PRESETS)
-        says = (
-            ""
-            if loss in there
-            else f"TRL 1.16 knows {', '.join(there)}{closest(str(loss), PRESETS)}"
-        )
-        fate = "missing" if says else None
-        trl.write(
-            "objective",
-            preset,
-            "loss_type",
-            says="TRL's dapo is a mean over tokens" if loss == "dapo" else says,
-            fate=fate,
-        )
+        _group_objective(trl, str(loss), preset)
+
+
+def _group_objective(trl: Configuration, loss: str, preset: str) -> None:
+    """Write the objective of GRPOConfig, and what of TRL's loss is otherwise there."""
+    known = ("dapo", *PRESETS)
+    if loss not in known:
+        says = f"TRL 1.16 knows {', '.join(known)}{closest(loss, PRESETS)}"
+        trl.write("objective", preset, "loss_type", says=says, fate="missing")
+        return
+    says = []
+    if loss == "dapo":
+        says.append("TRL's dapo is a mean over tokens")
+    if loss == "bnpo" and trl.microbatches > 1:
+        says.append("the mean over the step's tokens; TRL takes one in each micro-batch")
+    if loss in ("dapo", "cispo", "vespo") and trl.batch.minibatches > 1:
+        says.append("the mean over the minibatch's tokens; TRL divides by the rollout's mean")
+    if loss == "cispo" and trl.get("epsilon_high") is None:
+        cap = trl.number("epsilon")
+        says.append(f"the cap of a ratio is 5; TRL's is epsilon, which weighs every token {cap:g}")
+    trl.write("objective", preset, "loss_type", says="; ".join(says))
 
 
 def _credit(trl: Configuration) -> None:
     """Where the preset's differs."""
+    if _decoupled(trl):
+        trl.write("group.credit", "decoupled", "multi_objective_aggregation")
+        trl.note("scale_rewards", "unneeded", "normalize_then_sum scales by itself")
+        return
     if trl.kind == "RLOOConfig" and trl.get("normalize_advantages"):
         trl.write(
             "group.credit", {"name": "leave_one_out", "scale": "batch"}, "normalize_advantages"
         )
     scale, preset = str(trl.get("scale_rewards")), _preset(trl)
     scale = {"True": "group", "False": "none"}.get(scale, scale)
-    if (
-        trl.kind == "GRPOConfig"
-        and preset != "gdpo"
-        and scale != ("none" if preset == "dr_grpo" else "group")
-    ):
+    if trl.kind == "GRPOConfig" and scale != ("none" if preset == "dr_grpo" else "group"):
         says = "TRL's loss_type dr_grpo leaves it to scale_rewards" if preset == "dr_grpo" else ""
         trl.write(
             "group.credit", {"name": "standardized", "scale": scale}, "scale_rewards", says=says
@@ -681,9 +689,19 @@ def _credit(trl: Configuration) -> None:
 
 
 def _ratio(trl: Configuration) -> None:
-    name = "importance_sampling_level"
-    if _preset(trl) in ("grpo", "bnpo", "dr_grpo", "cispo", "sapo") and trl.get(name) == "sequence":
-        trl.write("group.ratio", "sequence_mean", name)
+    name, preset = "importance_sampling_level", _preset(trl)
+    if trl.kind != "GRPOConfig":
+        return
+    if preset == "vespo":
+        trl.note(name, "unneeded", "the weight of vespo is the completion's at both levels")
+    elif preset == "luspo":
+        if trl.get(name) == "token":
+            trl.write("group.ratio", "token", name)
+    elif trl.get(name) == "sequence":
+        says = ""
+        if trl.get("beta") and trl.get("use_bias_correction_kl"):
+            says = "the KL is weighed by the token's ratio, TRL's by the completion's"
+        trl.write("group.ratio", "sequence_mean", name, says=says)
 
 
 def _kl(trl: Configuration) -> None:
@@ -727,13 +745,35 @@ def _entropy(trl: Configuration) -> None:
     }
     if trl.kind == "GRPOConfig" and trl.arguments.get("use_adaptive_entropy"):
         for name, key in keys.items():
-            trl.write(f"group.{key}", trl.number(name), name, "use_adaptive_entropy")
+            trl.write(f"group.{key}", trl.number(name), name)
+        trl.note(
+            "use_adaptive_entropy",
+            "changed",
+            "the coefficient moves before a step, by the entropy of its completions; TRL's moves"
+            " behind it, and its first step has none",
+        )
         trl.note("entropy_coef", "changed", "an adaptive coefficient begins at 0")
         return
     for name in (*keys, "entropy_coef_min"):
         trl.note(name, "unneeded", "of use_adaptive_entropy, which is off")
     if trl.arguments.get("entropy_coef"):
-        trl.write("group.entropy_bonus", trl.number("entropy_coef"), "entropy_coef")
+        bonus, says = trl.number("entropy_coef"), ""
+        if trl.microbatches > 1:
+            says = "of the mean over the step's tokens; TRL takes one in each micro-batch"
+        fate: Fate | None = "changed" if says else None
+        trl.write("group.entropy_bonus", bonus, "entropy_coef", says=says, fate=fate)
+
+
+def _quantile(trl: Configuration) -> None:
+    """The share of tokens that a mask of high entropies leaves out."""
+    if trl.kind != "GRPOConfig":
+        return
+    upper = trl.made("top_entropy_quantile", float, trl.get("top_entropy_quantile"))
+    if upper < 1.0:
+        says = "of the step's tokens; TRL's of each micro-batch's" if trl.microbatches > 1 else ""
+        trl.write(
+            "group.entropy_quantile", round(1.0 - upper, 12), "top_entropy_quantile", says=says
+        )
 
 
 def _surrogate(trl: Configuration) -> None:
@@ -742,12 +782,12 @@ def _surrogate(trl: Configuration) -> None:
     if not trl.online:
         return
     if preset == "cispo":
-        if trl.get("epsilon_high") is not None:
-            trl.write(
-                "group.surrogate",
-                {"name": "cispo", "cap": trl.number("epsilon_high")},
-                "epsilon_high",
-            )
+        cap = trl.get("epsilon_high")
+        if cap is not None and trl.number("epsilon_high") > 1.0:
+            trl.write("group.surrogate", {"name": "cispo", "cap": float(cap)}, "epsilon_high")
+        elif cap is not None:
+            says = f"a cap is above 1 and stays at 5; TRL's {cap} weighs every token with it"
+            trl.note("epsilon_high", "missing", says)
     elif preset in SURROGATES:
         keywords = {
             ours: trl.number(theirs)
@@ -766,6 +806,16 @@ def _surrogate(trl: Configuration) -> None:
 
 
 # ---------------------------------------------------------------- sampling
+
+
+def _sampling(trl: Configuration) -> None:
+    """What cuts the distribution that is sampled from."""
+    says = "the gradient is the cut distribution's, TRL's the whole softmax's"
+    if trl.arguments.get("top_k") is not None:
+        trl.write("rollout.top_k", max(trl.number("top_k", kind=int), 0), "top_k", says=says)
+    for name in ("top_p", "min_p"):
+        if trl.arguments.get(name) is not None:
+            trl.write(f"rollout.{name}", trl.number(name), name, says=says)
 
 
 def _generation(trl: Configuration) -> None:
@@ -971,6 +1021,11 @@ STEPS = (
     " group.minibatches optimizer steps"
 )
 
+CUT = (
+    "gradients are those of the distribution that is sampled from; TRL samples from the cut one and"
+    " takes the gradient of the whole softmax"
+)
+
 SAME: Sequence[tuple[Any, ...]] = [
     ("seed", "seed", Value(int, always=True)),
     ("chat_template chat_template_path", "model.chat_template", Value(str, _is_text)),
@@ -988,11 +1043,8 @@ SAME: Sequence[tuple[Any, ...]] = [
     ("shuffle_dataset", "data.shuffle", _shuffle),
     ("dataset_train_split", "data.split", _data),
     ("max_completion_length", "rollout.max_new_tokens", Value(int, always=True)),
-    ("min_p", "rollout.min_p", float),
     ("stop", "rollout.stop", Value(_texts)),
     ("temperature", "rollout.temperature", float),
-    ("top_k", "rollout.top_k", Value(lambda k: max(whole_of(k), 0))),
-    ("top_p", "rollout.top_p", float),
     ("beta", "group.beta", _kl, "of DPOConfig: pairs.beta"),
     ("entropy_coef", "group.entropy_bonus", _entropy),
     ("entropy_target", "group.entropy_target", _entropy, "with use_adaptive_entropy"),
@@ -1015,7 +1067,7 @@ know.
 CHANGED: Sequence[tuple[Any, ...]] = [
     ("loss_type", "objective",
      "the preset of that name, but bnpo for dapo; of DPOConfig: pairs.loss", _objective),
-    ("multi_objective_aggregation", "objective", "gdpo for normalize_then_sum", _objective),
+    ("multi_objective_aggregation", "group.credit", "decoupled for normalize_then_sum", _credit),
     ("output_dir run_name", "name", "the run folder is runs/NAME", _folder_name),
     ("max_steps", "steps", STEPS, _length),
     ("num_train_epochs", "epochs", "of online objectives steps: epochs x rows / group.prompts_per_step", _length),
@@ -1070,8 +1122,7 @@ CHANGED: Sequence[tuple[Any, ...]] = [
     ("normalize_advantages", "group.credit", "{name: leave_one_out, scale: batch}", _credit),
     ("scale_rewards", "group.credit", "{name: standardized, scale: group, batch or none}", _credit),
     ("entropy_coef_max", "group.entropy_bonus", "with use_adaptive_entropy: the most that the coefficient becomes", _entropy),
-    ("top_entropy_quantile", "group.entropy_quantile", "1 - top_entropy_quantile",
-     Value(lambda upper: round(1.0 - number_of(upper), 12), lambda upper: number_of(upper) < 1.0)),
+    ("top_entropy_quantile", "group.entropy_quantile", "1 - top_entropy_quantile, of the step's tokens", _quantile),
     ("entropy_coef_delta", "group.entropy_step", "with use_adaptive_entropy", _entropy),
     ("use_adaptive_entropy", "group.entropy_target", "the target, with group.entropy_step and group.entropy_bonus", _entropy),
     ("use_bias_correction_kl", "group.kl", "k3_ratio where it is true (TRL's default), k3 where it is false", _kl),
@@ -1096,7 +1147,8 @@ CHANGED: Sequence[tuple[Any, ...]] = [
     ("lr_scheduler_kwargs", "optimizer.min_lr_ratio", "min_lr_rate of cosine_with_min_lr", _schedule),
     ("lr_scheduler_type", "optimizer.schedule", "constant, linear or cosine; TRL's default is linear, ours constant", _schedule),
     ("warmup_ratio", "optimizer.warmup_steps", "optimizer steps: the ratio of all of them", _warm_up),
-    ("warmup_steps", "optimizer.warmup_steps", "optimizer steps, as TRL's; a share below 1 is multiplied out", _warm_up),
+    ("warmup_steps", "optimizer.warmup_steps",
+     "optimizer steps (a share below 1 is multiplied out); the first rate is a step of the rise, TRL's is 0", _warm_up),
     ("eval_steps", "eval.every", STEPS, _evaluation),
     ("eval_strategy evaluation_strategy", "eval.every",
      "eval_steps for steps; else before the first step and after the last", _evaluation),
@@ -1104,6 +1156,9 @@ CHANGED: Sequence[tuple[Any, ...]] = [
     ("save_strategy", "save.every", "save_steps for steps; else 0: after the last step", _saving),
     ("report_to", "save.report_to", "tensorboard, wandb, mlflow, trackio; metrics.jsonl is always written",
      Value(_boards, _boards)),
+    ("min_p", "rollout.min_p", CUT, _sampling),
+    ("top_k", "rollout.top_k", CUT, _sampling),
+    ("top_p", "rollout.top_p", CUT, _sampling),
     ("log_completions", "save.rollouts_every", "completions are written every this many steps; `groupwise view` shows them"),
 ]  # fmt: skip
 """Names, our key, what to write or what differs, and the converter if a value can be carried over.

@@ -46,7 +46,7 @@ OWN_DEFAULTS: dict[str, dict[str, Any]] = {
         "learning_rate": 1e-6, "num_generations": 8, "max_completion_length": 512, "num_iterations": 1, "loss_type": "dapo",
         "beta": 0.0, "scale_rewards": "group", "repetition_penalty": 1.0,
         "entropy_target": 0.2, "entropy_coef_max": 1.0, "entropy_coef_delta": 0.005,
-        "epsilon": 0.2, "importance_sampling_level": "token", "use_bias_correction_kl": True,
+        "epsilon": 0.2, "importance_sampling_level": "token", "use_bias_correction_kl": True, "top_entropy_quantile": 1.0,
         "vllm_mode": "colocate", "vllm_server_host": "0.0.0.0", "vllm_server_port": 8000,
         "multi_objective_aggregation": "sum_then_normalize", "ref_model_sync_steps": 512, "ref_model_mixup_alpha": 0.6,
         "vllm_importance_sampling_correction": True,
@@ -321,6 +321,11 @@ class Configuration:
             else self.whole("steps_per_generation", null=0) or pieces
         )
         return BatchCount(rows, pieces, passes, completions or rows * passes, size)
+
+    @property
+    def microbatches(self) -> int:
+        """Pieces of an optimizer step, of which TRL takes some means by themselves."""
+        return self.batch.pieces * self.devices
 
     @property
     def updates(self) -> int:
