@@ -147,18 +147,6 @@ class Turn:
     """The environment's reward for the turn."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Trace:
-    """The turns of one agent of an episode whose agents have separate rewards."""
-
-    agent: str
-    """Name of the agent: traces of one agent are compared with each other."""
-    turns: tuple[int, ...]
-    """Their indices in the episode, at least one."""
-    reward: float | None
-    """None: unscorable."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Branch:
     """From token `begin` on, the tokens of an episode have another context than the prompt and the
@@ -215,8 +203,6 @@ class Episode:
     """
     reward: float | None = None
     """The environment's reward for the whole episode."""
-    traces: tuple[Trace, ...] = ()
-    """For several agents with separate rewards, or if not all of them are trained."""
     environment: str = ""
     """Name of the environment, if there are several."""
     opening: str = ""

@@ -11,7 +11,6 @@ completions of the optimizer step"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -37,7 +36,6 @@ from groupwise.algorithms.parts import (
     fact,
     naming,
 )  # fmt: skip
-from groupwise.algorithms.traces import by_trace, of_agents
 from groupwise.records import RolloutGroup
 
 if TYPE_CHECKING:
@@ -213,7 +211,7 @@ class Algorithm:
         if not self.needs_reward:
             return True
         if self.needs_value or (self.beta > 0.0 and self.kl_place == "reward"):
-            return not all(one.equal_rewards for one, _ in of_agents(group))
+            return not group.equal_rewards
         trained = self._trained([group])[0].rollouts
         return any(
             a[one.trained].any()
@@ -228,16 +226,12 @@ class Algorithm:
         Raises ConfigError for what a credit of your own gives.
         """
 
-        def judge(trained: list[RolloutGroup]) -> credits.Advantages:
-            return checked_advantages(self.credit, called("credit", self.credit, trained), trained)
-
-        return by_trace(judge, self._trained(groups), 0.0)
+        trained = self._trained(groups)
+        return checked_advantages(self.credit, called("credit", self.credit, trained), trained)
 
     def returns(self, groups: Sequence[RolloutGroup]) -> credits.Advantages:
         """What a value function should have said of every token (`advantages.returns`)."""
-        return by_trace(
-            lambda trained: credits.returns(trained, self.credit), self._trained(groups), math.nan
-        )
+        return credits.returns(self._trained(groups), self.credit)
 
     def _trained(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
         return [masked(group) if self.truncated == "mask" else group for group in groups]

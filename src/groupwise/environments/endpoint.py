@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from groupwise.environments.chat_codec import ChatCodec, ChatResponse
@@ -45,9 +45,6 @@ from groupwise.errors import ConfigError, EnvironmentFailure
 from groupwise.utils.http import Handler, Server, is_loopback
 from groupwise.utils.terminal import half_character, logger
 
-if TYPE_CHECKING:
-    from groupwise.environments.harness_episodes import HarnessEpisode
-
 log = logger(__name__)
 
 LARGEST = 32 << 20
@@ -58,12 +55,30 @@ LONGEST = 2048
 """Characters of an address."""
 
 
+class RequestedEpisode(Protocol):
+    """An episode that clients ask for turns; its methods raise Refused."""
+
+    codec: ChatCodec
+
+    def render(self, request: ChatRequest) -> TurnRequest:
+        """Return the turn that a chat request asks for."""
+        ...
+
+    def draw(self, request: TurnRequest) -> Future[SampledTokens]:
+        """Queue a turn for the engine."""
+        ...
+
+    def respond(self, request: ChatRequest, thinking: bool, sampled: SampledTokens) -> ChatResponse:
+        """Return the turn as a message, and record it.   thinking: it began in a think block."""
+        ...
+
+
 class Endpoint(Server):
     """The server.  Use it as a context manager, or call `start` and `close`."""
 
     def __init__(
         self,
-        find: Callable[[str], HarnessEpisode | None],
+        find: Callable[[str], RequestedEpisode | None],
         *,
         name: str,
         context: int,
@@ -248,13 +263,13 @@ class _EndpointHandler(Handler):
         context, sampling = read_token_request(
             self._body, vocabulary=self.server.vocabulary, eos_ids=session.codec.eos_ids
         )
-        sampled = self._wait(session.draw(TurnRequest(context, sampling, self._agent)))
+        sampled = self._wait(session.draw(TurnRequest(context, sampling)))
         return token_answer(f"generate-{secrets.token_hex(8)}", sampled)
 
     def _chat(self, episode: str | None) -> Any:
         session = self._episode(episode)
         request = read_chat_request(self._body)
-        turn = session.render(request, self._agent)
+        turn = session.render(request)
         sampled = self._wait(session.draw(turn))
         response = session.respond(request, turn.thinking, sampled)
         answer = chat_answer(request, int(turn.context.size), sampled, response, session.codec)
@@ -279,12 +294,7 @@ class _EndpointHandler(Handler):
         self.server.episodes.report(episode, ending)
         return {}
 
-    @property
-    def _agent(self) -> str:
-        """Which of an episode's agents sends the request."""
-        return str(self.headers.get("X-Session-ID", ""))
-
-    def _episode(self, episode: str | None) -> HarnessEpisode:
+    def _episode(self, episode: str | None) -> RequestedEpisode:
         """The episode that a request belongs to, by its address, its key or its model.  Raises
         Refused.
         """

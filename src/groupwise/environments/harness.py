@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractAsyncContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Protocol
@@ -62,16 +62,12 @@ class Ending:
 
     reward: float | None = None
     """None where it can give none."""
-    traces: Mapping[str, tuple[str, float | None]] = field(default_factory=dict)
-    """Where the agents of an episode are rewarded apart: the agent and the reward of each session
-    (the header X-Session-ID of its requests)."""
 
     def __post_init__(self) -> None:
-        for reward in (self.reward, *(reward for _, reward in self.traces.values())):
-            if reward is not None and not math.isfinite(reward):
-                raise EnvironmentFailure(
-                    f"its reward is {reward}: return a finite number, or None where there is none"
-                )
+        if self.reward is not None and not math.isfinite(self.reward):
+            raise EnvironmentFailure(
+                f"its reward is {self.reward}: return a finite number, or None where there is none"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ from groupwise.environments.requests import (
 )
 from groupwise.environments.tool_calls import opens_thinking
 from groupwise.errors import DataError, EnvironmentFailure
-from groupwise.records import Episode, Finish, Sampling, Trace
+from groupwise.records import Episode, Finish, Sampling
 from groupwise.utils import threads
 from groupwise.utils.secrets import scrubbed
 from groupwise.utils.spelling import counted
@@ -180,8 +180,6 @@ class _DrawnTurn:
 
     at: float
     """When, by `time.monotonic`."""
-    agent: str
-    """Which of the episode's agents requested it."""
     call_ids: Sequence[str] = ()
     """Of its calls, as the client got them."""
     keys: tuple[str, ...] = ()
@@ -245,7 +243,7 @@ class HarnessEpisode:
             request.sampled.set_result(
                 SampledTokens(tokens, logp, turn.finish, version, len(self._drawn))
             )
-            self._drawn.append(_DrawnTurn(time.monotonic(), request.agent))
+            self._drawn.append(_DrawnTurn(time.monotonic()))
             self._drawing, self._next = None, (following := Future())
             self._advance()
         return following
@@ -267,7 +265,6 @@ class HarnessEpisode:
                 reward=self._ending.reward,
                 environment=self.world.settings.verifiers or "",
                 prompt_text=self._prompt_text(),
-                traces=self._traces(),
             )
 
     def _prompt_text(self) -> str:
@@ -276,21 +273,6 @@ class HarnessEpisode:
         if not branches or branches[0].begin > 0:
             return ""
         return self.codec.decode(branches[0].context)
-
-    def _traces(self) -> tuple[Trace, ...]:
-        """The traces whose turns were drawn here."""
-        turns: dict[str, list[int]] = {}
-        for place, drawn in enumerate(self._drawn):
-            turns.setdefault(drawn.agent, []).append(place)
-        named = (
-            (turns.get(session), agent, reward)
-            for session, (agent, reward) in self._ending.traces.items()
-        )
-        return tuple(
-            Trace(agent=agent, turns=tuple(places), reward=reward)
-            for places, agent, reward in named
-            if places
-        )
 
     # ---- for the harness
     # -----------------------------------------------------------------------------------------------------
@@ -374,7 +356,7 @@ class HarnessEpisode:
     # ---- for the endpoint
     # ----------------------------------------------------------------------------------------------------
 
-    def render(self, request: ChatRequest, agent: str) -> TurnRequest:
+    def render(self, request: ChatRequest) -> TurnRequest:
         """The turn that a chat request asks for.
 
         Raises Refused for sampling that differs from the run's, for a conversation that no context
@@ -398,9 +380,9 @@ class HarnessEpisode:
                 if self.world.settings.past == "split":
                     whole, text = self.codec.render(request)
                     ids = ids if text == self.codec.decode(ids) else whole
-                return TurnRequest(ids, request, agent, opens_thinking(text), new, after)
+                return TurnRequest(ids, request, opens_thinking(text), new, after)
         tokens, text = self.codec.render(request)
-        return TurnRequest(tokens, request, agent, opens_thinking(text), request.messages)
+        return TurnRequest(tokens, request, opens_thinking(text), request.messages)
 
     def _check_size(self, request: ChatRequest) -> None:
         """Raise Refused for more text than a context has room for.

@@ -388,8 +388,6 @@ class TurnRequest:
     context: np.ndarray
     """int64 (c,): what it is drawn behind."""
     sampling: SamplingRequest
-    agent: str = ""
-    """Which of the episode's agents requests it, where several share it."""
     thinking: bool = False
     """True if its context ends inside a think block."""
     new_messages: tuple[Mapping[str, Any], ...] | None = None

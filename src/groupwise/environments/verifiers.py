@@ -41,9 +41,10 @@ class VerifiersHarness(LoopHarness):
         """
         vf = _library()
         settings = dict(settings or {})
+        data = settings | {"taskset": {**settings.get("taskset", {}), "id": name}}
         try:
-            data = settings | {"taskset": {**settings.get("taskset", {}), "id": name}}
-            for role in _roles(name, str(settings.get("id", ""))):
+            roles = _roles(name, str(settings.get("id", "")))
+            for role in roles:
                 ours = {"harness": {"id": CHAT}, "runtime": {"type": "subprocess"}}
                 data[role] = ours | dict(settings.get(role, {}))
             self.environment = vf.load_environment(vf.resolve_env_config(data))
@@ -51,6 +52,11 @@ class VerifiersHarness(LoopHarness):
             raise ConfigError(
                 f"environment.verifiers {name!r}: {type(error).__name__}: {str(error)[:500]}"
             ) from error
+        if len(roles) > 1:
+            raise ConfigError(
+                f"environment.verifiers {name!r} has several agents ({', '.join(roles)}), whose"
+                " rewards would be one reward: only an environment of one agent can be trained in"
+            )
         super().__init__("verifiers", self.environment.serving, seconds=START)
         self.name = name
         self._tasks: list[Any] = []
@@ -98,25 +104,25 @@ class VerifiersHarness(LoopHarness):
 
 
 def worth(episode: Any) -> Ending:
-    """The reward of an episode of verifiers, the mean of its trainable traces', and of several
-    traces the agent and the reward of each that is trained (verifiers names a trace in the header
-    X-Session-ID).   Raises EnvironmentFailure for one that failed."""
+    """Return the reward of an episode of verifiers: the mean over its traces that are trained.
+
+    Raises EnvironmentFailure for an episode that failed.
+    """
     if not episode.ok:
-        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-        raise EnvironmentFailure(
-            f"{errors[-1].type}: {errors[-1].message}" if errors else "verifiers gives no reason"
-        )
-    traces = [trace for trace in episode.traces if trace.agent.trainable]
-    apart = (
-        {trace.id: (trace.agent.name, float(trace.reward)) for trace in traces}
-        if len(episode.traces) > 1
-        else {}
-    )
-    return Ending(sum(trace.reward for trace in traces) / len(traces) if traces else None, apart)
+        errors = list(episode.errors)
+        for trace in episode.traces:
+            errors += trace.errors
+        if not errors:
+            raise EnvironmentFailure("verifiers gives no reason")
+        raise EnvironmentFailure(f"{errors[-1].type}: {errors[-1].message}")
+    rewards = [float(trace.reward) for trace in episode.traces if trace.agent.trainable]
+    if not rewards:
+        return Ending()
+    return Ending(sum(rewards) / len(rewards))
 
 
 def _roles(name: str, environment: str) -> list[str]:
-    """The agents of a taskset's environment."""
+    """Return the names of the agents of a taskset's environment."""
     from verifiers.v1.configs.agent import AgentConfig  # pyright: ignore[reportMissingImports]
     from verifiers.v1.utils.loaders import env_config_type  # pyright: ignore[reportMissingImports]
 

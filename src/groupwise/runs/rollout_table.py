@@ -27,7 +27,6 @@ from groupwise.records import (
     RolloutGroup,
     Sampling,
     Step,
-    Trace,
     Turn,
 )
 
@@ -518,11 +517,10 @@ def _episode_text(episode: Episode) -> str:
     }
     fields |= {"reward": episode.reward, "environment": episode.environment}
     fields |= {"opening": episode.opening, "prompt_text": episode.prompt_text}
-    fields |= {"traces": [asdict(trace) for trace in episode.traces]} if episode.traces else {}
     return _encodable(_json(fields))
 
 
-_TURNS, _TRACES = TypeAdapter(tuple[Turn, ...]), TypeAdapter(tuple[Trace, ...])
+_TURNS = TypeAdapter(tuple[Turn, ...])
 
 
 def _episode(text: str | None) -> Episode | None:
@@ -541,7 +539,6 @@ def _episode(text: str | None) -> Episode | None:
         environment=fields["environment"],
         opening=fields.get("opening", ""),  # older tables have neither
         prompt_text=fields.get("prompt_text", ""),
-        traces=_TRACES.validate_python(fields.get("traces", ())),
     )
 
 

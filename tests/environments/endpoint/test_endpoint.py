@@ -30,9 +30,9 @@ class Echo:
     def __init__(self, codec: ChatCodec) -> None:
         self.codec = codec
 
-    def render(self, request, agent):
+    def render(self, request):
         ids, _ = self.codec.render(request)
-        return TurnRequest(ids, request, agent)
+        return TurnRequest(ids, request)
 
     def respond(self, request, thinking, sampled):
         return self.codec.read(sampled, request, thinking, ())

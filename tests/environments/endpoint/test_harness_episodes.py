@@ -20,11 +20,10 @@ import pytest
 from groupwise.data.rendering import Chat, render_chats
 from groupwise.environments import harness_episodes
 from groupwise.environments.conversation import Stream
-from groupwise.environments.harness import Ending, FunctionHarness, HarnessRun, OutsideHarness, ProgramHarness
+from groupwise.environments.harness import FunctionHarness, OutsideHarness, ProgramHarness
 from groupwise.errors import ConfigError, EnvironmentFailure
-from groupwise.records import Finish, Prompt, Sampling, Trace
+from groupwise.records import Finish, Prompt, Sampling
 from groupwise.runs.environments import recipe_of_environment, world_lines
-from groupwise.utils import threads
 from groupwise.utils.processes import Pool
 
 from .conftest import ADD, WAIT, play
@@ -478,33 +477,6 @@ def test_a_program_is_a_harness(worlds, says, a_prompt, tmp_path):
     )
     file.write_text("print('no reward')")
     assert play(worlds(ProgramHarness([sys.executable, str(file)])), a_prompt, says()).finish is Finish.ERROR
-
-
-def test_agents_that_are_rewarded_apart_have_traces_of_their_own(worlds, says, a_prompt):
-    """Told apart by the header X-Session-ID, as verifiers sends it; a reward whose agent asked for nothing is left out."""
-
-    class TwoPlayers:
-        def start(self, request):
-            def run():
-                for player in ("id1", "id2", "id1", ""):
-                    body = {"messages": [{"role": "user", "content": f"You are {player}."}]}
-                    asked = httpx.post(
-                        f"{request.base_url}/chat/completions", json=body, headers={"X-Session-ID": player}, timeout=WAIT
-                    )
-                    assert asked.status_code == 200
-                return Ending(0.0, {"id1": ("first", 1.0), "id2": ("second", -1.0), "id3": ("third", 0.5)})
-
-            return HarnessRun(threads.begin(run, "players"))
-
-        def close(self):
-            pass
-
-    episode = play(worlds(TwoPlayers()), a_prompt, says("a", "b", "c", "d")).episode
-    assert (len(episode.turns), episode.reward) == (4, 0.0)
-    assert episode.traces == (
-        Trace(agent="first", turns=(0, 2), reward=1.0),
-        Trace(agent="second", turns=(1,), reward=-1.0),
-    )
 
 
 STARTS = """

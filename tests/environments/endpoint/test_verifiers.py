@@ -14,7 +14,7 @@ import pytest
 import groupwise as gw
 from groupwise.environments.verifiers import VerifiersHarness
 from groupwise.errors import ConfigError
-from groupwise.records import Finish, Trace
+from groupwise.records import Finish
 
 from .conftest import WAIT, play
 
@@ -108,7 +108,7 @@ class HandEnv(vf.Env[HandEnvConfig]):
 
 __all__ = ["HandTaskset", "HandEnv"]
 """
-"""Two trainable seats, and a game of sum zero: whoever writes more wins."""
+"""Two agents, and a game of sum zero: whoever writes more wins."""
 
 
 @pytest.fixture
@@ -119,24 +119,16 @@ def poker(monkeypatch, tmp_path):
     sys.modules.pop("own_poker", None)
 
 
-def test_each_seat_has_its_own_reward(worlds, says, poker, a_prompt):
-    harness = VerifiersHarness(poker, {"id": poker})
-    row = harness.rows()[0]
-    found = play(worlds(harness), replace(a_prompt, row=row), says("abc", "a"))
-    assert found.episode.reward == 0.0
-    assert found.episode.traces == (
-        Trace(agent="first", turns=(0,), reward=1.0),
-        Trace(agent="second", turns=(1,), reward=-1.0),
-    )
+def test_several_agents_of_an_episode_are_refused(poker):
+    with pytest.raises(ConfigError, match=r"several agents \(first, second\)"):
+        VerifiersHarness(poker, {"id": poker})
 
 
-def test_best_of_n_has_a_trace_for_each_attempt(worlds, says, sums, a_prompt):
+def test_the_reward_of_several_attempts_is_their_mean(worlds, says, sums, a_prompt):
     harness = VerifiersHarness(sums, {"id": "best-of-n", "n": 3})
     row = harness.rows()[0]
     found = play(worlds(harness), replace(a_prompt, row=row), says("a", "ab", "abc"))
-    assert sorted((trace.agent, trace.turns, trace.reward) for trace in found.episode.traces) == [
-        ("agent", (0,), 0.0), ("agent", (1,), 2.0), ("agent", (2,), 0.0),
-    ]  # fmt: skip
+    assert (len(found.episode.turns), found.episode.reward) == (3, pytest.approx(2 / 3))
 
 
 def test_names_and_arguments_are_checked(sums):
