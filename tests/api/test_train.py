@@ -37,7 +37,8 @@ from groupwise.api.loaded_policy import LoadedPolicy
 from groupwise.cli.commands import main
 from groupwise.config import settings
 from groupwise.config.live_objects import Live
-from groupwise.config.recipes import demand_values, load_recipe
+from groupwise.config.recipes import load_recipe
+from groupwise.config.texts import demand_values
 from groupwise.data.sources import SourceRows
 from groupwise.data.templates import Template
 from groupwise.data.tokenizers import byte_tokenizer

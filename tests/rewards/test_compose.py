@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from encoders import encode_prompts
 
+from groupwise.algorithms.advantages import BatchCentered, Centered, Decoupled, LeaveOneOut, Maxrl, Standardized, Whitened
 from groupwise.config.settings import RewardSettings
 from groupwise.data.sources import SourceRows
 from groupwise.data.templates import Template
 from groupwise.data.tokenizers import arithmetic_tokenizer
 from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards.compose import LiveReward, Rewards, build_rewards
-from groupwise.rewards.functions import handled
 
 FILES = itertools.count()
 """Names of modules: each is imported once in this process."""
@@ -340,6 +340,36 @@ def test_p23_none_semantics(functions, group):
     assert scored.weights == (2.0, -0.5)
 
 
+@pytest.mark.parametrize("logged", [1.0, 0.0, -3.0])
+@pytest.mark.parametrize("kept", [[1.0, None, 1.0, None], [1.0, 0.0, None, None], [None] * 4])
+def test_a_reward_of_weight_0_turns_no_none_into_a_verdict(group, kept, logged):
+    """Advantages are those of a run that does not log it, whatever the credit."""
+
+    def judged(completions):
+        return kept
+
+    def measured(completions):
+        return [logged] * len(completions)
+
+    both = [LiveReward(function=judged, runs="here"), LiveReward(function=measured, weight=0.0, runs="here")]
+    (alone,) = build_rewards(both[:1], columns=[]).score([group(*"abcd")])
+    (beside,) = build_rewards(both, columns=[]).score([group(*"abcd")])
+    np.testing.assert_array_equal(beside.reward, alone.reward)
+    np.testing.assert_array_equal(np.isnan(beside.reward), [value is None for value in kept])
+    for credit in (Standardized(), Centered(), LeaveOneOut(), Maxrl(), BatchCentered(), Decoupled(), Whitened(baseline=True)):
+        for expected, advantages in zip(credit([alone])[0], credit([beside])[0], strict=True):
+            np.testing.assert_array_equal(advantages, expected)
+
+
+def test_rewards_that_are_only_logged_judge_nothing(group):
+    def measured(completions):
+        return [1.0] * len(completions)
+
+    (scored,) = build_rewards([LiveReward(function=measured, weight=0.0, runs="here")], columns=[]).score([group("a", "b")])
+    assert scored.rewards.tolist() == [[1.0], [1.0]]
+    assert np.isnan(scored.reward).all()
+
+
 def test_groups_keep_their_rollouts_and_order(one, group):
     rewards = one("def f(completions): return [float(c) for c in completions]")
     groups = [group("3", "1", id="0/0"), group("2", id="0/1"), group("9", "8", "7", id="0/2")]
@@ -362,51 +392,48 @@ def test_r02_an_exception_names_function_completions_and_message(one, group):
     assert "in f\n" in str(caught.value.__cause__), "the traceback of the worker"
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "def f(completion): return float(completion)",
-        "def f(completions): return [float(text) for text in completions]",
-        "async def f(completions): return [float(text) for text in completions]",
-        """
-        def number(text):
-            return float(text)
-        def f(prompts, completions):
-            rewards = []
-            for prompt, text in zip(prompts, completions):
-                rewards.append(number(text + " "))
-            return rewards
-        """,
-        "def f(completions): return [float(text) if text < 'a' else text for text in completions]",  # no number is an error too
-    ],
-)
-def test_the_text_that_broke_a_function_is_shown(one, group, code):
-    """Of a function of many completions: by the variables of its frames."""
-    said = r"\b1 of row 2 .epoch 0.*; the completion: 'six\\x1b', the prompt: '3\+3='"
+@pytest.mark.parametrize("prefix", ["", "async "])
+def test_the_text_that_broke_a_function_of_one_completion_is_shown(one, group, prefix):
+    said = r"on completion 1 of row 2 .epoch 0.; the completion: 'six\\x1b', the prompt: '3\+3='"
+    rewards = one(f"{prefix}def f(completion): return float(completion)")
     with pytest.raises(RewardError, match=said) as caught:
-        one(code).score([group("5", id="0/1", text="2+3="), group("6", "six\x1b", "7", id="0/2", text="3+3=")])
+        rewards.score([group("5", id="0/1", text="2+3="), group("6", "six\x1b", "7", id="0/2", text="3+3=")])
     assert "0 of row 2" not in str(caught.value)
 
 
-def test_completions_of_one_message_each_are_told_apart():
-    completions = [[{"role": "assistant", "content": text}] for text in ("5", "six", "7")]
-    with pytest.raises(ValueError, match="six") as caught:
-        [float(turns[0]["content"]) for turns in completions]
-    assert handled(caught.value, [completions]) == 1
+@pytest.mark.parametrize("code", ["return 1 / 0", "for text in completions: pass\n    return 1 / 0"])
+def test_a_function_of_many_completions_names_the_batch_and_blames_none(one, group, code):
+    rewards = one(f"def f(completions):\n    {code}")
+    with pytest.raises(RewardError, match=r"on completions 0 of row 1 .epoch 0., 1 of row 1 .epoch 0.$"):
+        rewards.score([group("five", "six", id="0/1")])
+    with pytest.raises(RewardError, match=r"on completion 0 of row 1 .epoch 0.; the completion: 'seven', the prompt"):
+        rewards.score([group("seven", id="0/1")])
 
 
-def test_a_completion_that_variables_tell_is_probable(one, group):
-    code = "def f(completions):\n    for text in completions: pass\n    return 1 / 0"
-    with pytest.raises(RewardError, match=r"; probably on completion 1 of row 1 .epoch 0.; the completion: 'six'"):
-        one(code).score([group("five", "six", id="0/1")])
+TEXTS = r"; prompts of text give completions of text, prompts of messages give messages"
+MESSAGES = r"; prompts of messages give completions of messages: the text is completion\[0\]\[.content.\]"
 
 
 @pytest.mark.parametrize(
-    "code", ["def f(completions): return 1 / 0", "def f(completions):\n    a, b = completions\n    return 1 / 0"]
-)
-def test_where_the_variables_do_not_show_it_no_completion_is_blamed(one, group, code):
-    with pytest.raises(RewardError, match=r"on completions 0 of row 1 .epoch 0., 1 of row 1 .epoch 0.$"):
-        one(code).score([group("five", "six", id="0/1")])
+    ("chat", "read", "hint"),
+    [
+        (False, 'c[0]["content"]', TEXTS), (False, 'c["content"]', TEXTS), (False, 'c[-1].get("content")', TEXTS),
+        (True, "c.strip()", MESSAGES), (True, 're.findall("a", c)', MESSAGES),
+        (False, 'c + 1', "$"), (True, 'c[0]["text"]', "$"), (False, "c.contents", "$"), (False, "int('x')", "$"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("single", [True, False])
+def test_a_completion_taken_for_messages_or_for_text_is_explained(group, chat, read, hint, single):
+    space: dict[str, Any] = {}
+    many = f"def f(completions): return [len({read}) for c in completions]"
+    one = f"def f(completion):\n    c = completion\n    return len({read})"
+    exec(f"import re\n{one if single else many}", space)
+    row = {"prompt": [USER]} if chat else {}
+    rewards = build_rewards([LiveReward(function=space["f"], runs="here")], columns=[])
+    said = rf"on completion 0 of row 0 \(epoch 0\)({hint}|; the completion.*)"
+    with rewards, pytest.raises(RewardError, match=said) as caught:
+        rewards.score([group("4", **row)])
+    assert ("prompts of" in str(caught.value)) is (hint != "$")
 
 
 @pytest.mark.parametrize("prefix", ["", "async "])

@@ -15,14 +15,15 @@ def test_a_worker_of_plain_functions_imports_neither_numpy_nor_asyncio(tmp_path)
     (tmp_path / "plain.py").write_text("def f(completions): return [len(c) / 2 for c in completions]")
     code = """
 import pickle, sys
-from groupwise.rewards.functions import RewardCall, worker
+from groupwise.rewards.functions import Excerpt, RewardCall, worker
 from groupwise.rewards.trainer_state import TrainerState
 from groupwise.rewards.user_functions import Reward, Signature
 answer = worker(["plain.py:f"])
 told = answer("describe", "plain.py:f", "f", {}, ["answer"])
 reward = Reward(name="f", weight=1.0, spec="plain.py:f", signature=Signature(**told), arguments={})
 given = [pickle.dumps({"completions": text}) for text in ("a", "bc")]
-call = RewardCall(reward=reward, labels=["0#0", "0#1"], texts=[("", ""), ("", "")], pickled=given, state=TrainerState())
+call = RewardCall(reward=reward, labels=["0#0", "0#1"], excerpts=[Excerpt(prompt="", completion="")] * 2, pickled=given,
+                  state=TrainerState(), chat=False)
 (answered,) = answer("call", call)
 print(answered["values"], [module for module in ("numpy", "asyncio") if module in sys.modules])
 """

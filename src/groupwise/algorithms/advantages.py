@@ -172,8 +172,10 @@ class Decoupled(Credit):
                 _over(_deviation(reward_G), _std(reward_G, self.ddof), self.eps)
                 for reward_G in reward_GK.T
             ]
-            total_G = np.nansum(np.array(group.weights)[:, None] * scores_KG, axis=0)
-            sums.append(np.where(np.isnan(reward_GK).all(axis=1), np.nan, total_G))
+            weight_K = np.array(group.weights)
+            unjudged_G = np.isnan(reward_GK[:, weight_K != 0.0]).all(axis=1)
+            total_G = np.nansum(weight_K[:, None] * scores_KG, axis=0)
+            sums.append(np.where(unjudged_G, np.nan, total_G))
         std = _std(np.concatenate(sums), self.ddof)
         return _spread(groups, [_over(sum_G, std, self.eps) for sum_G in sums])
 

@@ -21,7 +21,6 @@ import torch
 from groupwise.api import objects
 from groupwise.api.loaded_policy import model_folder, settings_of
 from groupwise.config.live_objects import LIVE, Live
-from groupwise.config.recipes import demand_values
 from groupwise.config.settings import (
     CriticSettings,
     DataSettings,
@@ -31,6 +30,7 @@ from groupwise.config.settings import (
     RewardSettings,
     TeacherSettings,
 )
+from groupwise.config.texts import demand_values
 from groupwise.config.validation import wrong_model
 from groupwise.errors import ConfigError
 from groupwise.models.loading import make_policy

@@ -12,7 +12,7 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -27,10 +27,11 @@ from groupwise.config.overlays import in_full, overlaid, read_overrides, stage_d
 from groupwise.config.settings import Recipe, is_online
 from groupwise.config.strict_yaml import Document, Problem, parse
 from groupwise.config.strict_yaml import dump as dump_yaml
+from groupwise.config.texts import with_texts
 from groupwise.config.validation import STAGE, validate_recipe
 from groupwise.errors import ConfigError, GroupwiseError, Problems
 from groupwise.utils.files import expanded
-from groupwise.utils.secrets import REDACTED, redacted
+from groupwise.utils.secrets import redacted
 from groupwise.utils.spelling import closest
 from groupwise.utils.terminal import half_character
 
@@ -146,57 +147,11 @@ def _lists(value: Any) -> Any:
     return [_lists(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def with_texts(value: Any, change: Callable[[str, str], str], key: str = "") -> Any:
-    """Settings, or plain values, with every text in them changed.
-
-    change: gives the new text for a dotted key and the text that stands there.   key: of `value`.
-    """
-    if isinstance(value, str):
-        return change(key, value)
-    if isinstance(value, list | tuple):
-        return type(value)(
-            with_texts(one, change, f"{key}.{place}".lstrip(".")) for place, one in enumerate(value)
-        )
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        inside = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
-        return dataclasses.replace(value, **with_texts(inside, change, key))
-    if isinstance(value, Mapping):
-        return {
-            name: with_texts(one, change, f"{key}.{name}".lstrip("."))
-            for name, one in value.items()
-        }
-    return value
-
-
 def _texts(value: Any) -> list[str]:
     """Every text in plain values."""
     texts: list[str] = []
     with_texts(value, lambda _, text: texts.append(text) or text)
     return texts
-
-
-_WHOLE = re.compile(r"args\.|\.harness|data\.(system|template)|rollout\.stop")
-"""Keys of sentences that nothing can be done without every word of; in others a part may be
-`[redacted]`.
-"""
-
-
-def demand_values(settings: Any, key: str = "") -> None:
-    """Raises ConfigError for a value that is `[redacted]`: the settings were read from the file of
-    a run, which holds no secrets.
-
-    key: of the settings in their recipe, if they are not a whole one.
-    """
-
-    def demanded(place: str, text: str) -> str:
-        if text == REDACTED or (REDACTED in text and (" " not in text or _WHOLE.search(place))):
-            raise ConfigError(
-                f"{place} is {text!r}: a run's config.yaml holds no secrets; give the value again,"
-                " as an override KEY=VALUE"
-            )
-        return text
-
-    with_texts(settings, demanded, key)
 
 
 _OBJECTS = re.compile(

@@ -18,12 +18,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 from groupwise.config.live_objects import LIVE
 from groupwise.errors import ConfigError, RewardError
-from groupwise.rewards.functions import RewardCall
+from groupwise.rewards.functions import Excerpt, RewardCall
 from groupwise.rewards.trainer_state import joined
 from groupwise.rewards.user_functions import Reward, Signature
 from groupwise.utils.process_main import Function
@@ -59,41 +58,48 @@ class Outcome:
 
 
 def described(labels: Sequence[str]) -> str:
-    """Completions in a message.
+    """Name completions in a message.
 
     >>> described(["0 of row 5", "1 of row 5"]), described(["0 of row 5"] * 4)
     ('completions 0 of row 5, 1 of row 5', 'completions 0 of row 5, 0 of row 5, 0 of row 5 ... (4 in all)')
     """
-    more = f" ... ({len(labels)} in all)" if len(labels) > 3 else ""
-    return f"completion{'s' * (len(labels) > 1)} {', '.join(labels[:3])}{more}"
-
-
-Texts = tuple[str, str]
-"""The end of a prompt and the beginning of a completion."""
+    if len(labels) == 1:
+        return f"completion {labels[0]}"
+    named = f"completions {', '.join(labels[:3])}"
+    return named if len(labels) <= 3 else f"{named} ... ({len(labels)} in all)"
 
 
 def raised(
-    reward: Reward, labels: Sequence[str], words: Mapping[str, str], texts: Texts | None = None
+    reward: Reward,
+    labels: Sequence[str],
+    words: Mapping[str, str],
+    excerpts: Sequence[Excerpt] = (),
 ) -> RewardError:
-    """The error of a call that raised.   words: of `process_main.described`."""
-    if words["kind"] == "RewardError":
-        return failure(reward, words["error"], texts)
-    where = f" ({words['where']})" if words["where"] else ""
-    on = (
-        "on" if texts is None or reward.signature.single else "probably on"
-    )  # by variables, which outlive their loop
-    happened = f"raised {words['kind']}: {words['error']}{where}"
-    return failure(
-        reward, f"the reward function {reward.name!r} {happened}; {on} {described(labels)}", texts
-    )
+    """Return the error of a call that raised.
 
-
-def failure(reward: Reward, message: str, texts: Texts | None) -> RewardError:
-    """The error of a call that did not end with a value.   texts: of the one completion, to be
-    quoted.
+    words: of `process_main.described`, with `hint`.   excerpts: of the call's completions.
     """
-    quoted = "" if texts is None else f"; the completion: {texts[1]!r}, the prompt: {texts[0]!r}"
-    error = RewardError(escaped(message, keep="") + quoted)
+    if words["kind"] == "RewardError":
+        return failure(reward, words["error"], excerpts)
+    message = f"the reward function {reward.name!r} raised {words['kind']}: {words['error']}"
+    if words["where"]:
+        message += f" ({words['where']})"
+    message += f"; on {described(labels)}"
+    if words.get("hint"):
+        message += f"; {words['hint']}"
+    return failure(reward, message, excerpts)
+
+
+def failure(reward: Reward, message: str, excerpts: Sequence[Excerpt]) -> RewardError:
+    """Return the error of a call that did not end with a value.
+
+    excerpts: of the call's completions; that of a single one is quoted.
+    """
+    message = escaped(message, keep="")
+    if len(excerpts) == 1:
+        quoted = excerpts[0]
+        message += f"; the completion: {quoted.completion!r}, the prompt: {quoted.prompt!r}"
+    error = RewardError(message)
     error.of_file = not reward.spec.startswith(LIVE)
     return error
 
@@ -101,59 +107,69 @@ def failure(reward: Reward, message: str, texts: Texts | None) -> RewardError:
 def outcomes_of(
     calls: Sequence[RewardCall], answers: Sequence[Mapping[str, Any] | None]
 ) -> list[Outcome]:
-    """What answers of `functions.Functions` say.  Raises RewardError for one that says what went
-    wrong.
-    """
+    """Read the answers of `functions.Functions`.  Raises RewardError for one of a call that failed."""
     outcomes = []
     for call, answer in zip(calls, answers, strict=False):
         if answer is None:
             continue  # after another one's failure
         if "error" in answer:
-            place: int | None = answer["index"]
-            labels = call.labels if place is None else [call.labels[place]]
-            error = raised(
-                call.reward, labels, answer, None if place is None else call.texts[place]
-            )
+            error = raised(call.reward, call.labels, answer, call.excerpts)
             raise error from (Traceback(answer["trace"]) if answer["trace"] else None)
-        outcomes.append(
-            out_of_time(call, answer["late"], [call]) if "late" in answer else Outcome(**answer)
-        )
+        if "late" in answer:
+            outcomes.append(out_of_time(call, answer["late"], [call]))
+        else:
+            outcomes.append(Outcome(**answer))
     return outcomes
 
 
 def out_of_time(call: RewardCall, seconds: float, late: Sequence[RewardCall]) -> Outcome:
-    """The outcome of a call without a result in time.   late: all such calls.
+    """Return the outcome of a call without a result in time.   late: all such calls.
 
     Raises RewardError unless it is the function's own timeout.
     """
     if call.reward.timeout is not None:
-        values: list[Any] = [[] if call.reward.signature.process else None for _ in call.labels]
-        return Outcome(values=values, late=tuple(range(len(values))), seconds=seconds)
-    labels = [label for one in late if one.reward == call.reward for label in one.labels]
+        empty: Any = [] if call.reward.signature.process else None
+        places = range(len(call.labels))
+        return Outcome(values=[empty for _ in places], late=tuple(places), seconds=seconds)
     raise RewardError(
         f"the reward function {call.reward.name!r} gave no result within {time_limit(call):g} s and"
-        f" was stopped; on {described(labels)}; if it may take so long, say how long by timeout:"
-        " (calls without a result then count as None as long as they are few)"
+        f" was stopped; on {described(_labels(call.reward, late))}; if it may take so long, say how"
+        " long by timeout: (calls without a result then count as None as long as they are few)"
     )
 
 
+def _labels(reward: Reward, calls: Sequence[RewardCall]) -> list[str]:
+    """Return the completions of those calls that are of one function."""
+    labels: list[str] = []
+    for call in calls:
+        if call.reward == reward:
+            labels += call.labels
+    return labels
+
+
 def all_together(ended: Sequence[tuple[RewardCall, Outcome]]) -> Outcome:
-    """The outcome of all calls of one function."""
-    counts, seconds = [len(call.labels) for call, _ in ended], [one.seconds for _, one in ended]
-    begins = accumulate(counts, initial=0)
+    """Join the outcomes of all calls of one function."""
+    values: list[Any] = []
+    late: list[int] = []
+    seconds = [0.0]
+    side_by_side = False
+    for call, outcome in ended:
+        late += [len(values) + place for place in outcome.late]
+        values += outcome.values
+        seconds.append(outcome.seconds)
+        side_by_side = call.asynchronous
+    counts = [len(call.labels) for call, _ in ended]
     return Outcome(
-        values=[value for _, one in ended for value in one.values],
-        late=tuple(
-            begin + n for begin, (_, one) in zip(begins, ended, strict=False) for n in one.late
-        ),
-        notes=joined([one.notes for _, one in ended], counts),
-        seconds=max(seconds, default=0.0) if ended and ended[0][0].asynchronous else sum(seconds),
+        values=values,
+        late=tuple(late),
+        notes=joined([outcome.notes for _, outcome in ended], counts),
+        seconds=max(seconds) if side_by_side else sum(seconds),
     )
 
 
 def order_of(call: RewardCall) -> tuple[bool, float]:
-    """By which calls of a process are sorted: plain ones come first, asynchronous ones are answered
-    by their deadlines.
+    """Return the key by which calls of a process are sorted: plain ones come first, asynchronous
+    ones are answered by their deadlines.
     """
     return (call.asynchronous, time_limit(call) if call.asynchronous else 0.0)
 
@@ -235,52 +251,55 @@ class Host:
         """
         outcomes: list[Outcome] = []
         while len(outcomes) < len(calls) and not stop.is_set():
-            left, answers, late = calls[len(outcomes) :], list[Any](), list[RewardCall]()
-            try:
-                worker = self.ready()
-                worker.request("call", *left)
-                began = time.monotonic()
-                for call in left:
-                    answers.append(
-                        worker.receive(
-                            began + time_limit(call) + (GRACE if call.asynchronous else 0.0)
-                        )
-                    )
-                    began = began if call.asynchronous else time.monotonic()
-            except TimeoutError:
-                self.kill()
-                late = left[len(answers) :]
-                late = (
-                    [call for call in late if order_of(call) == order_of(late[0])]
-                    if late[0].asynchronous
-                    else late[:1]
-                )
-            except (Died, Raised) as error:
-                self.kill()
-                call, *others = left[len(answers) :]
-                labels, texts = [*call.labels], call.texts[0] if call.single else None
-                if call.asynchronous:  # on any of those that it had begun
-                    labels, texts = (
-                        labels
-                        + [
-                            label
-                            for one in others
-                            if one.reward == call.reward
-                            for label in one.labels
-                        ],
-                        None,
-                    )
-                message = (
-                    f"the reward function {call.reward.name!r} did not return: {error}; on"
-                    f" {described(labels)}"
-                )
-                raise failure(call.reward, message, texts) from None
-            outcomes += outcomes_of(left, answers)
-            outcomes += [out_of_time(call, time_limit(call), late) for call in late]
+            outcomes += self._run(calls[len(outcomes) :])
         return outcomes
+
+    def _run(self, calls: Sequence[RewardCall]) -> list[Outcome]:
+        """Make calls until all have ended, or one runs out of time.  Raises RewardError."""
+        answers: list[Any] = []
+        try:
+            self._take_answers(calls, answers)
+        except TimeoutError:
+            self.kill()
+            late = _late(calls[len(answers) :])
+            outcomes = outcomes_of(calls, answers)
+            return outcomes + [out_of_time(call, time_limit(call), late) for call in late]
+        except (Died, Raised) as error:
+            self.kill()
+            raise _without_return(calls[len(answers) :], error) from None
+        return outcomes_of(calls, answers)
+
+    def _take_answers(self, calls: Sequence[RewardCall], answers: list[Any]) -> None:
+        worker = self.ready()
+        worker.request("call", *calls)
+        began = time.monotonic()
+        for call in calls:
+            if call.asynchronous:  # all of them have begun at once
+                answers.append(worker.receive(began + time_limit(call) + GRACE))
+            else:
+                answers.append(worker.receive(began + time_limit(call)))
+                began = time.monotonic()
 
     def kill(self) -> None:
         """Kill the worker, if there is one; a thread that waits for it sees its end."""
         worker, self.worker = self.worker, None
         if worker is not None:
             worker.kill()
+
+
+def _late(left: Sequence[RewardCall]) -> Sequence[RewardCall]:
+    """Return those of the calls left without an answer that ran out of time."""
+    first = left[0]
+    if not first.asynchronous:
+        return left[:1]
+    return [call for call in left if order_of(call) == order_of(first)]
+
+
+def _without_return(left: Sequence[RewardCall], error: Exception) -> RewardError:
+    """Return the error of a call that ended its process.   left: calls without an answer."""
+    call, reward = left[0], left[0].reward
+    labels, excerpts = call.labels, call.excerpts
+    if call.asynchronous:  # any of those that had begun
+        labels, excerpts = _labels(reward, left), ()
+    message = f"the reward function {reward.name!r} did not return: {error}; on {described(labels)}"
+    return failure(reward, message, excerpts)

@@ -19,14 +19,14 @@ from typing import Any, Literal
 import numpy as np
 
 from groupwise.config.live_objects import object_of
-from groupwise.config.recipes import demand_values
 from groupwise.config.settings import RewardSettings, verdict_of
+from groupwise.config.texts import demand_values
 from groupwise.errors import ConfigError, Findings, RewardError
 from groupwise.records import Episode, Prompt, Rollout, RolloutGroup, Step
 from groupwise.rewards import calls
 from groupwise.rewards.calls import Host, Outcome, described
 from groupwise.rewards.environment import EnvironmentState
-from groupwise.rewards.functions import Functions, RewardCall
+from groupwise.rewards.functions import Excerpt, Functions, RewardCall
 from groupwise.rewards.registry import GOLD_COLUMNS, find_builtin
 from groupwise.rewards.step_rewards import ProcessReward, step_signal
 from groupwise.rewards.trainer_state import TrainerState
@@ -610,14 +610,21 @@ def unjudged(group: Sequence[Rollout]) -> RolloutGroup:
 
 
 def combine(rewards: np.ndarray, weights: Sequence[float]) -> np.ndarray:
-    """`r = nansum_k(w_k R_k)` of rewards (N, K), NaN where every function says None.
+    """Return the weighted sum `r = nansum_k(w_k R_k)` of rewards (N, K), float64 (N,).
+
+    It is NaN where every function with a weight says None.  A function of weight 0 is logged, and
+    is no verdict.
 
     >>> combine(np.array([[1.0, np.nan], [np.nan, np.nan]]), [2.0, 1.0])
     array([ 2., nan])
+    >>> combine(np.array([[1.0, 1.0], [np.nan, 1.0]]), [1.0, 0.0])
+    array([ 1., nan])
     """
-    return np.where(
-        np.isnan(rewards).all(axis=1), np.nan, np.nansum(rewards * np.asarray(weights), axis=1)
-    )
+    weight_K = np.asarray(weights, dtype=np.float64)
+    counts_K = weight_K != 0.0
+    unjudged_N = np.isnan(rewards[:, counts_K]).all(axis=1)
+    sum_N = np.nansum(rewards * weight_K, axis=1)
+    return np.where(unjudged_N, np.nan, sum_N)
 
 
 def as_messages(text: str) -> list[dict[str, str]]:
@@ -665,27 +672,30 @@ def _calls(reward: Reward, batch: Completions, state: TrainerState) -> list[Rewa
     copied.
     """
     keywords = reward.keywords(batch)
+    pickled = []
     try:
-        rows = [
-            pickle.dumps({key: values[n] for key, values in keywords.items()})
-            for n in range(len(batch))
-        ]
+        for n in range(len(batch)):
+            row = {name: values[n] for name, values in keywords.items()}
+            pickled.append(pickle.dumps(row))
     except Exception as error:  # whatever an object of a data row raises
-        names, why = ", ".join(keywords), f"{type(error).__name__}: {error}"
+        why = f"{type(error).__name__}: {process_main.message_of(error)}"
         raise RewardError(
-            f"the reward function {reward.name!r} cannot be given copies of {names}: {why}"
+            f"the reward function {reward.name!r} cannot be given copies of"
+            f" {', '.join(keywords)}: {why}"
         ) from error
-    call = partial(RewardCall, reward=reward, state=state)
-    texts = [
-        (prompt[-200:], text[:200])
+    if not pickled:
+        return []
+    excerpts = [
+        Excerpt(prompt=prompt[-200:], completion=text[:200])
         for prompt, text in zip(batch.prompt_texts, batch.texts, strict=True)
     ]
-    if reward.signature.single:
-        completions = zip(batch.labels, texts, rows, strict=True)
-        return [
-            call(labels=[label], texts=[each], pickled=[row]) for label, each, row in completions
-        ]
-    return [call(labels=[*batch.labels], texts=texts, pickled=rows)] if rows else []
+    call = partial(RewardCall, reward=reward, state=state, chat=batch.chat)
+    if not reward.signature.single:
+        return [call(labels=list(batch.labels), excerpts=excerpts, pickled=pickled)]
+    return [
+        call(labels=[label], excerpts=[excerpt], pickled=[row])
+        for label, excerpt, row in zip(batch.labels, excerpts, pickled, strict=True)
+    ]
 
 
 def _in_this_process(reward: Reward, batch: Completions) -> Outcome:

@@ -97,6 +97,11 @@ class Completions:
     def __len__(self) -> int:
         return len(self.texts)
 
+    @property
+    def chat(self) -> bool:
+        """Return True if completions are messages."""
+        return any(not isinstance(completion, str) for completion in self.completions)
+
     def offered(
         self, reads: Literal["rows", "texts", "messages"]
     ) -> dict[str, Sequence[Any] | None]:

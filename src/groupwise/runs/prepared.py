@@ -14,7 +14,6 @@ from typing import Any
 
 from groupwise.algorithms.parts import fact
 from groupwise.algorithms.table import Algorithm
-from groupwise.config.recipes import demand_values
 from groupwise.config.resolve import resolve
 from groupwise.config.settings import (
     CriticSettings,
@@ -23,6 +22,7 @@ from groupwise.config.settings import (
     RolloutSettings,
     TeacherSettings,
 )
+from groupwise.config.texts import demand_values
 from groupwise.config.validation import beyond_servers, without_teacher
 from groupwise.data.encoding import columns_of, prompt_limit
 from groupwise.data.load import Data, load_data

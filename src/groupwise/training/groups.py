@@ -212,9 +212,8 @@ class SampledRollouts:
         most = min(IDLE_STEPS, self.steps)
         for number in range(1, self.steps + 1) if self.numbers is None else self.numbers:
             groups, drawn = self.ahead.take(number, self.steps, self)
-            unscored = bool(groups[0].names) and all(
-                np.isnan(group.reward).all() for group in groups
-            )
+            weighted = any(groups[0].weights)  # a teacher's run may log rewards of weight 0
+            unscored = weighted and all(np.isnan(group.reward).all() for group in groups)
             cut = self.algorithm.truncated == "mask" and all(
                 one.truncated for group in groups for one in group.rollouts
             )
