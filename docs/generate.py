@@ -23,12 +23,12 @@ from groupwise import errors
 from groupwise.algorithms.losses import TeacherDivergence
 from groupwise.algorithms.parts import Part, describe, options
 from groupwise.algorithms.table import ALGORITHMS, PARTS, Algorithm
-from groupwise.api.explain import render, work
 from groupwise.cli.commands import COMMANDS, parsers
 from groupwise.config.resolve import resolve
 from groupwise.config.schema import reference
 from groupwise.config.settings import REWARDS, GroupSettings
 from groupwise.config.trl import FATES, STEPS, TABLE
+from groupwise.inspection.explain import render, work
 from groupwise.models.shape import Shape
 from groupwise.proof.passes import MANY
 from groupwise.proof.texts import ACROSS, FULL, LARGE

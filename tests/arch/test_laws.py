@@ -22,7 +22,7 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FIL
 
 ROOMS = (
     "errors", "records", "protocols", "utils", "ops", "algorithms", "config", "distributed", "data", "models", "rewards",
-    "environments", "rollout", "proof", "training", "runs", "viewer", "api", "cli", "__init__", "__main__",
+    "environments", "rollout", "proof", "training", "runs", "viewer", "inspection", "api", "cli", "__init__", "__main__",
 )  # fmt: skip
 """The packages from upstream to downstream, with the five files of the root.  A part imports from itself and those before it."""
 
@@ -180,6 +180,17 @@ def test_a_step_does_not_enter_rooms_that_it_does_not_need() -> None:
     assert not wrong, wrong
 
 
+def test_only_the_commands_enter_the_room_of_inspection() -> None:
+    """What explains, checks and replays a run is no part of what a run does: it can change without a training changing."""
+    wrong = [
+        f"{name} -> {module}"
+        for name in FILES
+        for module in own_imports(name)
+        if part_of(module) == "inspection" and part_of(name) not in ("inspection", "api", "cli", "__init__")
+    ]
+    assert not wrong, wrong
+
+
 CLEVER = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.IfExp, ast.NamedExpr, ast.Lambda)
 """Expressions that hide a step of a computation inside of a statement."""
 
@@ -222,8 +233,8 @@ def fragments(name: str) -> Iterator[int]:
 KNOTTED = {
     "algorithms.advantages",
     "api.from_trl",
-    "api.replay_report",
-    "api.score",
+    "inspection.replay_report",
+    "inspection.score",
     "config.import_trl",
     "config.strict_yaml",
     "config.trl",
@@ -251,9 +262,9 @@ LONG_LINED = {
     "algorithms.losses",
     "algorithms.parts",
     "algorithms.table",
-    "api.check",
+    "inspection.check",
     "api.evaluate",
-    "api.explain",
+    "inspection.explain",
     "api.loaded_policy",
     "api.objects",
     "api.tool_chat",
@@ -366,11 +377,11 @@ LONG_LINED = {
 FRAGMENTED = {
     "algorithms.parts",
     "algorithms.table",
-    "api.check",
+    "inspection.check",
     "api.evaluate",
-    "api.explain",
-    "api.replay_report",
-    "api.score",
+    "inspection.explain",
+    "inspection.replay_report",
+    "inspection.score",
     "config.packaged_models",
     "config.settings",
     "config.trl",
@@ -431,7 +442,7 @@ FRAGMENTED = {
     "runs.job",
     "runs.plan",
     "runs.prepared",
-    "runs.replay",
+    "inspection.replay",
     "runs.rollout_table",
     "runs.run",
     "training.closed_form",

@@ -19,13 +19,13 @@ import torch
 from safetensors.torch import load_file
 
 import groupwise as gw
-from groupwise.api.check import check_stage
 from groupwise.api.tool_chat import Answered
 from groupwise.cli.chat import chat
 from groupwise.config.recipes import make_recipe
 from groupwise.config.settings import EnvironmentSettings, RewardSettings
 from groupwise.environments.procedural import answer_in
 from groupwise.errors import ConfigError, RewardError
+from groupwise.inspection.check import check_stage
 from groupwise.ops.kernels import absence
 from groupwise.records import Episode, Finish, Prompt, Rollout, Sampling, Turn
 from groupwise.rewards.compose import build_rewards

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from groupwise.api.check import check_stage
 from groupwise.config.recipes import load_recipe
 from groupwise.config.settings import DataSettings, ModelSettings
 from groupwise.data import rendering
@@ -21,6 +20,7 @@ from groupwise.data.templates import Template
 from groupwise.data.tokenizers import byte_tokenizer, load_tokenizer
 from groupwise.data.wording import ReadRow
 from groupwise.errors import ConfigError, DataError
+from groupwise.inspection.check import check_stage
 from groupwise.models.loading import read_blueprint
 from groupwise.models.policy import Policy
 from groupwise.models.saving import save
@@ -211,7 +211,7 @@ def test_check_looks_at_the_prompts_that_training_uses(recipe: Callable, monkeyp
     list(job.loop(0))
     job.close()
     trained, seen[:] = list(seen), []
-    monkeypatch.setattr("groupwise.api.check.make_job", spied)
+    monkeypatch.setattr("groupwise.inspection.check.make_job", spied)
     findings = list(check_stage(made))
     assert len(trained) == 4 and seen[:4] == trained, findings
     assert byte_tokenizer().decode(seen[0][1]).startswith("Q: ")

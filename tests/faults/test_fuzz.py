@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from groupwise.api.check import check_recipe
+from groupwise.cli.check import check_recipe
 from groupwise.config.recipes import load_recipe
 from groupwise.config.settings import ScratchSettings
 from groupwise.data.tokenizers import make_tokenizer

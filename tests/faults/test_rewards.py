@@ -18,9 +18,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from groupwise.api.score import score_file
 from groupwise.config.recipes import load_recipe
 from groupwise.errors import DataError, RewardError
+from groupwise.inspection.score import score_file
 from groupwise.rewards import calls
 from groupwise.rewards.compose import LiveReward, build_rewards
 from groupwise.rewards.user_functions import Completions

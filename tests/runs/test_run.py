@@ -189,7 +189,7 @@ def test_p65_rollouts_are_on_disk_with_every_number(recipe: Callable, tmp_path: 
 
 
 def test_recorded_completions_can_be_scored_again(recipe: Callable, tmp_path: Path) -> None:
-    from groupwise.api.score import score_file
+    from groupwise.inspection.score import score_file
 
     steps = list(train(load_recipe(recipe(name="again", **(GRPO | {"steps": 2})))))
     folder = tmp_path / "runs" / "again"
@@ -202,7 +202,7 @@ def test_recorded_completions_can_be_scored_again(recipe: Callable, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 4], ids=["no recorded row has an answer", "the newest step's row has none"])
 def test_completions_of_rows_without_an_answer_can_be_scored_again(steps: int, recipe: Callable, tmp_path: Path) -> None:
-    from groupwise.api.score import score_file
+    from groupwise.inspection.score import score_file
 
     rows = [{"prompt": "1+1=", "answer": "2"}] * 3 + [{"prompt": "1+2="}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (rows if steps > 1 else [rows[0], rows[3]])))

@@ -474,7 +474,7 @@ def started_at_once(forked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("started_at_once")
 def test_a_replayed_group_holds_the_closed_form_of_the_recorded_and_the_changed(trained: Path) -> None:
-    from groupwise.runs.replay import replay
+    from groupwise.inspection.replay import replay
 
     opened = pages_of(trained)
     place = opened.answer("step", {"run": "0", "step": "2"})["groups"][0]["group"]

@@ -2,6 +2,6 @@
 where a recipe has names.
 
 In: keyword arguments, paths, objects. Out: `train`'s `Training`, `evaluate`'s `EvalReport`,
-    `load_policy`'s `LoadedPolicy`, and what the commands check, score, explain and replay print.
+    `load_policy`'s `LoadedPolicy`.
     `stages` trains every stage of a recipe, `progress` is what a terminal shows of it.
 """

@@ -9,17 +9,17 @@ from groupwise.errors import ConfigError
 
 EXAMPLES = (
     "groupwise explain --preset dr_grpo --rewards 1,0,0,0.5     made-up rewards",
-    (
-        "groupwise explain runs/demo/grpo --step 3                  a run's algorithm, on rewards"
-        " that it recorded"
-    ),
+    "groupwise explain runs/demo/grpo --step 3                  a group that a run recorded",
 )
 
 
 def arguments(command: argparse.ArgumentParser) -> None:
     """What can be typed."""
     command.add_argument(
-        "run_folder", nargs="?", metavar="RUN", help="use algorithm and rewards of a run"
+        "run_folder",
+        nargs="?",
+        metavar="RUN",
+        help="a group that a run recorded, with its own numbers",
     )
     command.add_argument(
         "--step",
@@ -45,9 +45,8 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--lr",
         type=float,
-        default=5.0,
         metavar="LR",
-        help="step on the toy policy (default %(default)s)",
+        help="step on the toy policy (default 5)",
     )
 
 
@@ -68,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
                 f"there is no online algorithm {options.preset!r}{near}; there are"
                 f" {', '.join(ALGORITHMS)}"
             )
-    from groupwise.api.explain import render, work, work_of_run
+    from groupwise.inspection.explain import render, work, work_of_run
 
     rewards, lengths, preset, mu, beta, lr = (
         options.rewards,

@@ -51,8 +51,8 @@ def arguments(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Replay and print; 1 if a number differs."""
-    from groupwise.api.replay_report import as_dict, render, token_gradients
-    from groupwise.runs.replay import REACH, replay
+    from groupwise.inspection.replay import REACH, replay
+    from groupwise.inspection.replay_report import as_dict, render, token_gradients
     from groupwise.utils.terminal import escaped
 
     if options.tokens and not options.json:

@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"--arg belongs to one function, but {len(functions)} are named; score them one by one"
         )
-    from groupwise.api.score import score_file
+    from groupwise.inspection.score import score_file
 
     columns, chosen = (
         typed.texts(options.column, "--column"),

@@ -5,5 +5,5 @@ In: a `Recipe`. Out: a folder with configuration, metrics, every rollout, checkp
     loop. `run` drives a job: resume, log, save, evaluate, export. `checkpoint` saves a job,
     `folder` knows how a run stands, `recorded` and `log` read and write its lines and completions,
     `rollout_table` is the form in which rollouts lie in files, `inputs` knows what it was trained
-    on, `replay` computes a recorded step again.
+    on.
 """

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from groupwise.config.recipes import load_recipe
-from groupwise.runs.replay import Replay, replay
+from groupwise.inspection.replay import Replay, replay
 from groupwise.runs.run import train
 
 BASE: dict[str, Any] = {

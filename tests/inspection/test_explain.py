@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,10 @@ import pytest
 
 import groupwise as gw
 from groupwise.algorithms.table import ALGORITHMS
-from groupwise.api.explain import render, work, work_of_run
 from groupwise.cli import commands
 from groupwise.config.settings import GroupSettings
 from groupwise.errors import ConfigError
+from groupwise.inspection.explain import render, work, work_of_run
 from groupwise.runs.plan import algorithm_line
 
 SHOWN = [name for name, row in ALGORITHMS.items() if row.divergence is None]
@@ -114,7 +115,7 @@ def test_arguments_that_do_not_fit_together_are_refused() -> None:
         ({"lengths": [1, 2, 0]}, "each 1 to 8"),
         ({"preset": "grop"}, "did you mean grpo"),
         ({"preset": "minillm"}, "learns from whole distributions"),
-        ({"group": GroupSettings(entropy_quantile=0.8)}, "entropy_quantile asks for entropies"),
+        ({"group": GroupSettings(entropy_quantile=0.8)}, "entropy_quantile asks for the entropies of a whole step"),
         ({"mu": 0}, "mu must be at least 1"),
         ({"mu": 10**20}, "at most 100"),
         ({"lr": math.nan}, "lr must be a finite number greater than 0, got nan"),
@@ -148,31 +149,63 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert end.value.code == 2
 
 
+SMALL = {
+    "name": "run", "steps": 1, "data": {"task": "addition", "limit": 8}, "eval": {"at_start": False},
+    "model": {"scratch": {"hidden": 16, "layers": 1, "heads": 2, "tokenizer": "arithmetic"}},
+    "rewards": [{"function": "regex", "args": {"pattern": "[0-4]"}}], "rollout": {"max_new_tokens": 12},
+    "optimizer": {"lr": 0.05}, "group": {"prompts_per_step": 4, "group_size": 4, "minibatches": 2, "updates_per_rollout": 2},
+}  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["ppo", "grpo"])
-def test_a_recorded_group_is_explained_as_it_was(preset: str, tmp_path: Path) -> None:
-    """Log-probs and advantages are the run's own; where its completions are too long for a table, that is said."""
-    settings = {
-        "objective": preset, "name": "run", "runs": str(tmp_path), "steps": 1, "data": {"task": "addition", "limit": 8},
-        "model": {"scratch": {"hidden": 16, "layers": 1, "heads": 2, "tokenizer": "arithmetic"}}, "eval": {"at_start": False},
-        "rewards": [{"function": "regex", "args": {"pattern": "[0-4]"}}], "group": {"prompts_per_step": 4, "group_size": 4},
-    }  # fmt: skip
-    for length in (4, 12):
-        training = gw.train(**settings | {"name": f"run{length}", "rollout": {"max_new_tokens": length}})
-        (step,) = [step for step in training if step.number]
-        says, example = work_of_run(str(training.folder))
-        place = next(i for i, group in enumerate(step.groups) if f", the group of {group.prompt.place} in step 1" in says)
-        if length == 4:
-            assert "As recorded: rewards, log-probs" in says and "advantages" in says
-            for mine, theirs in zip(example.advantages, step.advantages[place], strict=True):
-                np.testing.assert_allclose(mine, theirs, atol=1e-6)
-            drawn = np.concatenate([rollout.behavior_logp for rollout in step.groups[place].rollouts])
-            np.testing.assert_allclose(example.column("behavior_logp"), drawn, atol=1e-6)
-            np.testing.assert_allclose(example.passes[0].ratio, 1.0, atol=1e-6)
-        else:
-            assert max(map(len, step.groups[place].rollouts)) > 8
-            assert "Made up: log-probs, lengths" in says
-        assert work_of_run(str(training.folder), preset="rloo", rewards=[1.0, 0.0])[1].algorithm.name == "rloo"
+@pytest.mark.parametrize("preset", ["ppo", "grpo", "dapo", "gspo"])
+def test_a_recorded_group_is_explained_by_its_own_numbers(preset: str, tmp_path: Path) -> None:
+    """Lengths, log-probs, ratios, advantages, weights and gradients are those that the run recorded, of every token."""
+    training = gw.train(**SMALL, objective=preset, runs=str(tmp_path))
+    (step,) = [step for step in training if step.number]
+    about, example = work_of_run(str(training.folder))
+    place = next(i for i, group in enumerate(step.groups) if f", the group of {group.prompt.place} in step 1" in about)
+    group = step.groups[place]
+    assert [len(one) for one in example.group.rollouts] == [len(one) for one in group.rollouts]
+    kept = [sample.index for sample in example.samples]
+    assert kept
+    of_group = lambda columns: np.concatenate([columns[place][i] for i in kept])  # noqa: E731
+    drawn = np.concatenate([group.rollouts[i].behavior_logp for i in kept])
+    close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    close(example.column("behavior_logp"), drawn)
+    close(example.column("advantage"), of_group(step.advantages))
+    close(example.column("weight"), of_group(step.columns["weight"]))
+    first, last = example.passes
+    close(first.logp, of_group(step.current_logp))
+    close(last.logp, of_group(step.columns["last_logp"]))
+    if preset != "gspo":
+        close(last.ratio, np.exp(of_group(step.columns["last_logp"]) - drawn))
+    assert not np.allclose(last.ratio, 1.0)
+    said = render(example)
+    assert group.rollouts[0].prompt_text in said
+    assert "The step's last update, as recorded" in said
+    tokens = f"  {group.rollouts[kept[0]].index + 1:>10}     1"
+    assert sum(line.startswith(tokens) for line in said.splitlines()) == 2, "the first token in both tables"
+
+
+@pytest.mark.slow
+def test_another_algorithm_is_taken_to_the_recorded_completions(tmp_path: Path) -> None:
+    training = gw.train(**SMALL, objective="grpo", runs=str(tmp_path))
+    assert [step.number for step in training if step.number] == [1]
+    folder = str(training.folder)
+    own, other = (work_of_run(folder, preset=preset)[1] for preset in (None, "rloo"))
+    assert other.algorithm.name == "rloo"
+    np.testing.assert_array_equal(own.passes[0].logp, other.passes[0].logp)
+    reward = other.group.reward
+    expected = [r - (reward.sum() - r) / (reward.size - 1) for r in reward]
+    assert [advantage[0] for advantage in other.advantages] == pytest.approx(expected)
+    with pytest.raises(ConfigError, match="reads log-probs of the reference, which the run did not record"):
+        work_of_run(folder, beta=0.1)
+    for made_up in ({"lengths": [2, 3, 4, 5]}, {"mu": 3}, {"lr": 1.0}):
+        about, example = work_of_run(folder, **made_up)
+        assert about.endswith("\nMade up: lengths, log-probs")
+        assert np.array_equal(example.group.reward, reward)
+    assert work_of_run(folder, rewards=[1.0, 0.0])[1].group.reward.tolist() == [1.0, 0.0]
 
 
 class Twice:
@@ -188,17 +221,18 @@ class Twice:
 
 
 @pytest.mark.slow
-def test_of_an_episode_only_the_rewards_are_taken(tmp_path: Path) -> None:
+def test_of_an_episode_the_tokens_of_the_policy_are_explained(tmp_path: Path) -> None:
     training = gw.train(
         objective="grpo", name="run", runs=str(tmp_path), steps=1, data={"task": "addition", "limit": 8, "chat": True},
         model={"scratch": {"hidden": 16, "layers": 1, "heads": 2, "tokenizer": "arithmetic"}}, eval={"at_start": False},
-        rollout={"max_new_tokens": 8}, group={"prompts_per_step": 2, "group_size": 2},
+        rollout={"max_new_tokens": 60}, group={"prompts_per_step": 2, "group_size": 4},
         environment={"factory": Twice, "max_turns": 2},
     )  # fmt: skip
     assert [step.number for step in training if step.number] == [1]
-    says, example = work_of_run(str(training.folder))
-    assert "Made up: log-probs" in says
-    assert "Pass 1" in render(example)
+    _, example = work_of_run(str(training.folder))
+    trained = sum(int(rollout.trained.sum()) for rollout in example.group.rollouts)
+    assert example.passes[0].logp.size == trained < sum(map(len, example.group.rollouts))
+    assert "The step's first update, as recorded" in render(example)
 
 
 @pytest.mark.parametrize("preset", ["dpo", "sft", "reward", "prm"])

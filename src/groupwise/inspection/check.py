@@ -11,17 +11,11 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.text import Text
 
-from groupwise.api.loaded_policy import model_folder, settings_of
-from groupwise.api.progress import make_console, safe
-from groupwise.config.recipes import load_stages, with_lines
 from groupwise.config.settings import VERDICTS, Recipe, is_online, positions_of
 from groupwise.data.encoding import visit
 from groupwise.data.order import Order
@@ -38,7 +32,6 @@ from groupwise.proof.passes import model_pass
 from groupwise.records import Finish, Prompt, Rollout, RolloutGroup, Sampling
 from groupwise.rewards.accuracy import as_text, check_gold
 from groupwise.rewards.compose import Rewards, prompt_of
-from groupwise.runs.folder import Origin, overridden
 from groupwise.runs.inputs import resolved
 from groupwise.runs.job import Job, make_job
 from groupwise.runs.policies import fit_threads
@@ -46,7 +39,6 @@ from groupwise.runs.prepared import sampling_of
 from groupwise.training.mismatch import diagnose
 from groupwise.training.passes import score
 from groupwise.training.samples import sample_of, unbranched
-from groupwise.utils.secrets import scrubbed
 from groupwise.utils.spelling import counted
 
 PROMPTS, COMPLETIONS, TOKENS = 8, 4, 96
@@ -87,61 +79,6 @@ class Finding:
     good: bool | None
     """None: nothing wrong, but something to know."""
     says: str
-
-
-def check_recipe(
-    path: str, overrides: Sequence[str] = (), *, console: Console | None = None
-) -> int:
-    """Check every stage of a recipe and print a line per check.  Returns 0 if nothing is wrong,
-    else 1.
-    """
-    stages = load_stages(path, overrides).items()
-    return _report(
-        [
-            (recipe.name, recipe, partial(with_lines, path, overrides, stage))
-            for stage, recipe in stages
-        ],
-        console,
-    )
-
-
-def check_run(
-    origin: Origin, path: str, overrides: Sequence[str] = (), *, console: Console | None = None
-) -> int:
-    """The same of what a run has trained: its own recipe, with the model at `path` in place of the
-    one that it started from.
-    """
-    recipe = overridden(origin, overrides).recipe
-    trained = settings_of(recipe.model, model_folder(path))
-    title = f"{origin.folder}, after step {origin.step}"
-    return _report([(title, replace(recipe, model=trained), nullcontext)], console)
-
-
-def _report(stages: Sequence[tuple[str, Recipe, Lines]], console: Console | None) -> int:
-    """stages: of each its title, its recipe, and `lines` for `check_stage`."""
-    console = console or make_console()
-    wrong = 0
-    for title, recipe, lines in stages:
-        console.print(Text(f"{title} ({recipe.objective})", style="bold"))
-        for finding in check_stage(recipe, lines):
-            mark, style = {
-                True: ("ok  ", "green"),
-                False: ("FAIL", "red"),
-                None: ("note", "yellow"),
-            }[finding.good]
-            console.print(
-                Text.assemble(
-                    (mark, style),
-                    "  ",
-                    (f"{finding.name:<12}", "bold"),
-                    safe(scrubbed(finding.says)),
-                )
-            )
-            wrong += finding.good is False
-    console.print(
-        "nothing is wrong" if not wrong else f"{wrong} of the checks failed", style="bold"
-    )
-    return 1 if wrong else 0
 
 
 def check_stage(recipe: Recipe, lines: Lines = nullcontext) -> Iterator[Finding]:

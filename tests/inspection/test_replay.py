@@ -15,13 +15,13 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from groupwise.api.replay_report import as_dict, compared, pushes, render
 from groupwise.cli import commands
 from groupwise.config.recipes import load_recipe
 from groupwise.errors import CheckpointError, ConfigError, DataError
-from groupwise.runs import replay as replaying
+from groupwise.inspection import replay as replaying
+from groupwise.inspection.replay import replay
+from groupwise.inspection.replay_report import as_dict, compared, pushes, render
 from groupwise.runs.recorded import read_metrics, read_step
-from groupwise.runs.replay import replay
 from groupwise.runs.run import train
 from groupwise.runs.run_files import CHECKSUMS
 from groupwise.training.passes import score

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from groupwise.inspection.replay import TIMES, Figure, Replay, ReplayedStep
 from groupwise.records import Rollout
 from groupwise.runs.plan import algorithm_line
-from groupwise.runs.replay import TIMES, Figure, Replay, ReplayedStep
 from groupwise.utils.spelling import counted
 
 SHOWN = (

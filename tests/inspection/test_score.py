@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from groupwise.api.score import score_file, visible
 from groupwise.config.settings import RewardSettings
 from groupwise.errors import ConfigError, DataError
+from groupwise.inspection.score import score_file, visible
 from groupwise.rewards.math_checker import Checker, shared_checker
 from groupwise.utils.processes import WorkerProcess
 

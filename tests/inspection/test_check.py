@@ -12,7 +12,8 @@ import torch
 import yaml
 from rich.console import Console
 
-from groupwise.api.check import _own_forward, check_recipe
+from groupwise.cli.check import check_recipe
+from groupwise.inspection.check import _own_forward
 from groupwise.training.passes import score
 from groupwise.training.samples import sample_of
 
@@ -98,7 +99,7 @@ def test_p07_positions_that_start_anew_are_found(check: Callable, monkeypatch: p
         return genuine(policy, tokens, torch.arange(len(position)) % 90 if planted["on"] else position, attend)
 
     monkeypatch.setattr(passes, "hidden", hidden)
-    import groupwise.api.check as module
+    import groupwise.inspection.check as module
 
     make_job = module.make_job
 
