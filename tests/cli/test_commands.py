@@ -65,16 +65,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple, dict]]:
 
         return call
 
+    wrong = SimpleNamespace(name="EOS", good=False, says="none")
     report = SimpleNamespace(render=lambda: "rendered", to_json=lambda: '{"a": 1}')
     stand_ins = {
         "groupwise.api.stages": {"train_recipe": recorder("train", 0)},
         "groupwise.api.evaluate": {"evaluate": recorder("eval", report)},
+        "groupwise.inspection.check": {"check_stage": recorder("check", [wrong])},
     }
     for name, functions in stand_ins.items():
         module = ModuleType(name)
         module.__dict__.update(functions)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr("groupwise.cli.check.check_recipe", recorder("check", 1))
     return made
 
 
@@ -219,7 +220,8 @@ def test_several_mistakes_are_one_configuration_error(tmp_path: Path, capsys: py
 
 def test_check_returns_its_verdict(calls: list) -> None:
     assert commands.main(["check", "sums"]) == 1
-    assert calls == [("check", ("sums", []), {})]
+    ((name, (recipe, _), _),) = calls
+    assert (name, recipe.data.path or recipe.data.task) == ("check", "addition")
 
 
 def test_eval_passes_everything_on(calls: list, capsys: pytest.CaptureFixture[str]) -> None:
