@@ -299,7 +299,7 @@ def test_an_answer_that_brings_its_templates_end_mark_has_one(eos, end, form):
     if form == "steps":
         row = {"prompt": "1+2", "completions": ["1", said], "labels": [True, True]}
         (solution,), _ = encode_solutions(SourceRows("f", [row]), template, **options)
-        completions, expected = [solution.completion], "1\n3" + eos
+        completions, expected = [solution.completion], "1\n3<|im_end|>" + ("\n<|endoftext|>" if eos == "<|endoftext|>" else "")
     elif form == "pair":
         row = {"prompt": "1+2", "chosen": said, "rejected": [{"role": "assistant", "content": f"4{end}"}]}
         (pair,), _ = encode_pairs(SourceRows("f", [row]), template, **options)
@@ -344,6 +344,35 @@ def test_the_weight_of_a_message_is_obeyed_or_said(tokenizer):
     assert len(built) == 3
     assert report.dropped == {"whose answer has another weight than 1": 1}
     assert "has weight 0: the last turn is what is trained" in report.first["whose answer has another weight than 1"]
-    assert report.noted["with an earlier turn of weight 1, which is not trained"] == 1
+    assert report.noted["with an earlier turn that is to be trained, which is not"] == 1
     with pytest.raises(DataError, match="weight 0: the last turn is what is trained"):
         demonstrations(tokenizer, [{"prompt": "1", "completion": [{"role": "assistant", "content": "2", "weight": 0}]}])
+
+
+def _truth(value):
+    return value is True
+
+
+SWITCHES = [("train", False), ("training", "false"), ("trainable", False), ("loss", False), ("loss_mask", 0), ("masked", True)]
+
+
+@pytest.mark.parametrize(("key", "off"), SWITCHES)
+@pytest.mark.parametrize("form", ["messages", "completion", "conversations"])
+def test_an_answer_that_other_libraries_switch_off_is_not_trained(key, off, form):
+    turns = [user("1"), assistant("2", **{key: off})]
+    if form == "conversations":
+        names = {"user": "human", "assistant": "gpt"}
+        turns = [{"from": names[turn.pop("role")], "value": turn.pop("content"), **turn} for turn in turns]
+    row = {"prompt": "1", "completion": turns[1:]} if form == "completion" else {form: turns}
+    kept = {"prompt": "1", "completion": [assistant("3", **{key: not _truth(off)})]}
+    write = SourceRows("f", [row, kept]).renamed({})
+    built, report = encode_demonstrations(write, Template(tokenizer=byte_tokenizer(), chat=True), context=200, eos_ids=(1,))
+    assert len(built) == 1 and report.dropped == {"whose answer is switched off": 1}
+    assert f"has {key} {off!r}" in report.first["whose answer is switched off"]
+
+
+@pytest.mark.parametrize(("key", "on"), [("train", True), ("loss_mask", 1), ("masked", False)])
+def test_an_earlier_turn_that_other_libraries_train_is_noted(tokenizer, key, on):
+    row = {"messages": [user("1"), assistant("2", **{key: on}), user("3"), assistant("4")]}
+    _, report = demonstrations(tokenizer, [row])
+    assert report.noted["with an earlier turn that is to be trained, which is not"] == 1

@@ -9,7 +9,9 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from groupwise.config.settings import DATA_SUFFIXES
+from groupwise.config.settings import DATA_SUFFIXES, DataSettings
+from groupwise.data import sources
+from groupwise.data.load import load_data
 from groupwise.data.sources import live_rows, read_rows
 from groupwise.errors import DataError
 from groupwise.utils.built_in import find_built_in
@@ -198,3 +200,33 @@ def test_a_row_of_a_json_file_costs_no_look_through_the_whole_file(write):
     began = time.process_time()
     assert len(read_rows(path)) == 40_000
     assert time.process_time() - began < 8.0  # 0.2 where it is looked through once, a minute where every row does it
+
+
+def test_of_a_large_parquet_file_no_more_than_the_limit_is_read(tmp_path, tokenizer):
+    """A later part of the file is damaged: who reads it fails."""
+    path = tmp_path / "rows.parquet"
+    table = pyarrow.table({"prompt": [f"{n}+{n}" for n in range(4000)]})
+    pyarrow.parquet.write_table(table, path, row_group_size=1000, compression="none", use_dictionary=False)
+    data, text = bytearray(path.read_bytes()), b"3500+3500"
+    place = data.index(text)
+    data[place - 4 : place + 400] = bytes(b"\xff" * 404)
+    path.write_bytes(data)
+    with pytest.raises(DataError):
+        read_rows(str(path))
+    settings = DataSettings(path=str(path), limit=16)
+    loaded = load_data(settings, tokenizer, context=64, max_new_tokens=8, seed=0)
+    assert [prompt.text for prompt in loaded.train] == [f"{n}+{n}" for n in range(16)]
+
+
+def test_of_a_data_set_of_the_hub_no_more_than_the_limit_is_read(monkeypatch):
+    made = datasets.Dataset.from_list(ROWS)
+    monkeypatch.setattr(sources, "_load_hub", lambda name, split: made)
+    monkeypatch.setattr(made, "to_list", lambda: pytest.fail("all rows were read"))
+    assert list(read_rows("owner/rows", limit=2)) == ROWS[:2]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 9, None])
+def test_a_limit_gives_the_first_rows_of_every_kind_of_source(write, tmp_path, limit):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    for path in (write(ROWS), write(ROWS, "rows.json"), str(tmp_path / "rows.parquet")):
+        assert list(read_rows(path, limit=limit)) == ROWS[:limit], path

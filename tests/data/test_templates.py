@@ -187,7 +187,7 @@ def test_a_chat_template_that_renders_answered_prompts_differently_is_unstable(t
     assert not template.is_stable({"prompt": "1+2"}, "3")
     question = asked(template, {"prompt": "1+2"})
     completion = template.complete([question], ["3"], (tokenizer.eos_token_id,))[0]
-    assert tokenizer.decode(completion.tokens) == "3<|end|>"
+    assert completion.closed and tokenizer.decode(completion.tokens) == "\n</think>\n\n3<|end|>"
 
 
 # what cannot be done
@@ -379,6 +379,11 @@ def test_a_recipe_sets_variables_for_every_conversation_and_rows_go_over_them():
     [
         ({"thinkin": True}, "the chat template does not mention 'thinkin' \\(did you mean thinking\\?\\), so it changes nothing"),
         ({"tools": []}, "'tools' is no variable of the chat template"),
+        (
+            {"thinking": "false"},
+            "thinking is the text 'false', which a template takes as true: write true or false",
+        ),
+        ({"thinking": "no"}, "thinking is the text 'no'"),
     ],
 )
 def test_variables_of_a_recipe_that_change_nothing_are_refused(variables, said):
@@ -387,7 +392,7 @@ def test_variables_of_a_recipe_that_change_nothing_are_refused(variables, said):
     with pytest.raises(ConfigError, match=rf"^data.chat_template_kwargs: {said}"):
         Template.build(DataSettings(task="addition", chat=True, chat_template_kwargs=variables), tokenizer)
     tokenizer.chat_template = None
-    with pytest.raises(ConfigError, match="leave it out"):
+    with pytest.raises(ConfigError, match=r"leave it out|without quotes"):
         Template.build(DataSettings(task="addition", chat_template_kwargs=variables), tokenizer)
 
 
@@ -407,6 +412,8 @@ def test_variables_of_rows_that_the_template_does_not_mention_are_told():
         ("x", "expected an object"),
         ({"tools": []}, "sets 'tools'"),
         ({"messages": 1}, "sets 'messages'"),
+        ({"enable_thinking": "False"}, "enable_thinking is the text 'False', which a template takes as true"),
+        ('{"enable_thinking": "off"}', "enable_thinking is the text 'off'"),
     ],
 )
 def test_variables_that_cannot_be_used_are_counted(given, said):

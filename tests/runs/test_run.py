@@ -462,3 +462,33 @@ def test_a_run_records_what_the_viewer_shows_and_ends_with_a_report(recipe: Call
     console = Console(file=io.StringIO(), width=100)
     assert train_recipe(recipe(name="unreported", **GRPO), console=console, report=failing) == 0
     assert "no report: no room" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+DATED = (
+    "{{ strftime_now('%Y%m%d%H%M%S') }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_a_resumed_run_writes_the_date_of_its_first_start(recipe: Callable, tmp_path: Path) -> None:
+    model = TINY["model"] | {"chat_template": DATED}
+    dated = load_recipe(recipe(**GRPO, name="dated", model=model, data={"chat": True, "limit": 8, "eval_limit": 2}))
+    folder = tmp_path / "runs" / "dated"
+
+    def prompts() -> set[str]:
+        with Run(dated, folder) as run:
+            next(run.steps())
+            return {prompt.text.split("<")[0] for prompt in run.job.prompts}
+
+    def written(moment: float) -> set[str]:
+        return {time.strftime("%Y%m%d%H%M%S", time.gmtime(moment))}
+
+    first = prompts()
+    record = json.loads((folder / "environment.json").read_text())
+    assert first == written(record["attempts"][0]["time"])
+    record["attempts"][0]["time"] -= 86400 * 400
+    (folder / "environment.json").write_text(json.dumps(record))
+    (folder / "checksums.txt").unlink()
+    assert prompts() == written(record["attempts"][0]["time"])
+    attempts = json.loads((folder / "environment.json").read_text())["attempts"]
+    assert len(attempts) == 2 and attempts[1]["time"] > attempts[0]["time"] + 86400 * 400

@@ -36,8 +36,10 @@ STEP_END = "\n"
 SILENT = "of which the chat template writes nothing"
 UNKNOWN = "with characters unknown to the tokenizer"
 UNWRITTEN = "with a message that the chat template does not write"
+UNREAD_MARGIN = "with a margin, which only reward models read"
 UNREAD_TOOLS = "with tools that cannot be read"
 UNREAD_VARIABLES = "with chat_template_kwargs that the chat template does not mention"
+CLOSED = "without the reasoning that the chat template opens: an empty block stands there"
 CONTROL = "with control tokens in their messages"
 
 
@@ -115,6 +117,17 @@ def read_pairs(rows: SourceRows, wording: Wording) -> SourceRows[ReadRow]:
     return as_pairs(rows, wording).mapped(partial(read_pair, wording=wording))
 
 
+def read_plain_pairs(rows: SourceRows, wording: Wording) -> SourceRows[ReadRow]:
+    """The pairs of a source for an objective that reads no margin: those with one are noted."""
+
+    def noted(example: ReadRow, _where: str) -> ReadRow:
+        if not example.extra:
+            return example
+        return replace(example, notes=(*example.notes, UNREAD_MARGIN))
+
+    return read_pairs(rows, wording).mapped(noted)
+
+
 def demonstration(id: str, question: Question, answer: EncodedAnswer) -> Demonstration:
     """Of a question and its answer; of a text alone all tokens are learnt."""
     made = Demonstration(id=id, prompt=question.tokens, completion=answer.tokens)
@@ -150,6 +163,8 @@ PAIRS = RecordKind(
         margin=question.example.extra,
     ),
 )
+PLAIN_PAIRS = replace(PAIRS, read=read_plain_pairs)
+"""Pairs of an objective that reads no margin."""
 SOLUTIONS = RecordKind(
     name="solution",
     read=lambda rows, wording: rows.mapped(partial(read_solution, wording=wording)),
@@ -220,6 +235,8 @@ def encode(
             question = cut
         if any(not one.stable for one in completions):
             report.note("with a completion encoded apart from its prompt")
+        if any(one.closed for one in completions):
+            report.note(CLOSED)
         for note in question.example.notes:
             report.note(note, first=question.where)
         key = template.key(question.content)
@@ -240,10 +257,7 @@ def _answered(
 ) -> Iterable[Sequence[EncodedAnswer | Refusal]]:
     """The answers of each question; none of a prompt."""
     if questions and questions[0].example.steps:
-        return [
-            (template.in_steps(question, question.example.steps, STEP_END, eos_ids),)
-            for question in questions
-        ]
+        return [(answer,) for answer in template.try_in_steps(questions, STEP_END, eos_ids)]
     sides = zip(*(question.example.answers for question in questions), strict=True)
     completed = [template.try_complete(questions, answers, eos_ids) for answers in sides]
     return zip(*completed, strict=True) if completed else [()] * len(questions)

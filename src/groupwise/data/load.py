@@ -260,9 +260,9 @@ def _sources(settings: DataSettings, kind: str, seed: int) -> tuple[SourceRows, 
                 "data.task_args are the arguments of a task: set data.task, or leave them out"
             )
         return (
-            read_rows(settings.path, settings.split, lenient=True)
-            .first(settings.limit)
-            .renamed(settings.columns),
+            read_rows(settings.path, settings.split, lenient=True, limit=settings.limit).renamed(
+                settings.columns
+            ),
             held_out,
         )
     task = make_task(str(settings.task), settings.task_args)

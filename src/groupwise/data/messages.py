@@ -30,6 +30,8 @@ ARGUMENTS = (
     "tokenize", "return_assistant_tokens_mask",
 )  # fmt: skip
 """Arguments of the renderer, which rows and the library set."""
+SWITCHES = ("true", "false", "yes", "no", "on", "off")
+"""Texts that stand for a switch; YAML and columnar files make texts of switches."""
 NO_VARIABLES = "with chat_template_kwargs that cannot be used"
 NO_CALLS = "with tool_calls that are no list of calls"
 NO_TEXT = "with content that is no text"
@@ -294,7 +296,25 @@ def variables_in(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
                 f"{where}: {VARIABLES} sets {name!r}, which is no variable of the chat template:"
                 " leave it out",
             )
+    if remedy := switch_as_text(variables):
+        raise BadRow(NO_VARIABLES, f"{where}: {VARIABLES}: {remedy}")
     return variables
+
+
+def switch_as_text(variables: Mapping[str, Any]) -> str:
+    """What is wrong with a switch that is set to a text, which every template takes as true; empty
+    where none is.
+
+    >>> switch_as_text({"enable_thinking": "no"})
+    "enable_thinking is the text 'no', which a template takes as true: write true or false, without quotes"
+    """
+    for name, value in variables.items():
+        if isinstance(value, str) and value.strip().lower() in SWITCHES:
+            return (
+                f"{name} is the text {value!r}, which a template takes as true: write true or"
+                " false, without quotes"
+            )
+    return ""
 
 
 def names_of(functions: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -15,8 +15,9 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, tzinfo
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from groupwise.data.tokenizers import CHAT_TEMPLATE
 from groupwise.errors import DataError
@@ -34,6 +35,10 @@ MEMORY = 1 << 30
 """Bytes that the process may take beyond those with which it starts."""
 LENGTH = 1 << 24
 """Characters of one rendered conversation."""
+CLOCK = "strftime_now"
+"""The function by which a template writes the date.  As a variable of a conversation it is the
+moment, a Unix time, that the function gives: a run renders all of its conversations at one moment.
+"""
 AT_ONCE = 64
 """Conversations of one exchange with the process."""
 
@@ -60,7 +65,13 @@ class Chat:
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": self.continue_final_message,
         }
-        return dict(self.variables) | switches
+        variables = {name: value for name, value in self.variables.items() if name != CLOCK}
+        return variables | switches
+
+    @property
+    def moment(self) -> float | None:
+        """The moment that the template writes as a date; None: when it is rendered."""
+        return self.variables.get(CLOCK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +140,11 @@ def unmentioned(names: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> lis
         if isinstance(template, Mapping)
         else str(template or "")
     )
-    return [name for name in names if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) is None]
+    return [
+        name
+        for name in names
+        if name != CLOCK and re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) is None
+    ]
 
 
 def _renders_itself(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -143,12 +158,13 @@ def _at_home(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> str | Refusal:
     """Rendered in this process."""
     import jinja2
 
-    tools = None if chat.tools is None else [dict(tool) for tool in chat.tools]
+    tools: list[Any] | None = None
+    if chat.tools is not None:
+        tools = [dict(tool) for tool in chat.tools]
+    messages = [dict(message) for message in chat.messages]
     try:
-        messages = [dict(message) for message in chat.messages]
-        return str(
-            tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **chat.options)
-        )  # type: ignore[arg-type]
+        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **chat.options)
+        return str(text)
     except (jinja2.TemplateError, ValueError, TypeError, KeyError, ArithmeticError) as error:
         return Refusal(chat.where, escaped(str(error)))
 
@@ -236,7 +252,9 @@ class _Renderer:
                 variables={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
             )
         templates = [shown_template(tokenizer, tools=tools) for tools in (False, True)]
-        conversations = [(_plain(chat.messages), chat.tools, chat.options) for chat in chats]
+        conversations = [
+            (_plain(chat.messages), chat.tools, chat.options, chat.moment) for chat in chats
+        ]
         text = json.dumps([dict(tokenizer.special_tokens_map), conversations], default=_placeholder)
         return self._process.ask(templates, text, seconds=WALL_SECONDS, answers=len(chats))
 
@@ -245,13 +263,18 @@ def serve_templates() -> Callable[[Sequence[str], str], Iterator[tuple[str, str]
     """In the process: what renders conversations by two templates, of which the second is for those
     with tools.
 
-    As JSON come the tokenizer's special tokens, and a list of (messages, tools, options).
+    As JSON come the tokenizer's special tokens, and a list of (messages, tools, options, moment).
 
     There is an answer for each: `("text", text)`, `("refused", why)`, or `("unusable", why)` (the
     template is none, or ran out of memory, depth or length), which is the last one.
     """
     from jinja2 import TemplateSyntaxError
+    from transformers.utils import chat_template_utils
     from transformers.utils.chat_template_utils import render_jinja_template
+
+    # transformers gives templates its own `strftime_now` and takes no other: the clock that it
+    # reads is set, in this process, which does nothing else.
+    chat_template_utils.datetime = _Clock  # type: ignore[misc]
 
     def rendered(
         template: str, messages: Any, tools: Any, options: Mapping[str, Any]
@@ -278,7 +301,8 @@ def serve_templates() -> Callable[[Sequence[str], str], Iterator[tuple[str, str]
 
     def answers(templates: Sequence[str], text: str) -> Iterator[tuple[str, str]]:
         special, chats = json.loads(text)
-        for messages, tools, options in chats:
+        for messages, tools, options, moment in chats:
+            _Clock.moment = moment
             yield (
                 answer := rendered(templates[tools is not None], messages, tools, special | options)
             )
@@ -287,6 +311,17 @@ def serve_templates() -> Callable[[Sequence[str], str], Iterator[tuple[str, str]
                 return
 
     return answers
+
+
+class _Clock(datetime):
+    """A clock that stands at a moment, where there is one."""
+
+    moment: ClassVar[float | None] = None
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> _Clock:
+        """The moment, in UTC: a date is the same on every machine that continues a run."""
+        return super().now(tz) if cls.moment is None else cls.fromtimestamp(cls.moment, tz or UTC)
 
 
 def _unusable(chat: Chat, why: str) -> DataError:

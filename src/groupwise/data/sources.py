@@ -32,6 +32,8 @@ MAX_DEPTH = 100
 """
 
 
+PARQUET_ROWS = 10_000
+"""Rows of a Parquet file that are decoded at a time."""
 UNREADABLE = "that cannot be read"
 NO_JSON = "with messages as text that is no JSON"
 DAMAGED = "that are damaged"
@@ -208,7 +210,10 @@ def shared_conversation(row: Row, where: str) -> Row:
             "with a speaker that is not known",
             f"{where}: conversations holds a turn from {unknown!r:.40}: {remedy}",
         )
-    messages = [{"role": SPEAKERS[turn["from"]], "content": turn["value"]} for turn in turns]
+    messages = []
+    for turn in turns:
+        switches = {key: value for key, value in turn.items() if key not in ("from", "value")}
+        messages.append({"role": SPEAKERS[turn["from"]], "content": turn["value"], **switches})
     return {name: value for name, value in row.items() if name != "conversations"} | {
         "messages": messages
     }
@@ -297,7 +302,9 @@ def none_left(name: str, left_out: Sequence[LeftOut]) -> str:
     return f"{name}: 0 of {counted(len(left_out), 'row')} can be used: {reasons}"
 
 
-def read_rows(path: str, split: str = "train", *, lenient: bool = False) -> SourceRows:
+def read_rows(
+    path: str, split: str = "train", *, lenient: bool = False, limit: int | None = None
+) -> SourceRows:
     """Rows of a JSONL, JSON or Parquet file, or of a hub data set: `owner/name`, or
     `owner/name:config`.
 
@@ -305,18 +312,19 @@ def read_rows(path: str, split: str = "train", *, lenient: bool = False) -> Sour
     (see `live_rows`).
     lenient: of a file of which some row can be read, those that cannot (a line that is cut off,
         half of a character) are left out.
+    limit: only so many rows are read, the first.
     Raises DataError naming the file, the line and what was found there, ConfigError for a `live:`
     name without its rows."""
     if (rows := object_of(path, "data.path")) is not None:
-        return rows
+        return rows.first(limit)
     if wrong := wrong_rows(path):
         raise DataError(wrong)
     file = expanded(path)
     if not file.exists():
-        return _read_hub(path, split)
+        return _read_hub(path, split, limit)
     if file.stat().st_size == 0:
         raise DataError(f"{path} is empty (0 bytes)")
-    rows = find_built_in("data.sources", file.suffix.lower())(file, path)
+    rows = find_built_in("data.sources", file.suffix.lower())(file, path, limit)
     if rows.left_out and not lenient:
         raise DataError(rows.left_out[0].where)
     if not rows:
@@ -422,7 +430,7 @@ def kind_of(value: object) -> str:
 
 
 @built_in(".jsonl", ".ndjson")
-def _read_jsonl(file: Path, name: str) -> SourceRows:
+def _read_jsonl(file: Path, name: str, limit: int | None) -> SourceRows:
     rows, lines, left_out = [], [], []
     with file.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
@@ -433,6 +441,8 @@ def _read_jsonl(file: Path, name: str) -> SourceRows:
                 lines.append(number)
             except DataError as error:
                 left_out.append(LeftOut(DAMAGED, f"{name} line {number}: {error}", number))
+            if len(rows) == limit:
+                break
     return SourceRows(name, rows, lines, unit="line", left_out=tuple(left_out))
 
 
@@ -518,7 +528,7 @@ _HALF = re.compile(r"\\u[dD]")
 
 
 @built_in(".json")
-def _read_json(file: Path, name: str) -> SourceRows:
+def _read_json(file: Path, name: str, limit: int | None) -> SourceRows:
     try:
         text = _decode(file.read_bytes())
         rows = json.loads(text)
@@ -542,17 +552,23 @@ def _read_json(file: Path, name: str) -> SourceRows:
             numbers.append(number)
         except DataError as error:
             left_out.append(LeftOut(DAMAGED, f"{name} row {number}: {error}", number))
-    return SourceRows(name, whole, numbers, left_out=tuple(left_out))
+    return SourceRows(name, whole, numbers, left_out=tuple(left_out)).first(limit)
 
 
 @built_in(".parquet")
-def _read_parquet(file: Path, name: str) -> SourceRows:
+def _read_parquet(file: Path, name: str, limit: int | None) -> SourceRows:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.read_table(file)
-        return SourceRows(name, _of_columns(table.to_pylist(), table.schema))
+        with pyarrow.parquet.ParquetFile(file) as parquet:
+            size = PARQUET_ROWS if limit is None else min(limit, PARQUET_ROWS)
+            rows: list[dict[str, Any]] = []
+            for batch in parquet.iter_batches(size):
+                rows += batch.to_pylist()
+                if limit is not None and len(rows) >= limit:
+                    break
+            return SourceRows(name, _of_columns(rows[:limit], parquet.schema_arrow))
     except (
         UnicodeDecodeError,
         OverflowError,
@@ -600,10 +616,12 @@ def _load_hub(name: str, split: str) -> Any:
         ) from error
 
 
-def _read_hub(name: str, split: str) -> SourceRows:
+def _read_hub(name: str, split: str, limit: int | None) -> SourceRows:
     loaded = _load_hub(name, split)
     if not len(loaded):
         raise DataError(f"{name} (split {split}) holds no rows")
+    if limit is not None and limit < len(loaded):
+        loaded = loaded.select(range(limit))
     return SourceRows(name, _of_columns(loaded.to_list(), loaded.features))
 
 

@@ -27,6 +27,7 @@ from groupwise.data.messages import (
     checked,
     garbled,
     names_missing,
+    switch_as_text,
     tools_in,
     with_arguments,
 )
@@ -54,7 +55,7 @@ AT_ONCE = 1_000
 """Texts that the tokenizer encodes at a time: what it makes of one is many times as large as its
 ids, and would fill the memory.
 """
-THINK = "<think>"
+THINK, THINK_END = "<think>", "</think>"
 MARK = "zq7mark"
 """Stands for an answer where the template is looked at."""
 
@@ -240,51 +241,118 @@ class Template(Wording):
         """
         marks = self.end_marks(eos_ids)
         turns = [
-            _between_marks(*one, marks) for one in zip(questions, map(_turns, answers), strict=True)
+            _between_marks(question, _turns(answer), marks)
+            for question, answer in zip(questions, answers, strict=True)
         ]
-        whole = self._rendered(
-            [
-                self._answered(question, spoken)
-                for question, spoken in zip(questions, turns, strict=True)
-            ]
-        )
-        whole = self._complete_ones(questions, turns, whole)
+        chats = [
+            self._answered(question, spoken)
+            for question, spoken in zip(questions, turns, strict=True)
+        ]
+        whole = self._complete_ones(questions, turns, self._rendered(chats))
         joint = self._ids(whole, [question.plain for question in questions])
         completions: list[EncodedAnswer | Refusal] = []
         for question, spoken, rendered, ids in zip(questions, turns, whole, joint, strict=True):
             if isinstance(rendered, Refusal):
                 completions.append(rendered)
-                continue
-            behind = unmarked(rendered)[len(question.text) :]
-            text = str(spoken[0]["content"]) if _is_text(spoken) else behind
-            m = question.tokens.size
-            # Some templates cut reasoning out of an answer's text.
-            stable = ids[:m] == question.tokens.tolist() and (
-                text in behind or _squeezed(text) in _squeezed(behind)
-            )
-            answer = ids[m:] if stable else self._ids([text], [False])[0]
-            unknown = self._unknown_in(text, answer)
-            completions.append(
-                EncodedAnswer(ended(answer, eos_ids, self.tokenizer), text, stable, unknown=unknown)
-            )
+            else:
+                written = unmarked(rendered)
+                completions.append(self._completion(question, spoken, written, ids, eos_ids))
         return completions
 
-    def in_steps(
-        self, question: Question, steps: Sequence[str], separator: str, eos_ids: Sequence[int]
+    def _completion(
+        self,
+        question: Question,
+        spoken: Messages,
+        whole: str,
+        ids: list[int],
+        eos_ids: Sequence[int],
     ) -> EncodedAnswer:
-        """An answer whose steps are encoded one by one, so that tokens end with them.   separator:
-        behind all but the last.
+        """Take an answer out of the rendering of its conversation.
+
+        whole, ids: the rendered conversation.
         """
-        steps = [behind_opening(question.text, steps[0]), *steps[1:]]
-        texts = [step + separator for step in steps[:-1]] + [
-            before_end(steps[-1], self.end_marks(eos_ids))
+        behind = whole[len(question.text) :]
+        text = str(spoken[0]["content"]) if _is_text(spoken) else behind
+        # Some templates cut reasoning out of an answer's text.
+        shown = _squeezed(text) in _squeezed(behind)
+        size = question.tokens.size
+        stable = shown and ids[:size] == question.tokens.tolist()
+        closing = ""
+        if stable:
+            answer = ids[size:]
+        elif shown and whole.startswith(question.text):
+            answer = self._ids([behind], [False])[0]
+        else:
+            closing = closing_of(question, text)
+            answer = self._ids([closing + text], [False])[0]
+        return EncodedAnswer(
+            ended(answer, self._ends(question, eos_ids), self.tokenizer),
+            text,
+            stable,
+            unknown=self._unknown_in(text, answer),
+            closed=closing != "",
+        )
+
+    def _ends(self, question: Question, eos_ids: Sequence[int]) -> Sequence[int]:
+        """EOS ids; first stands what ends an answer that brings no end.
+
+        Behind a chat prompt that is what the chat template writes behind an answer, behind a string
+        the tokenizer's.
+        """
+        if question.plain:
+            return eos_ids
+        return sorted(eos_ids, key=lambda token: token != self._turn_end_id)
+
+    def try_in_steps(
+        self, questions: Sequence[Question], separator: str, eos_ids: Sequence[int]
+    ) -> list[EncodedAnswer | Refusal]:
+        """The answers of questions whose steps are encoded one by one, so that tokens end with
+        them.
+
+        What the chat template writes around an answer belongs to the first and the last step.
+        separator: stands behind all steps but the last.
+        """
+        marks = self.end_marks(eos_ids)
+        solved: list[list[str]] = []
+        for question in questions:
+            first, *rest = question.example.steps
+            steps = [behind_opening(question.text, first), *rest]
+            last = before_end(steps[-1], marks)
+            solved.append([*(step + separator for step in steps[:-1]), last])
+        chats = [
+            self._answered(question, [{"role": "assistant", "content": "".join(texts)}])
+            for question, texts in zip(questions, solved, strict=True)
         ]
+        answers: list[EncodedAnswer | Refusal] = []
+        for question, texts, rendered in zip(questions, solved, self._rendered(chats), strict=True):
+            if isinstance(rendered, Refusal):
+                answers.append(rendered)
+            else:
+                answers.append(self._in_steps(question, texts, unmarked(rendered), eos_ids))
+        return answers
+
+    def _in_steps(
+        self, question: Question, texts: list[str], whole: str, eos_ids: Sequence[int]
+    ) -> EncodedAnswer:
+        """An answer in steps, with what stands around it in the rendering of its conversation."""
+        behind = whole[len(question.text) :] if whole.startswith(question.text) else ""
+        if "".join(texts) not in behind:
+            # Some templates strip an answer.
+            texts[0], texts[-1] = texts[0].lstrip(), texts[-1].rstrip()
+        answer = "".join(texts)
+        before, found, after = behind.partition(answer)
+        closing = "" if found else closing_of(question, answer)
+        texts[0] = (before if found else closing) + texts[0]
+        texts[-1] += after
         parts = self._ids(texts, [False] * len(texts))
+        joined = [token for part in parts for token in part]
+        tokens = ended(joined, self._ends(question, eos_ids), self.tokenizer)
         ends = np.cumsum([len(part) for part in parts]) - 1
-        ends[-1] += 1  # EOS
-        ids = np.array([*(token for part in parts for token in part), eos_ids[0]], np.int64)
+        ends[-1] = tokens.size - 1
         unknown = any(map(self._unknown_in, texts, parts))
-        return EncodedAnswer(ids, "".join(texts), stable=True, unknown=unknown, ends=ends)
+        return EncodedAnswer(
+            tokens, answer, stable=True, unknown=unknown, ends=ends, closed=closing != ""
+        )
 
     def end_marks(self, eos_ids: Sequence[int]) -> tuple[str, ...]:
         """The marks that end a turn or a completion."""
@@ -301,6 +369,14 @@ class Template(Wording):
         behind = text.rpartition(MARK)[2].lstrip() if isinstance(text, str) else ""
         mark = self.control_pattern.match(behind)
         return mark[0] if mark else ""
+
+    @cached_property
+    def _turn_end_id(self) -> int | None:
+        """The id of the token that the chat template writes behind an answer; None if it writes
+        none.
+        """
+        token = self.tokenizer.convert_tokens_to_ids(self._turn_end) if self._turn_end else None
+        return token if isinstance(token, int) else None
 
     def _complete_ones(
         self,
@@ -638,6 +714,8 @@ class EncodedAnswer:
     """True if it holds a character that the tokenizer cannot write."""
     ends: np.ndarray | None = None
     """Of an answer in steps the place of each step's last token."""
+    closed: bool = False
+    """True if the reasoning that its prompt opens was closed before it."""
 
 
 Answer = TypeVar("Answer", Question, EncodedAnswer)
@@ -659,6 +737,8 @@ def check_variables(variables: Mapping[str, Any], tokenizer: PreTrainedTokenizer
     for name in variables:
         if name in ARGUMENTS:
             raise ConfigError(f"{key}: {name!r} is no variable of the chat template: leave it out")
+    if remedy := switch_as_text(variables):
+        raise ConfigError(f"{key}: {remedy}")
     for name in unmentioned(variables, tokenizer):
         template = shown_template(tokenizer, tools=False)
         if not template:
@@ -708,6 +788,13 @@ def behind_opening(prompt: str, answer: str) -> str:
         return answer
     bare = answer.lstrip()
     return bare[len(opened) :] if bare.startswith(opened) else bare.removeprefix(THINK)
+
+
+def closing_of(question: Question, answer: str) -> str:
+    """What closes the reasoning that a chat prompt opens, where an answer has none."""
+    if question.plain or not question.text.rstrip().endswith(THINK) or THINK_END in answer:
+        return ""
+    return f"\n{THINK_END}\n\n"
 
 
 def _between_marks(question: Question, answer: Messages, marks: tuple[str, ...]) -> Messages:

@@ -35,7 +35,22 @@ ANSWERED_IN = ("completion", "messages", "output")
 NOTHING = "with nothing in a column that data.template reads"
 SEVERAL = "with several turns beside data.template"
 WEIGHT = "whose answer has another weight than 1"
-UNTRAINED = "with an earlier turn of weight 1, which is not trained"
+SWITCHED_OFF = "whose answer is switched off"
+TRAINED: Mapping[str, bool] = {
+    "weight": True,
+    "train": True,
+    "training": True,
+    "trainable": True,
+    "loss": True,
+    "loss_mask": True,
+    "masked": False,
+}
+"""Keys of a message that say whether its tokens are trained, each with the value that says so.
+
+`weight`: OpenAI, TRL; `train`, `training`: Axolotl, open-instruct; `loss`: ms-swift,
+LLaMA-Factory; `loss_mask`: verl; `masked`: torchtune.
+"""
+UNTRAINED = "with an earlier turn that is to be trained, which is not"
 EARLIER = "with earlier turns of the completion in the prompt"
 UNSAID = "whose system message data.template does not write"
 TEXT_ALONE = "of which the column text alone is read"
@@ -228,13 +243,27 @@ def checked_turns(value: object, column: str, where: str) -> Content:
     turns = checked(value, column, where)
     if isinstance(value, list) and (isinstance(turns, str) or turns[-1]["role"] != "assistant"):
         raise DataError(f"{where}: {column} must end with a message of the assistant")
-    weight = None if isinstance(turns, str) else turns[-1].get("weight")
-    if weight not in (None, 1):
-        what = f"the last message of {column} has weight {weight!r:.40}"
-        raise BadRow(
-            WEIGHT, f"{where}: {what}: the last turn is what is trained, with weight 1 or none"
-        )
+    if isinstance(turns, str):
+        return turns
+    last = turns[-1]
+    for key, trained in TRAINED.items():
+        if last.get(key) is not None and _switch(last[key]) != trained:
+            what = f"the last message of {column} has {key} {last[key]!r:.40}"
+            remedy = f"the last turn is what is trained, with {key} {trained:d} or none"
+            raise BadRow(WEIGHT if key == "weight" else SWITCHED_OFF, f"{where}: {what}: {remedy}")
     return turns
+
+
+def _switch(value: object) -> object:
+    """A switch of a message as a truth value, where a text or a number stands for one."""
+    if isinstance(value, str):
+        return {"true": True, "1": True, "false": False, "0": False}.get(value.lower(), value)
+    return value
+
+
+def _is_to_be_trained(turn: Mapping[str, Any]) -> bool:
+    """True for a message that a switch marks as one to be trained."""
+    return any(key in turn and _switch(turn[key]) == value for key, value in TRAINED.items())
 
 
 def read_demonstration(row: Row, where: str, wording: Wording) -> ReadRow:
@@ -277,7 +306,7 @@ def read_demonstration(row: Row, where: str, wording: Wording) -> ReadRow:
                 notes = (EARLIER,)
     content = wording.opened(prompt)
     if not isinstance(content, str) and any(
-        turn["role"] == "assistant" and turn.get("weight") == 1 for turn in content
+        turn["role"] == "assistant" and _is_to_be_trained(turn) for turn in content
     ):
         notes += (UNTRAINED,)
     return ReadRow(row, where, content, (answer,), variables, notes=notes)

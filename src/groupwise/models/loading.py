@@ -593,7 +593,7 @@ def resolve_device(settings: ModelSettings) -> torch.device:
 def eos_ids(
     generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[int, ...]:
-    """Every id that ends a completion: the generation config's (often several) and the tokenizer's.
+    """Every id that ends a completion: the tokenizer's first, then those of the generation config.
 
     Raises DataError if there is none, or if one lies outside the vocabulary.
     """
@@ -616,7 +616,7 @@ def eos_ids(
             f"EOS id {outside[0]} lies outside the vocabulary of {len(tokenizer)} tokens:"
             " completions could never end"
         )
-    return tuple(sorted(ids))
+    return tuple(sorted(ids, key=lambda token: (token != tokenizer.eos_token_id, token)))
 
 
 def context_length(config: dict[str, Any]) -> int:

@@ -363,15 +363,33 @@ def attempts_of(run: RunFiles) -> list[dict[str, Any]]:
     return attempts
 
 
-def add_start(run: RunFiles, done: int) -> None:
-    """Add this start to those that are there; a file that cannot be read is put aside."""
+def moment_of(folder: Path, now: float) -> float:
+    """The time at which a run was first started; `now` of a run that has not been.
+
+    All of its chat templates write this date, on every day on which the run is resumed.
+    """
+    try:
+        attempts = attempts_of(RunFiles(folder))
+    except RunError:
+        return now  # `add_start` puts the file aside and warns
+    return float(attempts[0]["time"]) if attempts else now
+
+
+def add_start(run: RunFiles, done: int, started: float | None = None) -> None:
+    """Add this start to those that are there; a file that cannot be read is put aside.
+
+    started: the time of the start; None: now.
+    """
     try:
         attempts = attempts_of(run)
     except RunError as error:
         attempts, aside = [], run.folder / "environment.damaged.json"
         os.replace(run.folder / ENVIRONMENT, aside)
         log.warning("%s: it is %s now, and begun anew", error, aside.name)
-    _write_attempts(run, [*attempts, {"after_step": done, **environment()}])
+    start = {"after_step": done, **environment()}
+    if started is not None:
+        start["time"] = started
+    _write_attempts(run, [*attempts, start])
 
 
 def _write_attempts(run: RunFiles, attempts: Sequence[Mapping[str, Any]]) -> None:

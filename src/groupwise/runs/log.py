@@ -39,10 +39,13 @@ class RunLog:
 
     done: steps that the run resumed with; what was written of later ones is taken away, because
         they are taken again, and so is the evaluation before the first step if there is none.
+    started: the time of this start, for `environment.json`; None: now.
         Every method raises StorageError if the disk fails.
     """
 
-    def __init__(self, folder: Path, recipe: Recipe, *, done: int = 0) -> None:
+    def __init__(
+        self, folder: Path, recipe: Recipe, *, done: int = 0, started: float | None = None
+    ) -> None:
         self.folder = Path(folder)
         self.files = RunFiles(self.folder)
         self._every = recipe.save.rollouts_every
@@ -54,7 +57,7 @@ class RunLog:
             before = self._lines_before() if done else []
             self.files.begin(without=(METRICS,))
             self.files.write(CONFIG, dump(recipe).encode())
-            add_start(self.files, done)
+            add_start(self.files, done, started)
             self.lines = {line["step"]: line for line in before if line["step"] <= done}
             """What stands in the log, by step."""
             self.files.note_lines(METRICS, (_line(line).encode() for line in self.lines.values()))

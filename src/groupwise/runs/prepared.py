@@ -360,10 +360,10 @@ def _try_rewards(
     columns: list[str] | None = None if prompts is None else columns_of(prompts.train)
     if columns is None and recipe.data.path is not None:
         with suppress(ConfigError, DataError, OSError):
-            ours = {theirs: ours for ours, theirs in recipe.data.columns.items()}
-            names = dict.fromkeys(
-                str(name) for row in read_rows(recipe.data.path, recipe.data.split) for name in row
-            )
+            data = recipe.data
+            ours = {theirs: ours for ours, theirs in data.columns.items()}
+            rows = read_rows(recipe.data.path, data.split, limit=data.limit)
+            names = dict.fromkeys(str(name) for row in rows for name in row)
             columns = [ours.get(name, name) for name in names]
     functions = {
         place: reward for place, reward in enumerate(recipe.rewards) if reward.function != MODEL

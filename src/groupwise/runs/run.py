@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ import torch
 
 from groupwise.config.recipes import demand_objects
 from groupwise.config.settings import Recipe
+from groupwise.data.rendering import CLOCK
 from groupwise.distributed import comm
 from groupwise.errors import Ended, GroupwiseError, PeerError, RewardError
 from groupwise.models.loading import resolve_device
@@ -28,7 +30,15 @@ from groupwise.models.saving import export
 from groupwise.records import RolloutGroup, Step
 from groupwise.runs import checkpoint, dashboards
 from groupwise.runs.checkpoint import Saver, reader, set_failure_hint
-from groupwise.runs.folder import FINAL, REFERENCE, Lock, check_reference, choose_folder, record_end
+from groupwise.runs.folder import (
+    FINAL,
+    REFERENCE,
+    Lock,
+    check_reference,
+    choose_folder,
+    moment_of,
+    record_end,
+)
 from groupwise.runs.inputs import check_inputs, inputs_of, record_inputs, resolved
 from groupwise.runs.interrupts import endings
 from groupwise.runs.job import Job, Judged, make_job
@@ -161,7 +171,9 @@ class Run:
             self._inputs = comm.from_first(lambda: inputs_of(meant))
             if newest is not None:
                 comm.from_first(lambda: check_inputs(folder, self._inputs, accept=accept_changes))
-            self.job: Job = resumed_job(meant, folder, newest)
+            self._started = comm.from_first(time.time)
+            moment = comm.from_first(lambda: moment_of(folder, self._started))
+            self.job: Job = resumed_job(at_moment(meant, moment), folder, newest)
             fit_threads(self.job.policy, recipe.threads)
             self.saver = Saver(folder, self.job, recipe.save.keep)
             # The last whole step: its number, the optimizer steps taken by then, and where the data
@@ -283,7 +295,7 @@ class Run:
         opened: list[RunLog] = []
 
         def begin() -> None:
-            opened.append(RunLog(self.folder, self.recipe, done=self.done))
+            opened.append(RunLog(self.folder, self.recipe, done=self.done, started=self._started))
             record_inputs(self.folder, self._inputs, self.done)
             with files.storing(self.folder, "the run"):
                 seal(self.folder)
@@ -374,6 +386,12 @@ class Run:
         apart = not self.job.policy.sharded or comm.world().size == 1
         unchanged = self._whole[1] == self.job.taken and not self.job.exchanging
         return apart and not self._writing and unchanged
+
+
+def at_moment(recipe: Recipe, moment: float) -> Recipe:
+    """The recipe whose chat templates write the date of a moment, a Unix time."""
+    variables = {CLOCK: moment, **recipe.data.chat_template_kwargs}
+    return replace(recipe, data=replace(recipe.data, chat_template_kwargs=variables))
 
 
 def newest_checkpoint(folder: Path) -> Path | None:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from groupwise.config.settings import Recipe, positions_of
-from groupwise.data.encoding import DEMONSTRATIONS, PAIRS, SOLUTIONS, RecordKind
+from groupwise.data.encoding import DEMONSTRATIONS, PAIRS, PLAIN_PAIRS, SOLUTIONS, RecordKind
 from groupwise.data.load import Data, load_records
 from groupwise.data.templates import Tools
 from groupwise.models.gguf import checkpoint_folder
@@ -135,7 +135,7 @@ OBJECTIVES: dict[str, Kind] = {
     ),
     "dpo": Kind(
         title="direct preference optimisation",
-        load=partial(_records, PAIRS),
+        load=partial(_records, PLAIN_PAIRS),
         objective=lambda recipe: dpo_objective(recipe.pairs),
         anchor=lambda recipe, policy, rows: anchored(
             policy, rows, max_tokens_per_microbatch=positions_of(recipe)
