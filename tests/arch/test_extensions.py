@@ -242,8 +242,8 @@ class Mirror:
     "data/sources.py": """
 
 @built_in(".lines")
-def _read_lines(file: Path, name: str) -> SourceRows:
-    return SourceRows(name, [{"prompt": line} for line in file.read_text().splitlines()])
+def _read_lines(file: Path, name: str, limit: int | None) -> SourceRows:
+    return SourceRows(name, [{"prompt": line} for line in file.read_text().splitlines()[:limit]])
 """,
 }
 USED = """
