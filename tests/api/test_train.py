@@ -585,10 +585,10 @@ def test_a_loaded_policy_shows_tools_and_writes_control_tokens_as_its_run_did(
 def test_what_a_run_has_lost_of_its_prompts_is_told(tiny_policy: Callable, caplog: pytest.LogCaptureFixture) -> None:
     """The file of a run holds no secrets; a prompt without one of its words is another prompt."""
     recipe = settings.Recipe(name="r", objective="grpo", data=settings.DataSettings(task="addition", system="be brief"))
-    LoadedPolicy.of(tiny_policy(), Origin(folder=Path("r"), recipe=recipe))
+    LoadedPolicy.of(tiny_policy(), Origin(folder=Path("r"), recipe=recipe, config=""))
     assert not caplog.records
     cut = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, system="the password: [redacted], tell nobody"))
-    LoadedPolicy.of(tiny_policy(), Origin(folder=Path("r"), recipe=cut))
+    LoadedPolicy.of(tiny_policy(), Origin(folder=Path("r"), recipe=cut, config=""))
     assert "data.system was taken for a secret, and is [redacted] in the run" in caplog.text
     with pytest.raises(ConfigError, match=r"data\.system is 'the password: \[redacted\], tell nobody': a run's"):
         demand_values(cut.data, "data")
@@ -599,7 +599,7 @@ def test_a_policy_of_single_turns_is_not_taken_for_a_conversing_one(
     environment: dict[str, Any], conversed: bool, tiny_policy: Callable
 ) -> None:
     recipe = settings.Recipe(name="r", objective="grpo", environment=settings.EnvironmentSettings(**environment))
-    policy = LoadedPolicy.of(tiny_policy(), Origin(folder=Path("r"), recipe=recipe))
+    policy = LoadedPolicy.of(tiny_policy(), Origin(folder=Path("r"), recipe=recipe, config=""))
     assert policy.conversed == conversed
     assert policy.data.chat == conversed, "rows of an environment may hold messages without data.chat"
 

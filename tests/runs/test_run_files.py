@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import random
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,6 +86,16 @@ def test_a_file_that_was_replaced_is_known_by_both_digests_until_the_run_starts_
 
 def test_nothing_is_said_of_a_run_that_is_whole(recipe: Path, run: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert not any(complaints(recipe, run, caplog))
+
+
+def test_a_small_file_takes_no_more_memory_than_it_has_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"text" * 3_000)
+    tracemalloc.start()
+    try:
+        assert len(RunFiles(tmp_path).read("a", 1 << 32)) == 12_000
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_damaged_checksum_accuses_no_file(tmp_path: Path) -> None:

@@ -14,11 +14,16 @@ from groupwise.algorithms.table import PARTS
 from groupwise.cli.commands import main
 from groupwise.config.recipes import load_recipe, parse_recorded
 from groupwise.errors import ConfigError
+from groupwise.runs.folder import run_of
 from groupwise.runs.log import RunLog
 from groupwise.runs.run_files import RunFiles
-from groupwise.runs.trust import named_code, seal, sealed
+from groupwise.runs.trust import demand_trust, named_code, seal, sealed
 
 HERE = Path(__file__).parent
+
+
+def config_of(folder: Path) -> str:
+    return (folder / "config.yaml").read_text()
 
 
 @pytest.fixture
@@ -39,10 +44,10 @@ def theirs(write_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytes
             config = yaml.safe_load((folder / "config.yaml").read_text())
             (folder / "config.yaml").write_text(yaml.safe_dump(config | changes.get("late", {})))
             (folder / "checksums.txt").unlink()
-            seal(folder)
-            assert sealed(RunFiles(folder))
+            seal(folder, config_of(folder))
+            assert sealed(RunFiles(folder), config_of(folder))
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "this user"))
-        assert not sealed(RunFiles(folder))
+        assert not sealed(RunFiles(folder), config_of(folder))
         return folder
 
     return make
@@ -62,6 +67,7 @@ REMOTE = {"model": {"path": "x", "trust_remote_code": True}}
         (OWN, ["eval"], "rewards.0.function: evil.py:f"),
         (OWN, ["score"], "rewards.0.function: evil.py:f"),
         (OWN, ["check"], "rewards.0.function: evil.py:f"),
+        (OWN, ["check config.yaml"], "rewards.0.function: evil.py:f"),
         (TOOLS, ["eval"], "environment.tools.0: evil.py:f"),
         (TOOLS, ["chat"], "environment.tools.0: evil.py:f"),
         (PARTS_OF, ["replay", "--step", "1"], "group.credit: evil:f"),
@@ -75,7 +81,8 @@ def test_code_of_a_run_from_elsewhere_is_refused_until_it_is_trusted(
     late: dict, command: list[str], key: str, theirs: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = theirs(late=late)
-    arguments = [command[0], str(folder), *command[1:]]
+    name, _, file = command[0].partition(" ")
+    arguments = [name, str(folder / file), *command[1:]]
     assert main(arguments) == 2
     said = capsys.readouterr().err
     assert "was not made by you on this machine" in said
@@ -83,9 +90,9 @@ def test_code_of_a_run_from_elsewhere_is_refused_until_it_is_trusted(
     assert not (tmp_path / "mark").exists()
     assert main(["trust", str(folder), "--show"]) == 0
     assert key in capsys.readouterr().out
-    assert not sealed(RunFiles(folder))
+    assert not sealed(RunFiles(folder), config_of(folder))
     assert main(["trust", str(folder)]) == 0
-    assert sealed(RunFiles(folder))
+    assert sealed(RunFiles(folder), config_of(folder))
     main(arguments)
     assert "was not made by you" not in capsys.readouterr().err
 
@@ -100,15 +107,49 @@ def test_a_model_with_code_of_its_own_is_not_loaded(theirs: Callable) -> None:
 
 def test_a_recipe_that_was_changed_after_the_run_is_not_trusted(theirs: Callable) -> None:
     folder = theirs()
-    seal(folder)
-    assert sealed(RunFiles(folder))
+    seal(folder, config_of(folder))
+    assert sealed(RunFiles(folder), config_of(folder))
     config = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(config + "\n")
-    assert not sealed(RunFiles(folder))
+    assert not sealed(RunFiles(folder), config_of(folder))
     (folder / "config.yaml").write_text(config)
-    assert sealed(RunFiles(folder))
+    assert sealed(RunFiles(folder), config_of(folder))
     (folder / ".seal").write_text("")
-    assert not sealed(RunFiles(folder))
+    assert not sealed(RunFiles(folder), config_of(folder))
+
+
+def test_a_recipe_exchanged_after_it_was_read_is_not_the_one_that_is_trusted(theirs: Callable) -> None:
+    """The text that was parsed is the text that is sealed, and the text whose seal is asked for."""
+    folder = theirs()
+    origin = run_of(folder)
+    (folder / "config.yaml").write_text(config_of(theirs(late=OWN)))
+    seal(folder, origin.config)
+    assert not sealed(RunFiles(folder), config_of(folder))
+    with pytest.raises(ConfigError, match="was not made by you"):
+        demand_trust(run_of(folder), ["rewards"])
+    exchanged = run_of(folder)
+    (folder / "config.yaml").write_text(origin.config)
+    with pytest.raises(ConfigError, match="was not made by you"):
+        demand_trust(exchanged, ["rewards"])
+
+
+@pytest.mark.parametrize("name", ["rewards.py", "final/modeling_own.py"])
+def test_a_run_given_back_with_other_code_in_its_folder_is_not_trusted(name: str, theirs: Callable) -> None:
+    folder = theirs()
+    (folder / "final").mkdir()
+    for code in ("A = 1\n", "A = 2\n"):
+        (folder / name).write_text(code)
+        assert not sealed(RunFiles(folder), config_of(folder))
+        seal(folder, config_of(folder))
+        assert sealed(RunFiles(folder), config_of(folder))
+
+
+def test_a_recipe_that_is_called_config_yaml_is_no_run(
+    write_recipe: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_recipe(tmp_path, "mine", rewards=[{"function": "nowhere.py:f"}]).rename(tmp_path / "config.yaml")
+    main(["check", str(path)])
+    assert "was not made by you" not in capsys.readouterr().err
 
 
 def test_what_another_user_judged_by_built_ins_needs_no_trust(theirs: Callable, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,15 +33,20 @@ def arguments(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Check and print; 1 if something is wrong."""
-    from groupwise.runs.folder import origin_of
+    from groupwise.runs.folder import is_config_of, origin_of
 
-    origin = origin_of(options.recipe)
-    if origin is not None and not options.recipe.endswith((".yaml", ".yml")):
+    path, origin = options.recipe, origin_of(options.recipe)
+    if origin is not None and path.endswith((".yaml", ".yml")):
+        if is_config_of(path, origin):
+            path = str(origin.folder)
+        else:
+            origin = None
+    if origin is not None:
         from groupwise.runs.trust import demand_trust
 
         code = ("objective", "model", "data", "rewards", "environment", "group", "rollout")
         demand_trust(origin, code)
-        return check_run(origin, options.recipe, options.overrides)
+        return check_run(origin, path, options.overrides)
     return check_recipe(options.recipe, options.overrides)
 
 

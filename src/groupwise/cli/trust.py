@@ -34,6 +34,6 @@ def run(options: argparse.Namespace) -> int:
     for key, text in named_code(origin.recipe):
         print(escaped(f"{key}: {text}"))
     if not options.show:
-        seal(origin.folder)
+        seal(origin.folder, origin.config)
         print(f"{origin.folder} is trusted")
     return 0

@@ -484,6 +484,8 @@ class Origin:
 
     folder: Path
     recipe: Recipe
+    config: str
+    """The text that the recipe was read from: the run's `config.yaml`."""
 
     @property
     def step(self) -> int:
@@ -493,7 +495,10 @@ class Origin:
 
 def overridden(origin: Origin, overrides: Sequence[str]) -> Origin:
     """The run with overrides of its recipe.  Raises ConfigError, RunError."""
-    return _read(origin.folder, overrides) if overrides else origin
+    if not overrides:
+        return origin
+    place = str(origin.folder / CONFIG)
+    return replace(origin, recipe=parse_recorded(origin.config, place, overrides))
 
 
 def origin_of(path: str | Path) -> Origin | None:
@@ -524,6 +529,12 @@ def origin_of(path: str | Path) -> Origin | None:
     )
 
 
+def is_config_of(path: str | Path, origin: Origin) -> bool:
+    """Return whether a path is the `config.yaml` of a run, and not a recipe that has this name."""
+    begun = RunFiles(origin.folder).has(METRICS) or RunFiles(origin.folder).has(ENVIRONMENT)
+    return begun and expanded(path).resolve() == (origin.folder / CONFIG).resolve()
+
+
 def run_of(path: str | Path, otherwise: str = "") -> Origin:
     """`origin_of` what must be a run's.   otherwise: the end of the message where it is none.
     Raises ConfigError, RunError.
@@ -547,6 +558,6 @@ def _is_run(folder: Path) -> bool:
     return bool(problems) or (isinstance(document.values, dict) and "objective" in document.values)
 
 
-def _read(folder: Path, overrides: Sequence[str] = ()) -> Origin:
+def _read(folder: Path) -> Origin:
     text = RunFiles(folder).text(CONFIG, LARGEST_CONFIG)
-    return Origin(folder=folder, recipe=parse_recorded(text, str(folder / CONFIG), overrides))
+    return Origin(folder=folder, recipe=parse_recorded(text, str(folder / CONFIG)), config=text)

@@ -19,7 +19,7 @@ from weakref import WeakSet
 
 import torch
 
-from groupwise.config.recipes import demand_objects
+from groupwise.config.recipes import demand_objects, dump
 from groupwise.config.settings import Recipe
 from groupwise.data.rendering import CLOCK
 from groupwise.distributed import comm
@@ -298,7 +298,7 @@ class Run:
             opened.append(RunLog(self.folder, self.recipe, done=self.done, started=self._started))
             record_inputs(self.folder, self._inputs, self.done)
             with files.storing(self.folder, "the run"):
-                seal(self.folder)
+                seal(self.folder, dump(self.recipe))
 
         try:
             comm.from_first(begin)
@@ -310,6 +310,8 @@ class Run:
         finally:
             for log in opened:
                 log.close()
+                with suppress(OSError):  # a full disk has been told of; the last seal stays
+                    seal(self.folder, dump(self.recipe))  # models with code of their own were saved
 
     def _evaluate(self, log: RunLog) -> dict[str, float] | None:
         """Evaluate after the last step, whose line stands in the log already, and add the figures

@@ -122,7 +122,7 @@ class RunFiles:
                     " read"
                 )
             try:
-                data = file.read(largest + 1)
+                data = file.read(size)
             except OSError as error:
                 raise RunError(f"{self.folder / name} cannot be read: {error.strerror}") from error
         self._compare(name, files.digest_of(data))

@@ -1,10 +1,11 @@
 """Whose run it is: code that a run's recipe names is run for the user who made the run, or who has
 trusted it.
 
-    .seal     HMAC-SHA256 of `config.yaml`, with a key that lies in the user's cache folder and
-    nowhere else
+    .seal     HMAC-SHA256 of `config.yaml` and of the code in the folder, with a key that lies in the
+              user's cache folder and nowhere else
 
-A run folder from elsewhere, or one whose recipe somebody has changed, has no seal of this user's.
+A run folder from elsewhere, or one whose recipe or code somebody has changed, has no seal of this
+user's.  A seal is of the text of the recipe that was read, not of the file as it is by then.
 
 Importing this file does not import torch.
 """
@@ -23,7 +24,7 @@ from groupwise.algorithms.table import PARTS
 from groupwise.config.live_objects import LIVE
 from groupwise.config.settings import Recipe
 from groupwise.errors import ConfigError, RunError
-from groupwise.runs.folder import CONFIG, LARGEST_CONFIG, Origin
+from groupwise.runs.folder import CONFIG, Origin
 from groupwise.runs.run_files import RunFiles
 from groupwise.utils import files
 from groupwise.utils.cache import cache_folder
@@ -33,22 +34,33 @@ SIZE = 32
 """Bytes of a key."""
 
 
-def seal(folder: Path) -> None:
-    """Mark a run as this user's, with the recipe that it has now.  Raises RunError, OSError."""
-    run = RunFiles(folder)
-    files.write(run.folder / SEAL, _seal_of(run))
+def seal(folder: Path, config: str) -> None:
+    """Mark a run as this user's, with this text of its recipe and the code that its folder holds.
+
+    Raises OSError.
+    """
+    files.write(Path(folder) / SEAL, _seal_of(Path(folder), config))
 
 
-def sealed(run: RunFiles) -> bool:
-    """True if this user made the run or has trusted it, and its recipe is the same."""
+def sealed(run: RunFiles, config: str) -> bool:
+    """Return whether this user made the run or has trusted it, with this text of its recipe."""
     try:
-        return run.has(SEAL) and hmac.compare_digest(run.read(SEAL), _seal_of(run))
+        return run.has(SEAL) and hmac.compare_digest(run.read(SEAL), _seal_of(run.folder, config))
     except (RunError, OSError):
         return False
 
 
-def _seal_of(run: RunFiles) -> bytes:
-    return hmac.digest(_key(), run.read(CONFIG, LARGEST_CONFIG), "sha256").hex().encode()
+def _seal_of(folder: Path, config: str) -> bytes:
+    sealed_bytes = config.encode() + "".join(_code_digests(folder)).encode()
+    return hmac.digest(_key(), sealed_bytes, "sha256").hex().encode()
+
+
+def _code_digests(folder: Path) -> list[str]:
+    """The digests of the Python files in a run folder, each once.
+
+    Checkpoints of a model with code of its own come and go, and all hold the same files.
+    """
+    return sorted({files.digest(path) for path in folder.rglob("*.py") if path.is_file()})
 
 
 def _key() -> bytes:
@@ -121,10 +133,11 @@ def demand_trust(origin: Origin, parts: Iterable[str]) -> None:
         for key, text in named_code(origin.recipe)
         if key.partition(".")[0] in wanted
     ]
-    if code and not sealed(RunFiles(origin.folder)):
+    if code and not sealed(RunFiles(origin.folder), origin.config):
         lines = "\n".join(f"  {line}" for line in code)
         raise ConfigError(
-            f"{origin.folder} was not made by you on this machine, or its {CONFIG} has changed"
-            " since, and its recipe names code that would run with your rights. Read it, then:"
+            f"{origin.folder} was not made by you on this machine, or its {CONFIG} or the code in it"
+            " has changed since, and its recipe names code that would run with your rights. Read it,"
+            " then:"
             f" groupwise trust {origin.folder}\n{lines}"
         )
