@@ -69,6 +69,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple, dict]]:
     report = SimpleNamespace(render=lambda: "rendered", to_json=lambda: '{"a": 1}')
     stand_ins = {
         "groupwise.api.stages": {"train_recipe": recorder("train", 0)},
+        "groupwise.api.planning": {"plan_recipe": recorder("plan", 0)},
         "groupwise.api.evaluate": {"evaluate": recorder("eval", report)},
         "groupwise.inspection.check": {"check_stage": recorder("check", [wrong])},
     }
@@ -177,18 +178,14 @@ def test_refusals_import_no_torch(arguments: list[str]) -> None:
 
 
 def test_train_passes_everything_on(calls: list) -> None:
-    assert commands.main(["train", "r.yaml", "steps=4", "--dry-run", "--quiet"]) == 0
-    given = {
-        "dry_run": True,
-        "fresh": False,
-        "accept_changes": False,
-        "quiet": True,
-        "timeout": 1800,
-        "world": None,
-        "model_config": None,
-        "report": train.report,
-    }
+    assert commands.main(["train", "r.yaml", "steps=4", "--quiet"]) == 0
+    given = {"fresh": False, "accept_changes": False, "quiet": True, "timeout": 1800, "report": train.report}
     assert calls == [("train", ("r.yaml", ["steps=4"]), given)]
+
+
+def test_a_dry_run_passes_everything_on(calls: list) -> None:
+    assert commands.main(["train", "r.yaml", "steps=4", "--dry-run", "--nproc", "2", "--fresh"]) == 0
+    assert calls == [("plan", ("r.yaml", ["steps=4"]), {"fresh": True, "world": 2, "model_config": None})]
 
 
 def test_what_stands_behind_an_override_is_passed_on(calls: list) -> None:
@@ -403,13 +400,16 @@ def test_an_error_names_the_option_where_there_is_no_recipe(
 
 
 def test_c8_ctrl_c_is_friendly(calls: list, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: Any, dry_run: bool, **__: Any) -> int:
+    def interrupt(*_: Any, **__: Any) -> int:
         error = KeyboardInterrupt()
-        if not dry_run:
-            error.add_note("the last checkpoint is x")
+        error.add_note("the last checkpoint is x")
         raise error
 
+    def interrupt_plan(*_: Any, **__: Any) -> int:
+        raise KeyboardInterrupt
+
     monkeypatch.setattr(sys.modules["groupwise.api.stages"], "train_recipe", interrupt)
+    monkeypatch.setattr(sys.modules["groupwise.api.planning"], "plan_recipe", interrupt_plan)
     assert commands.main(["train", "r.yaml"]) == 130
     assert capsys.readouterr().err == "\ninterrupted; the last checkpoint is x\n"
     assert commands.main(["train", "r.yaml", "--dry-run"]) == 130

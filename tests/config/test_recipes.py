@@ -249,7 +249,6 @@ def test_keywords_alone_change_the_presets_own_part(given: str) -> None:
         ("model.scratch.heads=64", "a head is 1 wide; rotary positions need an even width"),
         ("rollout.max_new_tokens=600", "is 601, more than model.scratch.context (512)"),
         ("model.attention=single", "the native engine needs packed streams; set rollout.engine to transformers"),
-        ("optimizer.warmup_steps=4", "optimizer.warmup_steps (4) is more than all 3 optimizer steps: lower it, or raise steps"),
         ("rewards=[]", "rewards is missing: 'grpo' needs at least one"),
         ("rewards.1.function=accuracy", "two rewards are called 'accuracy'"),
         ("rewards=[{function: exact, weight: 0}]", "every reward has weight 0"),
@@ -661,3 +660,9 @@ def test_a_run_that_was_begun_with_names_alone_goes_on() -> None:
     saved["parallel"] = "auto"
     assert changes(yaml.safe_dump(saved), recipe) == []
     assert changes(yaml.safe_dump(saved), one(GOOD, "rollout.engine=vllm")) == ["rollout.engine.name: 'native' -> 'vllm'"]
+
+
+def test_one_dashboard_is_written_as_a_word() -> None:
+    keys = {"objective": "sft", "steps": 3, "data": {"task": "sums"}, "model": {"scratch": {}}}
+    assert make_recipe(keys | {"save": {"report_to": "wandb"}}).save.report_to == ("wandb",)
+    assert make_recipe(keys | {"save": {"report_to": ["wandb", "mlflow"]}}).save.report_to == ("wandb", "mlflow")

@@ -14,6 +14,7 @@ from rich.console import Console
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from groupwise.algorithms.table import ALGORITHMS
+from groupwise.api.planning import plan_recipe
 from groupwise.api.stages import train_recipe
 from groupwise.config.recipes import load_stages
 from groupwise.config.settings import ModelSettings
@@ -171,7 +172,7 @@ def test_gpt2_is_planned_without_its_weights(pairs: Path, gpt2: Path) -> None:
     (gpt2 / "model.safetensors").unlink()
     out = StringIO()
     overrides = [f"model.path={gpt2}", f"data.path={pairs}"]
-    assert train_recipe(ROOT / "recipes/gpt2-preference.yaml", overrides, dry_run=True, console=Console(file=out, width=200)) == 0
+    assert plan_recipe(ROOT / "recipes/gpt2-preference.yaml", overrides, console=Console(file=out, width=200)) == 0
     assert out.getvalue().count("at the peak") == 3
     policy = out.getvalue().partition("gpt2-preference/grpo")[2]
     assert "reference" in policy and "other models" in policy

@@ -19,7 +19,7 @@ import yaml
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from groupwise.cli import commands
-from groupwise.config.recipes import load_recipe
+from groupwise.config.recipes import changes, dump, load_recipe
 from groupwise.config.settings import ParallelSettings
 from groupwise.data.packing import pack
 from groupwise.models.backbone import checkpointing
@@ -28,10 +28,12 @@ from groupwise.models.passes import forward
 from groupwise.models.policy import Policy
 from groupwise.models.saving import save
 from groupwise.models.shape import Shape
-from groupwise.records import Batch
+from groupwise.records import Batch, Step
 from groupwise.rollout.native.forward import SpecialisedForward
+from groupwise.runs.log import RunLog
 from groupwise.runs.plan import Load, kept_per_block, memory, microbatch, prepared_weights, process_memory, prompts_of
 from groupwise.runs.prepared import plan_of
+from groupwise.training.optimizer import learning_rate
 
 
 def kept(policy: Policy, batch: Batch) -> int:
@@ -379,21 +381,92 @@ def test_the_planned_peak_is_what_a_step_takes(dtype: str, vocabulary: int, fork
     raise AssertionError(f"planned {planned:,} bytes, and it takes {peaks}")
 
 
+def test_a_recipe_whose_model_is_not_at_hand_is_planned_by_a_config_alone(
+    planned: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    options = ["model.path=nobody/nothing", "model.lora={}", "data.chat=true", "data.chat_template_kwargs={enable_thinking: false}"]
+    code, text = planned("--dry-run", *options, "rollout.max_new_tokens=4096")
+    assert code == 2 and "no such folder" in text
+    code, text = planned("--dry-run", "--model-config", str(tmp_path / "config.json"), *options, "rollout.max_new_tokens=4096")
+    assert code == 0, text
+    assert "tokenizer bytes: the recipe's model is not at hand" in text
+    assert "parameters beside 7,615,616,512 that stay" in text
+
+
+@pytest.mark.parametrize("options", [("--world", "2"), ("--nproc", "2")])
+def test_a_colocated_vllm_is_planned_for_one_process_alone(options: tuple[str, ...], planned: Callable) -> None:
+    colocated = "rollout.engine={name: vllm, colocated: true}"
+    code, text = planned("--dry-run", *options, colocated)
+    assert code == 2
+    assert f"override {colocated}: rollout.engine.colocated: vLLM in the trainer's process is for one process" in text
+    assert "and the run has 2" in text
+    code, text = planned("--dry-run", colocated)
+    assert code == 0, text
+
+
+def test_a_plan_says_how_long_the_steps_take_by_what_was_measured(planned: Callable, tmp_path: Path) -> None:
+    """By the newest steps of a run of the same recipe, and else by two steps that are to be trained for it."""
+    options = ("name=mine", "steps=100")
+    code, text = planned("--dry-run", *options)
+    assert code == 0
+    assert (
+        f"time not measured yet: `groupwise train {tmp_path / 'recipe.yaml'} steps=2 name=mine-measured`"
+        in text
+    )
+    recipe = load_recipe(tmp_path / "recipe.yaml", [*options, "steps=2", "name=mine-measured"])
+    folder = tmp_path / "runs" / "mine-measured"
+    folder.mkdir(parents=True)
+    with RunLog(folder, recipe) as log:
+        for number, seconds in enumerate((3.0, 5.0), 1):
+            timings = {"rollout": seconds, "rollout/prefill": 1.0, "update": 1.0}
+            log.write(Step(number=number, metrics={"reward": 1.0}, timings=timings))
+    measured = f"time 4 to 6 s a step (steps 1 to 2 in {folder}): 100 steps take 6m40s to 10m00s, without evaluations"
+    assert measured in planned("--dry-run", *options)[1]
+    assert "not measured yet" in planned("--dry-run", *options, "group.group_size=4")[1]
+    assert "not measured yet" in planned("--dry-run", *options, "--world", "2")[1]
+
+
+@pytest.mark.parametrize(("objective", "task"), [("grpo", "addition"), ("sft", "addition")])
+def test_a_warm_up_that_is_longer_than_the_run_is_cut_to_it(objective: str, task: str, tmp_path: Path) -> None:
+    tree = {
+        "objective": objective, "steps": 2, "model": {"scratch": {"hidden": 16}}, "data": {"task": task, "limit": 50},
+        "rewards": [{"function": "accuracy"}], "rollout": {"max_new_tokens": 4}, "optimizer": {"lr": 0.1, "warmup_steps": 20},
+    }  # fmt: skip
+    if objective == "sft":
+        del tree["rewards"]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    assert ("warning", "optimizer.warmup_steps (20) is cut to all 2 optimizer steps") in plan_of(recipe)
+    assert [learning_rate(recipe.optimizer, step, 2) for step in range(2)] == [0.05, 0.1]
+
+
+def test_more_steps_continue_a_run_only_if_its_warm_up_was_not_cut(tmp_path: Path) -> None:
+    tree = {"objective": "sft", "steps": 2, "model": {"scratch": {}}, "data": {"task": "addition"}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    for warmup, same in ((2, True), (3, False)):
+        old, new = (
+            load_recipe(tmp_path / "recipe.yaml", [f"optimizer={{schedule: constant, warmup_steps: {warmup}}}", f"steps={steps}"])
+            for steps in (2, 9)
+        )
+        assert (not changes(dump(old), new)) == same
+
+
 @pytest.mark.slow
 def test_a_bundled_recipe_is_planned_for_another_model_without_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_policy: Callable, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As docs/scaling.md has it: a tokenizer and rows of one's own take the places of those on the hub."""
+    """As docs/scaling.md has it: a tokenizer of bytes takes the place of the hub's, rows of one's own those of the hub."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     save(tiny_policy(), tmp_path / "model")
-    config = json.loads(Path("model/config.json").read_text()) | {"max_position_embeddings": 4096}
+    config = json.loads(Path("model/config.json").read_text()) | {"max_position_embeddings": 4096, "vocab_size": 1000}
     Path("model/config.json").write_text(json.dumps(config))
     rows = [{"question": f"{n} + {n}?", "answer": f"#### {2 * n}"} for n in range(20)]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    changes = ["model.scratch={tokenizer: bytes, context: 4096}", "data.path=rows.jsonl", "data.eval_path=null"]
+    changed = ["data.path=rows.jsonl", "data.eval_path=null"]
     plan = ["train", "gsm8k", "--dry-run", "--world", "8", "--model-config", "model/config.json"]
     assert commands.main(plan) == 2
-    assert "`model.scratch={tokenizer: bytes, context: 4096} data.path=FILE` take the places" in capsys.readouterr().err
-    assert commands.main([*plan, *changes]) == 0
+    assert "`data.path=FILE data.eval_path=null` takes their place" in capsys.readouterr().err
+    assert commands.main([*plan, *changed]) == 0
     assert "ranks 0-7" in capsys.readouterr().out

@@ -15,6 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from groupwise.api.planning import plan_recipe
 from groupwise.api.stages import train_recipe
 from groupwise.config.recipes import parse_stages
 from groupwise.config.resolve import resolve
@@ -86,7 +87,7 @@ def metrics(tmp_path: Path, run: str) -> list[dict[str, Any]]:
 def test_sft_reward_model_and_grpo_in_one_command(recipe: str, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(recipe)
     out = StringIO()
-    assert train_recipe(tmp_path / "recipe.yaml", dry_run=True, console=Console(file=out, width=200)) == 0
+    assert plan_recipe(tmp_path / "recipe.yaml", console=Console(file=out, width=200)) == 0
     assert "other models" in out.getvalue()  # the memory plan, before any model exists
     out = StringIO()
     assert train_recipe(tmp_path / "recipe.yaml", console=Console(file=out, width=200)) == 0

@@ -11,9 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -22,15 +20,12 @@ from groupwise.api.progress import Progress, make_console, safe
 from groupwise.config.live_objects import LIVE
 from groupwise.config.recipes import load_stages, with_lines
 from groupwise.config.settings import Recipe, is_online
-from groupwise.config.validation import STAGE
 from groupwise.distributed import comm
 from groupwise.errors import CheckpointError, GroupwiseError
 from groupwise.runs import checkpoint
 from groupwise.runs.folder import FINAL, anew, choose_folder, finished, unfinished
 from groupwise.runs.interrupts import end_later
 from groupwise.runs.job import Judged
-from groupwise.runs.plan import Lines
-from groupwise.runs.prepared import plan_of
 from groupwise.runs.recorded import list_rollouts
 from groupwise.runs.run import Run, RunResult, join
 from groupwise.training.evaluate import Evaluation
@@ -47,42 +42,29 @@ def train_recipe(
     path: str | Path,
     overrides: Sequence[str] = (),
     *,
-    dry_run: bool = False,
     fresh: bool = False,
     accept_changes: bool = False,
     quiet: bool = False,
     timeout: float = comm.TIMEOUT,
-    world: int | None = None,
-    model_config: Mapping[str, Any] | None = None,
     console: Console | None = None,
     report: Callable[[Path], object] | None = None,
 ) -> int:
     """What `groupwise train` does: every stage of a recipe, one after the other.  Returns the exit
     status.
 
-    dry_run: only the plans.  fresh: start anew, under a numbered name.  quiet: print warnings and
-        the closing table only.
+    fresh: start anew, under a numbered name.  quiet: print warnings and the closing table only.
     accept_changes: see `train`.
-    world, model_config: of a dry run, so many processes and the configuration of another model (see
-        `plan_of`).
     report: called with the folder of every stage that has finished; if it fails, that is said and
         nothing else.
     """
     stages = load_stages(path, overrides)
-    here = comm.join(timeout, cuda=False) if dry_run else join(next(iter(stages.values())), timeout)
+    here = join(next(iter(stages.values())), timeout)
     console = console or make_console(quiet=not here.first)
     if fresh:
         stages = comm.from_first(lambda: anew(stages))
     outcomes: dict[str, RunResult] = {}
     for number, (name, recipe) in enumerate(stages.items(), 1):
         title = f"{recipe.name} ({number} of {len(stages)})" if len(stages) > 1 else recipe.name
-        if dry_run:
-            with (
-                with_lines(path, overrides, name),
-                Progress(recipe.steps or 1, title, console=console) as progress,
-            ):
-                progress.plan(_plan_from_beginning(recipe, stages, world, model_config))
-            continue
         folder, step, more = comm.from_first(lambda recipe=recipe: _standing(recipe))
         if step is not None:
             console.print(
@@ -103,7 +85,7 @@ def train_recipe(
                 report(folder)
             except GroupwiseError as error:
                 console.print(safe(f"no report: {error}", style="yellow"), soft_wrap=True)
-    if outcomes and not dry_run:
+    if outcomes:
         closing_table(outcomes, stages, console)
     comm.leave()
     return 0
@@ -159,50 +141,6 @@ def _show(work: Callable[[], None]) -> None:
         with suppress(OSError, ValueError):  # what follows goes nowhere
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         end_later(signal.SIGPIPE)
-
-
-def _plan_from_beginning(
-    recipe: Recipe,
-    stages: Mapping[str, Recipe],
-    world: int | None,
-    config: Mapping[str, Any] | None,
-) -> Lines:
-    """The plan of a stage before the stages it builds on exist: their models have the shape of what
-    those start from.
-    """
-    if (recipe.data.path or "").startswith(STAGE):
-        return [
-            ("objective", recipe.objective),
-            ("data", f"pairs of what {recipe.data.path} will have sampled; not there yet"),
-        ]
-    awaited = [
-        reward for reward in recipe.rewards if str(reward.args.get("path")).startswith(STAGE)
-    ]
-    scorers = [
-        _from_beginning(stages[str(reward.args["path"]).removeprefix(STAGE)], stages)
-        for reward in awaited
-    ]
-    known = tuple(reward for reward in recipe.rewards if reward not in awaited)
-    return plan_of(
-        _from_beginning(replace(recipe, rewards=known), stages), scorers, world=world, config=config
-    )
-
-
-def _from_beginning(recipe: Recipe, stages: Mapping[str, Recipe]) -> Recipe:
-    """The recipe with the model that its first stage starts from: the same shape, and it exists
-    before anything was trained.
-
-    Data that are sampled on the way are replaced by those of the stage before.
-    """
-    while recipe.model.path is not None and recipe.model.path.startswith(STAGE):
-        earlier = stages[recipe.model.path.removeprefix(STAGE)]
-        recipe = replace(
-            recipe,
-            model=replace(recipe.model, path=earlier.model.path, scratch=earlier.model.scratch),
-        )
-        if (recipe.data.path or "").startswith(STAGE):
-            recipe = replace(recipe, data=earlier.data)
-    return recipe
 
 
 def closing_table(

@@ -64,17 +64,18 @@ def run(options: argparse.Namespace) -> int:
         return _train(options)
     except ConfigError as error:
         if options.dry_run and options.model_config is not None:
-            takes = (
-                "`model.scratch={tokenizer: bytes, context: 4096} data.path=FILE` take the places"
-                " of its tokenizer and rows"
+            error.add_note(
+                "where the recipe's rows are not at hand, `data.path=FILE data.eval_path=null` takes"
+                " their place"
             )
-            error.add_note(f"where the recipe's model or data are not at hand, {takes}")
         raise
 
 
 def _train(options: argparse.Namespace) -> int:
     from groupwise.config.recipes import dump_stages, load_stages
 
+    if options.dry_run and options.model_config is not None:
+        return _plan(options)  # the recipe's own model need not be there
     stages = load_stages(
         options.recipe, options.overrides
     )  # a bad recipe is refused here, before torch is imported
@@ -86,23 +87,34 @@ def _train(options: argparse.Namespace) -> int:
             raise ConfigError(
                 f"--{option.replace('_', '-')} plans what nobody starts: add --dry-run"
             )
-    if options.nproc > 1 and not options.dry_run:
+    if options.dry_run:
+        return _plan(options)
+    if options.nproc > 1:
         _become_torchrun(options)
     from groupwise.api.stages import train_recipe
 
     return train_recipe(
         options.recipe,
         options.overrides,
-        dry_run=options.dry_run,
         fresh=options.fresh,
         accept_changes=options.accept_changes,
         quiet=options.quiet,
         timeout=options.timeout,
-        world=options.world or (options.nproc if options.nproc > 1 else None),
-        model_config=(
-            None if options.model_config is None else read_model_config(options.model_config)
-        ),
         report=report,
+    )
+
+
+def _plan(options: argparse.Namespace) -> int:
+    config = None
+    if options.model_config is not None:
+        config = read_model_config(options.model_config)
+    world = options.world
+    if world is None and options.nproc > 1:
+        world = options.nproc
+    from groupwise.api.planning import plan_recipe
+
+    return plan_recipe(
+        options.recipe, options.overrides, fresh=options.fresh, world=world, model_config=config
     )
 
 

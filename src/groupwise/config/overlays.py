@@ -126,8 +126,9 @@ TEXTS = ("text", "text, or null")
 def in_full(document: Document, at: Path = ()) -> Document:
     """The document in its longest form.   at: its path in the recipe.
 
-    A section or a reward that is its name alone becomes `{name: ...}` or `{function: ...}`; a
-    number where the setting is a text (`name: 007`) becomes the text as it is written.
+    A section or a reward that is its name alone becomes `{name: ...}` or `{function: ...}`; one
+    dashboard (`report_to: wandb`) becomes a list; a number where the setting is a text (`name:
+    007`) becomes the text as it is written.
     """
 
     def full(value: Any, path: Path) -> Any:
@@ -140,6 +141,8 @@ def in_full(document: Document, at: Path = ()) -> Document:
             ]
         if key == "rewards.N" and isinstance(value, str):
             return {"function": value}
+        if key == "save.report_to" and isinstance(value, str):
+            return [value]
         if setting is not None and setting.section in BY_NAME and isinstance(value, str):
             return {"name": value}
         if isinstance(value, dict) and (

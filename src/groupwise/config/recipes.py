@@ -28,7 +28,7 @@ from groupwise.config.settings import Recipe, is_online
 from groupwise.config.strict_yaml import Document, Problem, parse
 from groupwise.config.strict_yaml import dump as dump_yaml
 from groupwise.config.texts import with_texts
-from groupwise.config.validation import STAGE, validate_recipe
+from groupwise.config.validation import STAGE, policy_updates, validate_recipe
 from groupwise.errors import ConfigError, GroupwiseError, Problems
 from groupwise.utils.files import expanded
 from groupwise.utils.secrets import redacted
@@ -414,21 +414,29 @@ def changes(old: str, new: Recipe) -> list[str]:
     -> 2e-06`.
 
     Keys that do not say what is computed (`save`, `parallel`, `runs`, `name`, `threads`) may
-    differ; so may `steps` where the learning rate does not depend on it (`optimizer.schedule:
-    constant`), and `data.max_tokens` of an online objective: recipes of today may not name it,
-    earlier ones could, and it did nothing.
+    differ.  So may `steps` where no step depends on their number: with `optimizer.schedule:
+    constant` and no warm-up that is cut to the steps.  So may `data.max_tokens` of an online
+    objective: recipes of today may not name it, earlier ones could, and it did nothing.
     """
-    before, after = (
-        _flat(redacted(_plain(recipe))) for recipe in (parse_recorded(old, "config.yaml"), new)
-    )
-    neutral = NEUTRAL + (("steps",) if new.optimizer.schedule == "constant" else ())
-    neutral += ("data.max_tokens",) if is_online(new.objective) else ()
+    recorded = parse_recorded(old, "config.yaml")
+    before, after = _flat(redacted(_plain(recorded))), _flat(redacted(_plain(new)))
+    neutral = NEUTRAL
+    if _steps_are_neutral(recorded) and _steps_are_neutral(new):
+        neutral += ("steps",)
+    if is_online(new.objective):
+        neutral += ("data.max_tokens",)
     return [
         f"{key}: {schema.show(before.get(key))} -> {schema.show(after.get(key))}"
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key)
         and not any(key == name or (name[-1] == "." and key.startswith(name)) for name in neutral)
     ]
+
+
+def _steps_are_neutral(recipe: Recipe) -> bool:
+    """Return whether no step of a run depends on the number of all its steps."""
+    whole = recipe.steps is None or recipe.optimizer.warmup_steps <= policy_updates(recipe)
+    return recipe.optimizer.schedule == "constant" and whole
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

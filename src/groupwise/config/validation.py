@@ -45,6 +45,7 @@ from groupwise.config.settings import (
     is_online,
     verdict_of,
 )
+from groupwise.errors import ConfigError
 from groupwise.utils.files import expanded
 from groupwise.utils.spelling import closest, near_path, nearest
 
@@ -128,13 +129,6 @@ def _length(recipe: Recipe, _: Sequence[str]) -> Findings:
             ),
             f"steps is missing: say steps or epochs for {recipe.objective!r}",
         )
-    if recipe.steps is not None and recipe.optimizer.warmup_steps > policy_updates(recipe):
-        warmup, updates = recipe.optimizer.warmup_steps, policy_updates(recipe)
-        message = (
-            f"optimizer.warmup_steps ({warmup}) is more than all {updates} optimizer steps: lower"
-            " it, or raise steps"
-        )
-        yield ("optimizer.warmup_steps", "steps"), message
 
 
 def policy_updates(recipe: Recipe) -> int:
@@ -145,6 +139,17 @@ def policy_updates(recipe: Recipe) -> int:
         else 1
     )
     return max((recipe.steps or 0) - recipe.critic.pretrain, 0) * per_step
+
+
+def demand_processes(recipe: Recipe, processes: int) -> None:
+    """Refuse a recipe that cannot be run by so many processes.  Raises ConfigError."""
+    if recipe.rollout.engine.colocated and processes > 1:
+        message = (
+            "rollout.engine.colocated: vLLM in the trainer's process is for one process, and the run"
+            f" has {processes}: leave colocated out and let them share servers (`groupwise serve`,"
+            " rollout.engine.servers)"
+        )
+        raise ConfigError(message, key="rollout.engine.colocated")
 
 
 def _model(recipe: Recipe, earlier: Sequence[str]) -> Findings:
@@ -957,6 +962,13 @@ def _rollout(recipe: Recipe, _: Sequence[str]) -> Findings:
         yield f"{at}.name {wrong}"
         return
     yield from _engine(engine, at)
+    environment = recipe.environment
+    if engine.colocated and (asking := environment.named((*ANSWERING, *ASKING))):
+        message = (
+            f"{at}.colocated: vLLM in the trainer's process holds no conversations, and"
+            f" environment.{asking[0]} needs them: leave colocated out (a server then samples)"
+        )
+        yield (f"{at}.colocated", f"environment.{asking[0]}"), message
     if engine.ahead and not is_online(recipe.objective):
         yield (
             f"{at}.ahead: nothing is sampled ahead of training by {recipe.objective!r}, which"

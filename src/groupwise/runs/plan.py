@@ -405,6 +405,7 @@ def online_plan(
         ("updates", f"{updates} per rollout (passes {group.updates_per_rollout} x minibatches {group.minibatches}), "
                     f"{policy_updates(recipe):,} in all{of_policy}"),
         ("in all", f"{counted(steps, 'step')}, {counted(steps * completions, 'completion')}, {drawn / rows:.2f} epochs"),
+        *warmup_lines(recipe, policy_updates(recipe)),
     ]  # fmt: skip
 
 
@@ -441,8 +442,18 @@ def offline_plan(
                 f" {steps * size / rows:.2f} epochs"
             ),
         ),
+        *warmup_lines(recipe, steps),
     ]
     return lines, steps
+
+
+def warmup_lines(recipe: Recipe, updates: int) -> Lines:
+    """Say that a warm-up which is longer than the run is cut to it."""
+    warmup = recipe.optimizer.warmup_steps
+    if warmup <= updates:
+        return []
+    text = f"optimizer.warmup_steps ({warmup}) is cut to all {counted(updates, 'optimizer step')}"
+    return [("warning", text)]
 
 
 def _because(left_out: str) -> str:

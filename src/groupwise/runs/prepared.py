@@ -23,10 +23,11 @@ from groupwise.config.settings import (
     TeacherSettings,
 )
 from groupwise.config.texts import demand_values
-from groupwise.config.validation import beyond_servers, without_teacher
+from groupwise.config.validation import beyond_servers, demand_processes, without_teacher
 from groupwise.data.encoding import columns_of, prompt_limit
 from groupwise.data.load import Data, load_data
 from groupwise.data.sources import read_rows
+from groupwise.distributed import comm
 from groupwise.environments.conversation import EpisodeWorld
 from groupwise.environments.runtime import ToolRuntime
 from groupwise.errors import ConfigError, DataError, Findings
@@ -172,6 +173,7 @@ class Prepared:
         model on what is held out. Whoever calls it calls `close`.   Raises ConfigError, DataError.
         """
         demand_values(recipe)
+        demand_processes(recipe, comm.world().size if world is None else world)
         recipe, blueprint = modelled(
             with_environment_data(recipe), resume, shared=world is None, config=config
         )

@@ -23,15 +23,16 @@ from groupwise.utils.spelling import counted
 
 def learning_rate(settings: OptimizerSettings, step: int, total: int) -> float:
     """Learning rate of optimizer step `step` (from 0) of `total`: linear warm-up, then constant,
-    linear or cosine.
+    linear or cosine.  A warm-up that is longer than `total` is cut to it.
 
     >>> s = OptimizerSettings(lr=0.1, schedule="cosine", warmup_steps=2, min_lr_ratio=0.1)
     >>> [round(learning_rate(s, k, 6), 4) for k in range(6)]
     [0.05, 0.1, 0.1, 0.0868, 0.055, 0.0232]
     """
-    if step < settings.warmup_steps:
-        return settings.lr * (step + 1) / settings.warmup_steps
-    progress = min((step - settings.warmup_steps) / max(total - settings.warmup_steps, 1), 1.0)
+    warmup = min(settings.warmup_steps, total)
+    if step < warmup:
+        return settings.lr * (step + 1) / warmup
+    progress = min((step - warmup) / max(total - warmup, 1), 1.0)
     low = settings.min_lr_ratio
     share = {
         "constant": 1.0,
