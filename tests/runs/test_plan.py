@@ -410,10 +410,7 @@ def test_a_plan_says_how_long_the_steps_take_by_what_was_measured(planned: Calla
     options = ("name=mine", "steps=100")
     code, text = planned("--dry-run", *options)
     assert code == 0
-    assert (
-        f"time not measured yet: `groupwise train {tmp_path / 'recipe.yaml'} steps=2 name=mine-measured`"
-        in text
-    )
+    assert f"time not measured yet: `groupwise train {tmp_path / 'recipe.yaml'} steps=2 name=mine-measured`" in text
     recipe = load_recipe(tmp_path / "recipe.yaml", [*options, "steps=2", "name=mine-measured"])
     folder = tmp_path / "runs" / "mine-measured"
     folder.mkdir(parents=True)
