@@ -25,6 +25,7 @@ from groupwise.runs.plan import Lines
 from groupwise.runs.prepared import plan_of
 from groupwise.runs.recorded import LogReader
 from groupwise.runs.run_files import RunFiles
+from groupwise.utils import files
 from groupwise.utils.spelling import counted
 
 RECENT = 20
@@ -94,7 +95,7 @@ def _model_of_bytes(config: Mapping[str, Any]) -> Iterator[str]:
     with TemporaryDirectory() as folder:
         byte_tokenizer().save_pretrained(folder)
         text = json.dumps(dict(config), default=str)
-        (Path(folder) / "config.json").write_text(text, encoding="utf-8")
+        files.write(Path(folder) / "config.json", text.encode())
         yield folder
 
 

@@ -65,8 +65,8 @@ def run(options: argparse.Namespace) -> int:
     except ConfigError as error:
         if options.dry_run and options.model_config is not None:
             error.add_note(
-                "where the recipe's rows are not at hand, `data.path=FILE data.eval_path=null` takes"
-                " their place"
+                "where the recipe's rows are not at hand, `data.path=FILE data.eval_path=null`"
+                " takes their place"
             )
         raise
 

@@ -1,8 +1,8 @@
 """Whose run it is: code that a run's recipe names is run for the user who made the run, or who has
 trusted it.
 
-    .seal     HMAC-SHA256 of `config.yaml` and of the code in the folder, with a key that lies in the
-              user's cache folder and nowhere else
+    .seal     HMAC-SHA256 of `config.yaml` and of the code in the folder, with a key that lies in
+              the user's cache folder and nowhere else
 
 A run folder from elsewhere, or one whose recipe or code somebody has changed, has no seal of this
 user's.  A seal is of the text of the recipe that was read, not of the file as it is by then.
@@ -136,8 +136,7 @@ def demand_trust(origin: Origin, parts: Iterable[str]) -> None:
     if code and not sealed(RunFiles(origin.folder), origin.config):
         lines = "\n".join(f"  {line}" for line in code)
         raise ConfigError(
-            f"{origin.folder} was not made by you on this machine, or its {CONFIG} or the code in it"
-            " has changed since, and its recipe names code that would run with your rights. Read it,"
-            " then:"
-            f" groupwise trust {origin.folder}\n{lines}"
+            f"{origin.folder} was not made by you on this machine, or its {CONFIG} or the code in"
+            " it has changed since, and its recipe names code that would run with your rights."
+            f" Read it, then: groupwise trust {origin.folder}\n{lines}"
         )
