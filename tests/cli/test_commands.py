@@ -481,7 +481,7 @@ def test_a_misspelt_word_gets_the_nearest_right_one(typed: list[str], meant: str
         (["train", "r.yaml", "rewards.0.function=acuracy"], "did you mean accuracy?"),
         (["train", "sumz"], "did you mean sums?"),
         (["explain", "--preset", "gpro"], "did you mean grpo?"),
-        (["config", "optimizer.ls"], "did you mean optimizer.lr?"),
+        (["config", "optimizer.schedul"], "did you mean optimizer.schedule?"),
     ],
     ids=lambda given: " ".join(given) if isinstance(given, list) else "",
 )

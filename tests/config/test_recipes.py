@@ -576,7 +576,7 @@ def test_x6_secrets_are_redacted() -> None:
         "hub_token": "abc",
         "headers": {"Authorization": "Basic abc"},
         "url": "https://me:hunter2@example.org/x",
-        "note": "use hf_token=hf_abcdefghijklmnopqrstuvwxyzABCDEFGH",
+        "note": "use https://me:abc@example.org",
     }
     recipe = dataclasses.replace(one(GOOD), rewards=(RewardSettings(function="exact", args=secret),))
     text = dump(recipe)

@@ -286,10 +286,10 @@ def test_a_file_in_the_place_of_the_rollouts_is_named(recipe: Recipe, tmp_path: 
     with RunLog(tmp_path, recipe) as log:
         (tmp_path / "rollouts").rmdir()
         (tmp_path / "rollouts").touch()
-        with pytest.raises(StorageError, match=r"rollouts is in the way \(File exists\): move it away"):
+        with pytest.raises(StorageError, match=r"File exists: .*/rollouts"):
             log.write(make_step(1))
         assert [line["step"] for line in read_metrics(tmp_path)] == [1], "the step was taken"
-    with pytest.raises(StorageError, match="rollouts is in the way"):
+    with pytest.raises(StorageError, match=r"File exists: .*/rollouts"):
         RunLog(tmp_path, recipe, done=1)
 
 
@@ -299,7 +299,7 @@ def test_a_limit_of_a_files_size_is_named(recipe: Recipe, tmp_path: Path, capfd:
     with RunLog(tmp_path, recipe) as log:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
         try:
-            with pytest.raises(StorageError, match=r"rollouts/000001.parquet: .* raise the limit \(ulimit -f\)"):
+            with pytest.raises(StorageError, match=r"rollouts/000001.parquet: File too large"):
                 log.write(make_step(1))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -97,13 +97,16 @@ def test_a_folder_whose_modes_cannot_be_set_is_brought_to_the_disk(tmp_path: Pat
     files.sync_tree(tmp_path)
 
 
-@pytest.mark.parametrize("number", [errno.ENOENT, errno.EPERM])
-def test_a_folder_that_takes_no_files_is_named(number: int, tmp_path: Path) -> None:
-    """A system that makes its folders itself, like `/proc` and `/sys`, says that what is to be made is not there or not allowed."""
-    (tmp_path / "made").mkdir()
-    run = tmp_path / "made" / "x" / "run"
-    there = OSError(number, os.strerror(number), str(tmp_path / "made" / "x"))
-    said = rf"cannot write the run to .*run: .*/made takes no new files \({os.strerror(number)}\): write elsewhere"
-    assert re.fullmatch(said, trouble(there, run, "the run"))
-    (tmp_path / "made").rmdir()
-    assert "the folder is gone" in trouble(FileNotFoundError(errno.ENOENT, "", there.filename), run, "the run")
+@pytest.mark.parametrize(
+    ("number", "named", "said"),
+    [
+        (errno.ENOSPC, None, r"disk full while writing the run to .*/run \(\d+ MB free\): make room there"),
+        (errno.EDQUOT, None, r"disk full while writing the run to .*/run \(\d+ MB free\): make room there"),
+        (errno.EROFS, None, "cannot write the run to .*/run: Read-only file system"),
+        (errno.EACCES, "run", "cannot write the run to .*/run: Permission denied"),
+        (errno.EEXIST, "run/rollouts", "cannot write the run to .*/run: File exists: .*/run/rollouts"),
+    ],
+)
+def test_a_disk_that_takes_no_file_says_so_in_its_own_words(number: int, named: str | None, said: str, tmp_path: Path) -> None:
+    place = None if named is None else str(tmp_path / named)
+    assert re.fullmatch(said, trouble(OSError(number, os.strerror(number), place), tmp_path / "run", "the run"))

@@ -30,9 +30,6 @@ CHUNK = 1 << 20
 NEW, OLD = ".new-", ".old-"
 """Prefixes of a folder that has not got its name yet, and of one that lost it."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
-READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
-GONE = (errno.ENOENT, errno.ESTALE, errno.ENODEV, errno.ENXIO)
-IN_THE_WAY = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
 
 
 # ---------------------------------------------------------------- writing
@@ -190,7 +187,7 @@ def digest(path: Path) -> str:
 
 
 def digest_of(content: bytes | IO[bytes]) -> str:
-    """The same of bytes, or of a file that is open."""
+    """Return the xxh3-128 of bytes or of an open file's content, in hexadecimal."""
     if isinstance(content, bytes):
         return xxhash.xxh3_128_hexdigest(content)
     hasher = xxhash.xxh3_128()
@@ -246,44 +243,15 @@ def storing(path: Path, what: str) -> Iterator[None]:
 
 
 def trouble(error: OSError, path: Path, what: str) -> str:
-    """Why `what` could not be written at `path`, and what to do."""
-    place = next((folder for folder in (path, *path.parents) if folder.exists()), Path("."))
-    number = error.errno
-    if number in FULL:
+    """Say why `what` could not be written at `path`: the disk is full, or what the system says."""
+    if error.errno in FULL:
+        place = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         free = shutil.disk_usage(place).free / 1e6
         return f"disk full while writing {what} to {path} ({free:.0f} MB free): make room there"
-    if number == errno.EFBIG:
-        return (
-            f"cannot write {what} to {path}: it is larger than a file of this process may be: raise"
-            " the limit (ulimit -f)"
-        )
-    if number in IN_THE_WAY:
-        named = Path(error.filename) if isinstance(error.filename, str | os.PathLike) else path
-        in_the_way = next(
-            (there for there in (named, *named.parents) if there.exists() and not there.is_dir()),
-            named,
-        )
-        return (
-            f"cannot write {what} to {path}: {in_the_way} is in the way ({error.strerror}): move it"
-            " away"
-        )
-    if number == errno.EROFS or (number in READ_ONLY and not os.access(place, os.W_OK)):
-        return (
-            f"cannot write {what} to {path}: {place} is read-only ({error.strerror}): make it"
-            " writable"
-        )
-    named = Path(error.filename) if isinstance(error.filename, str | os.PathLike) else None
-    if number in (errno.ENOENT, *READ_ONLY) and named is not None and named.parent == place:
-        return (
-            f"cannot write {what} to {path}: {place} takes no new files ({error.strerror}): write"
-            " elsewhere"
-        )
-    if number in GONE:
-        return (
-            f"cannot write {what} to {path}: the folder is gone ({error.strerror}); {place} is what"
-            " is still there of its path"
-        )
-    return f"cannot write {what} to {path}: {error.strerror or error}"
+    words = error.strerror or str(error)
+    if error.filename is not None and Path(os.fsdecode(error.filename)) != path:
+        words += f": {os.fsdecode(error.filename)}"
+    return f"cannot write {what} to {path}: {words}"
 
 
 def disk_failed(error: BaseException) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from operator import itemgetter
 from pathlib import Path
 
 
@@ -18,28 +19,22 @@ def counted(count: int, noun: str) -> str:
 
 
 def nearest(word: str, words: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The word that is the fewest slips of a finger away, or None if none is near.
+    """Return the word that is most alike, or None if none is (`difflib`, `cutoff`).
 
-    A slip is a letter too much, too few, another one, or two in the wrong order
-    (Damerau-Levenshtein, restricted).  One slip for three letters is near; beyond that a word with
-    enough of the same letters in order is taken (`difflib`, `cutoff`).
+    Of words that are equally alike one with the same letters comes first.
 
-    >>> nearest("gpro", ["gspo", "grpo"]), nearest("trian", ["train", "chat"]), nearest("zzz", ["train"])
-    ('grpo', 'train', None)
+    >>> nearest("gpro", ["gspo", "grpo"]), nearest("trian", ["train", "chat"])
+    ('grpo', 'train')
     """
-    known = list(dict.fromkeys(words))
     typed = word.lower()
-    alike = {one: difflib.SequenceMatcher(None, typed, one.lower()).ratio() for one in known}
-    slips = {one: distance(typed, one.lower()) for one in known}
-    near = [
-        one
-        for one in known
-        if slips[one] <= max(1, len(typed) // 3) and slips[one] < max(len(typed), len(one))
-    ]
-    if near:
-        return min(near, key=lambda one: (slips[one], -alike[one]))
-    likely = [one for one in known if alike[one] >= cutoff]
-    return max(likely, key=lambda one: alike[one]) if likely else None
+    likely: list[tuple[float, bool, str]] = []
+    for one in dict.fromkeys(words):
+        alike = difflib.SequenceMatcher(None, typed, one.lower()).ratio()
+        if alike >= cutoff:
+            likely.append((alike, sorted(typed) == sorted(one.lower()), one))
+    if not likely:
+        return None
+    return max(likely, key=itemgetter(0, 1))[2]
 
 
 def closest(word: str, words: Iterable[str]) -> str:
@@ -53,28 +48,9 @@ def near_path(path: Path) -> str:
     name; or an empty string.
     """
     try:
-        near = (
-            None
-            if path.exists()
-            else nearest(path.name, sorted(entry.name for entry in path.parent.iterdir()))
-        )
+        if path.exists():
+            return ""
+        near = nearest(path.name, sorted(entry.name for entry in path.parent.iterdir()))
     except OSError:
         return ""
     return "" if near is None else f" (did you mean {path.parent / near}?)"
-
-
-def distance(first: str, second: str) -> int:
-    """Slips between two words.
-
-    >>> distance("gpro", "grpo"), distance("gpro", "gspo"), distance("", "ab")
-    (1, 2, 2)
-    """
-    rows = [list(range(len(second) + 1))]
-    for i, a in enumerate(first, 1):
-        row = [i]
-        for j, b in enumerate(second, 1):
-            row.append(min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (a != b)))
-            if i > 1 and j > 1 and a == second[j - 2] and first[i - 2] == b:
-                row[-1] = min(row[-1], rows[-2][j - 2] + 1)
-        rows.append(row)
-    return rows[-1][-1]

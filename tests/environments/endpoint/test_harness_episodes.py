@@ -552,13 +552,14 @@ def test_the_token_of_the_endpoint_is_not_for_code_of_others(worlds, says, a_pro
 def test_a_secret_of_a_harness_is_in_no_plan_and_no_record(worlds, says, a_prompt, tmp_path, monkeypatch):
     monkeypatch.delenv("GROUPWISE_TOKEN", raising=False)
     key = "sk-abcdefghijkl1mnop"
-    command = [sys.executable, "agent.py", "--api-key", key]
+    monkeypatch.setenv("JUDGE_API_KEY", key)
+    command = [sys.executable, "agent.py", key]
     shown = str(world_lines(recipe_of_environment({"harness": command}), None))
-    assert "agent.py --api-key [redacted]" in shown and key not in shown
+    assert "agent.py [redacted]" in shown and key not in shown
     file = tmp_path / "agent.py"
-    file.write_text(PROGRAM + "import sys; sys.exit(f'api_key={sys.argv[2]} is refused')")
-    played = play(worlds(ProgramHarness([sys.executable, str(file), "--api-key", key])), a_prompt, says("5"))
-    assert "api_key=[redacted] is refused" in played.episode.turns[-1].answer
+    file.write_text(PROGRAM + "import sys; sys.exit(f'{sys.argv[1]} is refused')")
+    played = play(worlds(ProgramHarness([sys.executable, str(file), key])), a_prompt, says("5"))
+    assert "[redacted] is refused" in played.episode.turns[-1].answer
     assert "GROUPWISE_TOKEN" in str(world_lines(recipe_of_environment({"harness": "outside"}), None))
     monkeypatch.setenv("GROUPWISE_TOKEN", "sesame-1234")
     assert "GROUPWISE_TOKEN" not in str(world_lines(recipe_of_environment({"harness": "outside"}), None))
