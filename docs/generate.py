@@ -29,6 +29,7 @@ from groupwise.config.schema import reference
 from groupwise.config.settings import REWARDS, GroupSettings
 from groupwise.config.trl import FATES, STEPS, TABLE
 from groupwise.inspection.explain import render, work
+from groupwise.models import gguf_config, gguf_tokenizer
 from groupwise.models.shape import Shape
 from groupwise.proof.passes import MANY
 from groupwise.proof.texts import ACROSS, FULL, LARGE
@@ -326,6 +327,32 @@ completions of up to 64 tokens on one thread (`python benchmarks/sharing.py --sh
 Groupwise trains the text part of Qwen3.5, Gemma 3 and 4, Mistral 3, Llama 4 and others. The image encoder gets no gradient, no
 weight decay and no adapter. `final/` holds it unchanged.
 
+## GGUF files
+
+`model: {{path: model.gguf}}` reads a GGUF file of the architectures {gguf_architectures}. It is converted once into a Hugging
+Face folder in the user's cache, with float32 weights, tokenizer and chat template. Every tensor must be used, and every metadata key
+of the architecture must be known: a file is refused rather than read in part. These keys are read, behind the architecture's name:
+
+| key | becomes | architectures |
+|---|---|---|
+{gguf_keys}
+
+The tensor `rope_freqs.weight` of Llama 3.1 to 3.3 becomes `rope_type: llama3`, with the settings that give its numbers.
+`rope_factors_long.weight` and `rope_factors_short.weight` of Phi-3 become `longrope`.
+
+These change the model and are refused by name, as is any key that no list here has:
+
+| key | why |
+|---|---|
+{gguf_refused}
+
+These are accepted with one value alone: {gguf_neutral}.
+
+The tokenizer is made from the keys below `tokenizer.`: byte-level BPE by the splitting rules {gguf_rules}, and SentencePiece. Where a
+file says nothing, llama.cpp's rules hold: SentencePiece vocabularies and {gguf_whole} put BOS before a text. Completions end at the
+ids of `eos_token_id`, `eot_token_id` and `eom_token_id`, and at control tokens such as `<|im_end|>`. A `tokenizer.json` beside the
+file takes the place of the file's tokenizer; code beside it is never run.
+
 ## What is proven when a run begins
 
 Groupwise compares its computation with the model's own forward and backward pass. The comparison uses your weights, and the
@@ -446,7 +473,28 @@ def models_page() -> str:
         row = sweep.rows[name]
         engine = next(path for path in ("specialised", "native", "generate") if path in row["paths"])
         lines.append(f"| {family} | `{kind}` | {USES[row['uses']]} | {engine} |")
-    return MODELS.format(**sweep.numbers, downloaded="\n".join(lines))
+    return MODELS.format(**sweep.numbers, **gguf_tables(), downloaded="\n".join(lines))
+
+
+def gguf_tables() -> dict[str, str]:
+    """What is read of a GGUF file, and what is refused."""
+    keys, refused, neutral = [], [], []
+    for key in gguf_config.KEYS:
+        everywhere = len(key.architectures) == len(gguf_config.ARCHITECTURES)
+        architectures = "all" if everywhere else ", ".join(key.architectures)
+        keys.append(f"| `{key.name}` | {key.meaning} | {architectures} |")
+    for name, reason in gguf_config.REFUSED.items():
+        refused.append(f"| `{name}` | {reason} |")
+    for name, value in gguf_config.NEUTRAL.items():
+        neutral.append(f"`{name}` {json.dumps(value)}")
+    return {
+        "gguf_architectures": ", ".join(f"`{name}`" for name in gguf_config.ARCHITECTURES),
+        "gguf_keys": "\n".join(keys),
+        "gguf_refused": "\n".join(refused),
+        "gguf_neutral": ", ".join(neutral),
+        "gguf_rules": ", ".join(f"`{rule}`" for rule in gguf_tokenizer.SPLITS),
+        "gguf_whole": ", ".join(f"`{rule}`" for rule in gguf_tokenizer.WHOLE_WORDS),
+    }
 
 
 def families_page() -> str:

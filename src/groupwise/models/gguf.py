@@ -1,69 +1,45 @@
 """GGUF files: converted once into an ordinary Hugging Face folder, which is what everything else
 reads.
 
-transformers reads the families that it knows (Llama, Mistral, Qwen, Gemma, Phi-3, GPT-2 and others)
-and dequantises their weights. The folder holds them in float32, so a dequantised weight is not
-rounded again, with the file's tokenizer and chat template."""
+The folder holds the weights in float32, so a dequantised weight is not rounded again, with the
+file's tokenizer and chat template.  Nothing that lies beside the file is run: a tokenizer.json there
+is read, a tokenizer that needs code of its own is refused.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock
-from tokenizers import Regex, Tokenizer, pre_tokenizers
+from safetensors.torch import save_file
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
+    AutoConfig,
+    GenerationConfig,
+    PreTrainedConfig,
     PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
 )
 
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
 from groupwise.config.packaged_models import is_packaged, not_fetched, packaged_folder
+from groupwise.data.tokenizers import load_tokenizer
 from groupwise.errors import ConfigError
+from groupwise.models.gguf_config import read_config
+from groupwise.models.gguf_header import read_header
+from groupwise.models.gguf_tokenizer import BESIDE, read_tokenizer
+from groupwise.models.gguf_weights import read_weights
 from groupwise.utils.cache import cache_folder
 from groupwise.utils.files import expanded, new_folder, place, storing, sync_tree
 from groupwise.utils.terminal import logger
 
 log = logger(__name__)
 
-DAMAGED = (
-    ValueError,
-    IndexError,
-    KeyError,
-    TypeError,
-    OverflowError,
-    UnicodeDecodeError,
-    MemoryError,
-)
-"""What GGUFReader raises for bytes that are no GGUF file."""
-BESIDE = (
-    "put the tokenizer.json of the model that it was made from, and the files beside it, into the"
-    " same folder"
-)
-
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_CASED = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
-    r"|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_LLAMA3 = rf"{_WORDS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}{_REST}"
-_QWEN2 = rf"{_WORDS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{_REST}"
-SPLITS = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "falcon3"), _LLAMA3),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
-    "tekken": _CASED % ("", "", ""),
-    **dict.fromkeys(("gpt-4o", "llama4"), _CASED % (f"{_WORDS}?", f"{_WORDS}?", "{1,3}")),
-    **dict.fromkeys(("gpt-2", "smollm", "starcoder", "refact", "command-r"), ""),
-}
-"""How a byte-level tokenizer splits text before it merges bytes, by the name that llama.cpp gives
-the rule: a pattern, or "" for GPT-2's, before which all rules but `gpt-2` itself set digits apart.
-A file holds the name alone; a wrong rule gives other ids."""
+CONVERSION = 2
+"""Changes when the same file is converted into something else: older folders are then not used."""
 
 
 def checkpoint_folder(path: str) -> str:
@@ -83,7 +59,7 @@ def checkpoint_folder(path: str) -> str:
     if file is None:
         return path
     content = file.stat()
-    state = f"{file.resolve()} {content.st_size} {content.st_mtime_ns}"
+    state = f"{CONVERSION} {file.resolve()} {content.st_size} {content.st_mtime_ns}"
     folder = (
         cache_folder() / "models" / f"{file.stem}-{hashlib.sha256(state.encode()).hexdigest()[:12]}"
     )
@@ -118,45 +94,34 @@ def gguf_file(path: Path) -> Path | None:
 def convert(file: Path, folder: Path) -> None:
     """Write a GGUF file as a Hugging Face folder of that name, whole or not at all.
 
-    Raises ConfigError for a damaged file, a part of a split one, and an architecture that
-    transformers' reader does not know."""
-    tokens, rule = _check(file)
-    try:
-        tokenizer = _read_tokenizer(file, tokens, rule)
-        model, loading = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
-            str(file.parent), gguf_file=file.name, dtype=torch.float32, output_loading_info=True
+    Raises ConfigError for a damaged file, a part of a split one, and a model that is not known.
+    """
+    header = read_header(file)
+    parts = header.metadata.get("split.count", 1)
+    if parts not in (0, 1):
+        raise ConfigError(
+            f"model.path: {str(file)!r} is one of {parts} parts: join them with llama.cpp's"
+            " gguf-split --merge first"
         )
-    except torch.OutOfMemoryError:
-        raise
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RuntimeError,
-        NotImplementedError,
-        ImportError,
-    ) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(
-            f"model.path: {str(file)!r} cannot be converted: {reason}; take the model's safetensors"
-            " checkpoint instead"
-        ) from error
-    if missing := sorted(loading["missing_keys"]):
-        raise ConfigError(
-            f"model.path: {str(file)!r} lacks the weights {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else "")
-            + ": take another file of this model, or its safetensors checkpoint"
-        )  # fmt: skip
-    # The weights are plain numbers now; transformers still calls the model quantised and would not
-    # save it.
-    del model.config.quantization_config
-    model.hf_quantizer = None
+    settings = read_config(header)
+    if (file.parent / "tokenizer.json").is_file():
+        tokenizer, end_ids = _tokenizer_beside(file), []
+    else:
+        made = read_tokenizer(header, settings["vocab_size"])
+        tokenizer, end_ids = made.tokenizer, list(made.end_ids)
+    ids = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": end_ids or tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    weights = read_weights(header, settings)
     with storing(folder, "the converted model"):
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = new_folder(folder)
         try:
-            model.save_pretrained(temporary)
+            _model_config(settings | ids).save_pretrained(temporary)
+            GenerationConfig(**ids).save_pretrained(temporary)
+            save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
             tokenizer.save_pretrained(temporary)
             sync_tree(temporary)
         except BaseException:
@@ -165,79 +130,24 @@ def convert(file: Path, folder: Path) -> None:
         place(temporary, folder)
 
 
-def _check(file: Path) -> tuple[int, str | None]:
-    """Tokens of the file's tokenizer, and the rule by which a byte-level one splits text; None for
-    tokenizers of another kind.
+def _model_config(settings: dict[str, Any]) -> PreTrainedConfig:
+    """Make transformers' config, which names its class."""
+    settings = dict(settings)
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    config.dtype = torch.float32
+    return config
 
-    Raises ConfigError unless the file is one whole GGUF file with a tokenizer.
+
+def _tokenizer_beside(file: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that lies beside a GGUF file; code that it asks for is never run.
+
+    Raises ConfigError for one that cannot be read, or not without code of its own.
     """
-    from gguf import GGUFReader  # type: ignore[import-not-found]
-
-    advice = "copy or fetch it again"
-    with file.open("rb") as opened:
-        if opened.read(4) != b"GGUF":
-            raise ConfigError(
-                f"model.path: {str(file)!r} is no GGUF file (its first bytes are not GGUF):"
-                f" {advice}"
-            )
     try:
-        fields = GGUFReader(file).fields
-        parts = fields["split.count"].contents() if "split.count" in fields else 1
-        kind = (
-            fields["tokenizer.ggml.model"].contents() if "tokenizer.ggml.model" in fields else None
-        )
-        rule = fields["tokenizer.ggml.pre"].contents() if "tokenizer.ggml.pre" in fields else "none"
-        tokens = len(fields["tokenizer.ggml.tokens"].data) if kind is not None else 0
-    except DAMAGED as error:
+        return load_tokenizer(str(file.parent))
+    except (OSError, ValueError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(
-            f"model.path: {str(file)!r} is damaged or cut off ({type(error).__name__}: {error}):"
-            f" {advice}"
+            f"model.path: the tokenizer beside {str(file)!r} cannot be read: {lines[0]}; {BESIDE}"
         ) from error
-    if parts > 1:
-        raise ConfigError(
-            f"model.path: {str(file)!r} is one of {parts} parts: join them with llama.cpp's"
-            " gguf-split --merge first"
-        )
-    if kind is None:
-        raise ConfigError(f"model.path: {str(file)!r} holds no tokenizer: {BESIDE}")
-    if kind == "gpt2" and rule not in SPLITS and not (file.parent / "tokenizer.json").is_file():
-        raise ConfigError(
-            f"model.path: the tokenizer of {str(file)!r} splits text by the rule {rule!r}, which is"
-            f" not known: {BESIDE}"
-        )
-    return tokens, str(rule) if kind == "gpt2" else None
-
-
-def _read_tokenizer(file: Path, tokens: int, rule: str | None) -> PreTrainedTokenizerBase:
-    """The tokenizer of the file, or the one that lies beside it.   tokens, rule: see `_check`."""
-    if (file.parent / "tokenizer.json").is_file():
-        return AutoTokenizer.from_pretrained(str(file.parent))
-    read = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
-    content = json.loads(read.backend_tokenizer.to_str())
-    # transformers' classes add a token of their own family, such as <|endoftext|>, to a vocabulary
-    # that lacks it.
-    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < tokens]
-    backend = Tokenizer.from_str(json.dumps(content))
-    if rule is not None:
-        split = SPLITS[rule]
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                (
-                    pre_tokenizers.Split(Regex(split), "isolated")
-                    if split
-                    else pre_tokenizers.Digits(individual_digits=True)
-                ),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not split),
-            ][rule == "gpt-2" :]
-        )
-    names = ("bos_token", "eos_token", "unk_token", "pad_token")
-    special = {
-        name: getattr(read, name)
-        for name in names
-        if backend.token_to_id(getattr(read, name) or "") is not None
-    }
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, clean_up_tokenization_spaces=False, **special
-    )
-    tokenizer.chat_template = read.chat_template
-    return tokenizer
