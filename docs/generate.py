@@ -329,9 +329,10 @@ weight decay and no adapter. `final/` holds it unchanged.
 
 ## GGUF files
 
-`model: {{path: model.gguf}}` reads a GGUF file of the architectures {gguf_architectures}. It is converted once into a Hugging
-Face folder in the user's cache, with float32 weights, tokenizer and chat template. Every tensor must be used, and every metadata key
-of the architecture must be known: a file is refused rather than read in part. These keys are read, behind the architecture's name:
+`model: {{path: model.gguf}}` reads a GGUF file of one of these architectures: {gguf_architectures}.
+It is converted once into a Hugging Face folder in the user's cache, with float32 weights, tokenizer and chat template. Every tensor must be used, and
+every metadata key of the architecture must be known: a file is refused rather than read in part. These keys are read, behind the
+architecture's name:
 
 | key | becomes | architectures |
 |---|---|---|
@@ -348,7 +349,7 @@ These change the model and are refused by name, as is any key that no list here 
 
 These are accepted with one value alone: {gguf_neutral}.
 
-The tokenizer is made from the keys below `tokenizer.`: byte-level BPE by the splitting rules {gguf_rules}, and SentencePiece. Where a
+The tokenizer is made from the keys below `tokenizer.`: SentencePiece, and byte-level BPE by the splitting rules {gguf_rules}. Where a
 file says nothing, llama.cpp's rules hold: SentencePiece vocabularies and {gguf_whole} put BOS before a text. Completions end at the
 ids of `eos_token_id`, `eot_token_id` and `eom_token_id`, and at control tokens such as `<|im_end|>`. A `tokenizer.json` beside the
 file takes the place of the file's tokenizer; code beside it is never run.

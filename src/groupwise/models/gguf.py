@@ -22,7 +22,6 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
-
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from groupwise.config.packaged_models import is_packaged, not_fetched, packaged_folder

@@ -308,7 +308,11 @@ class _Maker:
         )
         backend = Tokenizer(bpe)
         spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", "▁")]
-        back: list[decoders.Decoder] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        back: list[decoders.Decoder] = [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+        ]
         if self.flag("tokenizer.ggml.add_space_prefix", True):
             spaces.insert(0, normalizers.Prepend("▁"))
             back.append(decoders.Strip(" ", 1, 0))
