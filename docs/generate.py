@@ -330,9 +330,9 @@ weight decay and no adapter. `final/` holds it unchanged.
 ## GGUF files
 
 `model: {{path: model.gguf}}` reads a GGUF file of one of these architectures: {gguf_architectures}.
-It is converted once into a Hugging Face folder in the user's cache, with float32 weights, tokenizer and chat template. Every tensor must be used, and
-every metadata key of the architecture must be known: a file is refused rather than read in part. These keys are read, behind the
-architecture's name:
+It is converted once into a Hugging Face folder in the user's cache, with float32 weights, tokenizer and chat template. Every tensor
+must be used, and every metadata key of the architecture must be known: a file is refused rather than read in part. These keys are
+read, behind the architecture's name:
 
 | key | becomes | architectures |
 |---|---|---|
@@ -349,10 +349,11 @@ These change the model and are refused by name, as is any key that no list here 
 
 These are accepted with one value alone: {gguf_neutral}.
 
-The tokenizer is made from the keys below `tokenizer.`: SentencePiece, and byte-level BPE by the splitting rules {gguf_rules}. Where a
-file says nothing, llama.cpp's rules hold: SentencePiece vocabularies and {gguf_whole} put BOS before a text. Completions end at the
-ids of `eos_token_id`, `eot_token_id` and `eom_token_id`, and at control tokens such as `<|im_end|>`. A `tokenizer.json` beside the
-file takes the place of the file's tokenizer; code beside it is never run.
+The tokenizer is made from the keys below `tokenizer.`: SentencePiece, and byte-level BPE by these splitting rules: {gguf_rules}.
+
+Where a file says nothing, llama.cpp's rules hold: SentencePiece vocabularies and {gguf_whole} put BOS before a text.
+Completions end at the ids of `eos_token_id`, `eot_token_id` and `eom_token_id`, and at control tokens such as `<|im_end|>`. A
+`tokenizer.json` beside the file takes the place of the file's tokenizer; code beside it is never run.
 
 ## What is proven when a run begins
 
