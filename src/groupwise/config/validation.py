@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from groupwise.algorithms.losses import Jsd
 from groupwise.algorithms.table import ALGORITHMS, PARTS, Algorithm
 from groupwise.config.live_objects import LIVE
-from groupwise.config.packaged_models import is_packaged, not_fetched, packaged_folder
+from groupwise.config.packaged_models import is_fetched, is_packaged, not_fetched
 from groupwise.config.resolve import conflicts, part_problems, with_group
 from groupwise.config.schema import lookup, show
 from groupwise.config.settings import (
@@ -221,7 +221,7 @@ def wrong_model(path: str, earlier: Sequence[str] = ()) -> str | None:
     if wrong := _unspeakable(path):
         return wrong
     if is_packaged(path):
-        return None if packaged_folder(path).is_dir() else not_fetched(path)
+        return None if is_fetched(path) else not_fetched(path)
     folder = expanded(path)
     if folder.is_file() and folder.suffix.lower() == ".gguf":
         return None

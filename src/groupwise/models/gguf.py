@@ -24,7 +24,12 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from groupwise.config.packaged_models import is_packaged, not_fetched, packaged_folder
+from groupwise.config.packaged_models import (
+    is_fetched,
+    is_packaged,
+    not_fetched,
+    packaged_folder,
+)
 from groupwise.data.tokenizers import load_tokenizer
 from groupwise.errors import ConfigError
 from groupwise.models.gguf_config import read_config
@@ -50,10 +55,9 @@ def checkpoint_folder(path: str) -> str:
     Raises ConfigError for a model that was not fetched, and for a file that cannot be converted.
     """
     if is_packaged(path):
-        folder = packaged_folder(path)
-        if not (folder / "config.json").is_file():
+        if not is_fetched(path):
             raise ConfigError(f"model.path: {not_fetched(path)}")
-        return str(folder)
+        return str(packaged_folder(path))
     file = gguf_file(expanded(path))
     if file is None:
         return path
