@@ -449,7 +449,6 @@ FRAGMENTED = {
     "training.critics",
     "training.groups",
     "training.loss",
-    "training.mismatch",
     "training.passes",
     "training.teachers",
     "training.work",

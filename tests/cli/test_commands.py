@@ -65,7 +65,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple, dict]]:
 
         return call
 
-    wrong = SimpleNamespace(name="EOS", good=False, says="none")
+    wrong = SimpleNamespace(name="EOS", good=False, text="none")
     report = SimpleNamespace(render=lambda: "rendered", to_json=lambda: '{"a": 1}')
     stand_ins = {
         "groupwise.api.stages": {"train_recipe": recorder("train", 0)},

@@ -188,9 +188,9 @@ def test_mistakes_in_the_environment_section_are_named(environment: Any, more: A
 def test_check_shows_tools_and_plays_an_episode(tmp_path: Path) -> None:
     found = {finding.name: finding for finding in check_stage(make_recipe(GAME | {"runs": str(tmp_path)}))}
     assert found["environment"].good
-    assert "Guess: reset() says nothing; to an empty turn it answers ''" in found["environment"].says
+    assert "Guess: reset() says nothing; to an empty turn it answers ''" in found["environment"].text
     assert found["turns"].good is not False
-    assert found["log-probs"].good, found["log-probs"].says
+    assert found["log-probs"].good, found["log-probs"].text
     assert all(finding.good is not False for name, finding in found.items() if name != "endings"), found
 
 
@@ -303,7 +303,7 @@ def test_a_reasoning_gym_data_set_trains_and_its_scorer_is_looked_at(tmp_path: P
     steps = [step for step in gw.train(recipe) if step.number]
     assert steps[-1].groups[0].names == ("reasoning_gym",)
     found = {finding.name: finding for finding in check_stage(recipe)}
-    assert found["scorer"].good, found["scorer"].says
+    assert found["scorer"].good, found["scorer"].text
 
 
 def test_settings_know_whether_an_environment_answers() -> None:

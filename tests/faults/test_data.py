@@ -256,7 +256,7 @@ def test_the_warning_stands_in_the_plan_and_in_check(recipe: Callable, rows: Cal
     job = make_job(made)
     assert any(label == "warning" and "control tokens" in text for label, text in job.plan)
     job.close()
-    assert any("control tokens" in finding.says and finding.good is None for finding in check_stage(made))
+    assert any("control tokens" in finding.text and finding.good is None for finding in check_stage(made))
 
 
 def test_what_is_encoded_as_text_is_encoded_as_text_everywhere(rows: Callable) -> None:

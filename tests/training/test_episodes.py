@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ from groupwise.algorithms.table import ALGORITHMS, Algorithm
 from groupwise.config.resolve import resolve
 from groupwise.config.settings import CriticSettings, GroupSettings, OptimizerSettings
 from groupwise.data.packing import pack, unpack
+from groupwise.inspection.check import _agreement
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
 from groupwise.models.sharded import frozen_copy
@@ -34,7 +36,6 @@ from groupwise.training.critics import Critic
 from groupwise.training.groups import SampledRollouts
 from groupwise.training.loss import Loss, with_gradient
 from groupwise.training.metrics import completion_metrics, episode_metrics, measure
-from groupwise.training.mismatch import diagnose
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer, StepStats
 from groupwise.training.passes import Assessment, BatchPass, batches_of, score
@@ -412,7 +413,9 @@ def test_a_difference_is_found_in_episodes_too(tiny_policy: Callable, scripted_w
     wrong = score_rollouts(
         policy, [replace(r, sampling=replace(sampling, temperature=1.0)) for r in rollouts], max_tokens_per_microbatch=200
     )
-    found = diagnose(policy, rollouts, wrong)
-    assert found is not None
-    assert found.cause is not None
-    assert (found.side, found.cause.name) == ("scorer", "temperature")
+    right = score_rollouts(policy, rollouts, max_tokens_per_microbatch=200)
+    assert _agreement(policy, rollouts, right).good
+    found = _agreement(policy, rollouts, wrong)
+    assert found.good is False
+    engine_gap, scorer_gap = (float(gap) for gap in re.findall(r"by up to (\S+?)(?: nats,|$)", found.text))
+    assert engine_gap < 1e-5 < 0.1 < scorer_gap

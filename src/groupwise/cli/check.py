@@ -104,7 +104,7 @@ def _line(finding: Finding) -> object:
     from groupwise.utils.secrets import scrubbed
 
     name = (f"{finding.name:<12}", "bold")
-    return Text.assemble(MARKS[finding.good], "  ", name, safe(scrubbed(finding.says)))
+    return Text.assemble(MARKS[finding.good], "  ", name, safe(scrubbed(finding.text)))
 
 
 def _print_end(wrong: int, console: Console | None) -> int:
