@@ -33,7 +33,6 @@ HH = {
     "chosen": "\n\nHuman: 1+1\n\nAssistant: 2\n\nHuman: 1+2\n\nAssistant: 3",
     "rejected": "\n\nHuman: 1+1\n\nAssistant: 2\n\nHuman: 1+2\n\nAssistant: No.",
 }
-COMPLETION = {"annotations": {"helpfulness": {"Rating": "4"}}, "custom_system_prompt": "Be kind.", "model": "m", "critique": "c"}
 
 
 def test_hh_rlhf_with_chat_becomes_turns():
@@ -87,87 +86,10 @@ def test_hh_rlhf_as_it_is_with_its_odd_rows(chat):
         ),
         pytest.param({"prompt": ASKED, "chosen": spoken("3")[1:], "rejected": spoken("No.")[1:]}, id="TRL, conversational"),
         pytest.param({"prompt": "1+2", "chosen": "3", "rejected": "No."}, id="TRL, standard"),
-        pytest.param(
-            {"source": "evol_instruct", "instruction": "1+2", "models": ["a", "b", "c"], "correct_answers": ["None"]}
-            | {"incorrect_answers": ["None"]}
-            | {
-                "completions": [
-                    COMPLETION | {"response": "Perhaps 3?", "overall_score": 10.0, "fine-grained_score": 3.0},
-                    COMPLETION | {"response": "No.", "overall_score": 7.0, "fine-grained_score": 1.25},
-                    COMPLETION | {"response": "3", "overall_score": 8.0, "fine-grained_score": 4.75},
-                ]
-            },
-            id="UltraFeedback",
-        ),
-        pytest.param(
-            {"instruction": "1+2"}
-            | {"completions": [{"response": "3", "overall_score": 8.0}, {"response": "No.", "overall_score": 7.5}]},
-            id="UltraFeedback before its scores were averaged",
-        ),
-        pytest.param(
-            {"domain": "stem", "language": "english", "context": ASKED, "response1": "3", "response2": "No."}
-            | {"overall_preference": -2, "individual_preference": [{"score": -2, "reasoning": "r"}]},
-            id="HelpSteer3, first preferred",
-        ),
-        pytest.param(
-            {"context": ASKED, "response1": "No.", "response2": "3", "overall_preference": 1}, id="HelpSteer3, second preferred"
-        ),
-        pytest.param(
-            {"split": "train", "prompt": "1+2", "response_1": "3", "response_2": "No.", "preference_strength": -3}
-            | {"preference_statement": "s", "preference_elaboration": "e"},
-            id="HelpSteer2, preference",
-        ),
     ],
 )
 def test_one_row_holds_the_pair(row):
     assert told([row])[0] == [(CHAT, "3<|end|>", "No.<|end|>")]
-
-
-def test_a_multi_turn_prompt_of_helpsteer2():
-    prompt = "1+1\n<extra_id_1>Assistant\n2\n<extra_id_1>User\n1+2"
-    row = {"prompt": prompt, "response_1": "No.", "response_2": "3", "preference_strength": 2}
-    ((asked, chosen, _),), _ = told([row])
-    assert asked == "<|user|>1+1<|end|><|assistant|>2<|end|><|user|>1+2<|end|><|assistant|>" and chosen == "3<|end|>"
-    assert told([row], chat=False)[0] == [(prompt, "3<|end|>", "No.<|end|>")]
-
-
-def test_ratings_of_helpsteer2_pair_neighbouring_rows():
-    def rated(prompt, response, helpfulness):
-        return {"prompt": prompt, "response": response, "helpfulness": helpfulness, "correctness": 4, "coherence": 4} | {
-            "complexity": 2,
-            "verbosity": 1,
-        }
-
-    rows = [rated("1+2", "No.", 1), rated("1+2", "3", 4), rated("5", "a", 3), rated("5", "b", 3), rated("6", "alone", 4)]
-    pairs, report = told(rows)
-    assert pairs == [(CHAT, "3<|end|>", "No.<|end|>")]
-    one = "joined with another row into a pair"
-    assert report.dropped == {one: 1, "whose completions are rated alike": 2, "without a second response to the prompt": 1}
-    assert (report.rows, report.kept) == (len(rows), 1)
-    pairs, report = told([rated("1+2", "No.", 1), rated("1+2", "4", 2), rated("1+2", "3", 4)])
-    assert pairs == [(CHAT, "3<|end|>", "No.<|end|>")]
-    assert (report.rows, report.dropped) == (3, {one: 1, "between the best and the worst of a prompt": 1})
-    assert report.first["between the best and the worst of a prompt"].endswith("row 2")
-
-
-def test_labels_of_kto_pair_good_and_bad_completions_of_a_prompt():
-    good, bad = spoken("3")[1:], spoken("No.")[1:]
-    rows = [
-        {"prompt": ASKED, "completion": bad, "label": False},
-        {"prompt": [{"role": "user", "content": "other"}], "completion": good, "label": True},
-        {"prompt": ASKED, "completion": good, "label": True},
-        {"prompt": ASKED, "completion": good, "label": None},
-    ]
-    pairs, report = told(rows)
-    assert pairs == [(CHAT, "3<|end|>", "No.<|end|>")]
-    assert report.dropped == {
-        "joined with another row into a pair": 1,
-        "whose label is neither true nor false": 1,
-        "whose prompt has no completion with the other label": 1,
-    }
-    assert report.rows == len(rows)
-    with pytest.raises(DataError, match=r"no pair is left: .*2 whose prompt has no completion with the other label"):
-        told([{"prompt": "1", "completion": "a", "label": True}, {"prompt": "2", "completion": "b", "label": False}])
 
 
 @pytest.mark.parametrize(
@@ -175,16 +97,18 @@ def test_labels_of_kto_pair_good_and_bad_completions_of_a_prompt():
     [
         ({"prompt": "1", "chosen": "a"}, "rejected"),
         ({"chosen": "a", "rejected": "b"}, "prompt"),
-        ({"prompt": "1", "completion": "a"}, "label"),
-        ({"prompt": "1", "response_1": "a", "response_2": "b"}, "preference_strength"),
-        ({"context": ASKED, "response1": "a", "overall_preference": 1}, "response2"),
-        ({"prompt": "1", "response": "a"}, "helpfulness"),
+        ({"prompt": "1", "completion": "a", "label": True}, "chosen"),
+        ({"prompt": "1", "response_1": "a", "response_2": "b", "preference_strength": 1}, "chosen"),
+        ({"context": ASKED, "response1": "a", "response2": "b", "overall_preference": 1}, "chosen"),
+        ({"prompt": "1", "response": "a", "helpfulness": 4}, "chosen"),
+        ({"instruction": "1", "completions": [{"response": "a", "overall_score": 9}]}, "chosen"),
         ({"question": "1", "text": "a"}, "chosen"),
     ],
 )
 def test_a_source_in_no_form_names_the_column_that_is_missing(row, column):
-    with pytest.raises(DataError, match=rf"f\.jsonl row 1: no column '{column}'; there are: "):
+    with pytest.raises(DataError, match=rf"f\.jsonl row 1: no column '{column}'; there are: ") as error:
         told([row])
+    assert ("docs/preferences.md makes pairs of scores" in str(error.value)) == (column != "prompt")
 
 
 def test_rows_that_hold_no_pair_are_counted_never_the_end():
@@ -200,11 +124,6 @@ def test_rows_that_hold_no_pair_are_counted_never_the_end():
     ]
     pairs, report = told(rows)
     assert len(pairs) == 1 and report.dropped == {"that cannot be read": 6}
-    scored = {"instruction": "1", "completions": [{"response": "a", "overall_score": "N/A"}, {"response": "b", "overall_score": 1}]}
-    huge = {"instruction": "1", "completions": [{"response": "a", "score": 10**400}, {"response": "b", "score": 1}]}
-    _, report = told([scored | {"completions": "?"}, scored, huge, scored | {"completions": []}, scored | {"completions": [
-        {"response": "a", "score": 1}, {"response": "b", "score": 2}]}])  # fmt: skip
-    assert report.kept == 1 and sum(report.dropped.values()) == 4
 
 
 @pytest.mark.slow
@@ -231,10 +150,8 @@ def test_a_format_makes_the_prompt_from_other_columns():
 
 
 def test_reading_twice_changes_nothing():
-    for row in (HH, {"context": ASKED, "response1": "3", "response2": "No.", "overall_preference": -2}):
-        once = as_pairs(SourceRows("f", [row]), Wording(chat=True))
-        twice = as_pairs(once, Wording(chat=True))
-        assert list(once) == list(twice)
+    once = as_pairs(SourceRows("f", [HH]), Wording(chat=True))
+    assert list(once) == list(as_pairs(once, Wording(chat=True)))
 
 
 def test_held_out_parts_of_published_data_count_every_row_once(write):
@@ -360,19 +277,6 @@ def test_a_system_message_of_the_sides_beside_a_format_is_kept_or_counted(role, 
     pairs, report = told([{"prompt": "r", "chosen": "3", "rejected": "4"}, row], chat=False, format="Q: {prompt}")
     assert pairs[1] == ("Q: q", "x<|end|>", "y<|end|>")
     assert "kept: 1 whose system message data.template does not write (first: f.jsonl row 2)" in str(report)
-
-
-def test_labels_and_ratings_pair_rows_of_the_same_prompt_in_any_column():
-    def labelled(asked, completion, label):
-        return {"instruction": asked, "completion": completion, "label": label}
-
-    rows = [labelled("p", "x", True), labelled("q", "y", False), labelled("p", "z", False)]
-    assert told(rows)[0] == [("<|user|>p<|end|><|assistant|>", "x<|end|>", "z<|end|>")]
-    rows = [{"instruction": asked, "response": said, "helpfulness": n} for asked, said, n in (("p", "x", 1), ("q", "y", 3))]
-    with pytest.raises(DataError, match="2 without a second response to the prompt"):
-        told(rows)
-    multi = [{"prompt": "q", "completion": [*GO_ON, assistant(said)], "label": said == "x"} for said in "xy"]
-    assert told(multi)[0] == [(LONG, "x<|end|>", "y<|end|>")]
 
 
 # rows that are damaged

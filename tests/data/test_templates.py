@@ -4,13 +4,11 @@ import random
 import numpy as np
 import pytest
 from encoders import encode_demonstrations, encode_prompts
-from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from groupwise.config.settings import DataSettings
 from groupwise.data import templates
 from groupwise.data.messages import variables_in
-from groupwise.data.pieces import find_cut
 from groupwise.data.sources import BadRow, SourceRows
 from groupwise.data.templates import Template
 from groupwise.data.tokenizers import arithmetic_tokenizer, bpe_tokenizer, byte_tokenizer
@@ -471,54 +469,3 @@ def test_texts_are_encoded_in_batches_and_keep_their_order(monkeypatch):
     whole = template.encode(texts, plain=[True] * 11)
     monkeypatch.setattr(templates, "AT_ONCE", 3)
     assert [ids.tolist() for ids in template.encode(texts, plain=[True] * 11)] == [ids.tolist() for ids in whole]
-
-
-LETTERS = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lo}\p{M}]*[\p{Ll}\p{Lo}\p{M}]+(?i:'s|'t|'ll)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lo}\p{M}]+"
-PATTERNS = {
-    "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    "llama3": r"(?i:'s|'t|'ll)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    "o200k": LETTERS + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    "numbers from their end": r"\p{N}{1,3}(?=(?:\p{N}{3})*\b)| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    "sentences": r"[^.]+|\.",
-    "thousands": r"\d{1,3}(?:,\d{3})+|\d+|\p{L}+|\s+|.",
-    "initials": r"\p{Lu}\.\p{Lu}\.|\p{L}+|\p{N}+|\s+|[^\s\p{L}\p{N}]+",
-    "units": r"\d+[kK][mM]|\p{L}+|\p{N}+|\s+|[^\s\p{L}\p{N}]+",
-    "words of its own": r"e\.g\.|\p{L}+|\p{N}+|\s+|[^\s\p{L}\p{N}]+",
-}
-
-
-@pytest.mark.parametrize("kind", PATTERNS)
-def test_the_ids_of_many_texts_are_those_of_each_alone(kind, monkeypatch):
-    monkeypatch.setattr(templates, "AT_ONCE", 200)
-    core = Tokenizer(models.BPE())
-    core.normalizer = normalizers.NFC()
-    core.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(PATTERNS[kind]), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    words = (
-        "hello| the|  | |\n|\n\n|\r\n|\t|é|e\u0301|你好|🙂|\xa0|\x1c|\0|²|½|٣|'s|'LL|B|.|,|$|/|\u0301|123|12345678|4.5|1,000|e.g."
-    )
-    parts, rng = [*words.split("|"), "<end>", "<5>", "<a b>", "alone"], random.Random(kind)
-    texts = ["".join(rng.choices(parts, k=rng.randrange(25))) for _ in range(1_000)]
-    trainer = trainers.BpeTrainer(vocab_size=900, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
-    core.train_from_iterator(texts, trainer)
-    core.add_tokens(
-        [AddedToken("<end>", rstrip=True), AddedToken("<5>"), AddedToken("<a b>"), AddedToken("alone", single_word=True)]
-    )
-    template = Template(tokenizer=PreTrainedTokenizerFast(tokenizer_object=core))
-    alone = [template.encode([text], plain=[True])[0].tolist() for text in texts]
-    assert [ids.tolist() for ids in template.encode(texts, plain=[True] * len(texts))] == alone
-    assert (template._cut is not None) == (kind in ("gpt2", "llama3", "o200k"))
-
-
-class OwnWords:
-    """A pre-tokenizer that is written in Python."""
-
-    def pre_tokenize(self, text):
-        text.split(lambda _, part: [part])
-
-
-def test_a_tokenizer_with_words_in_python_encodes_whole_texts():
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(OwnWords())
-    assert find_cut(core) is None

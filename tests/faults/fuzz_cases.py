@@ -197,8 +197,6 @@ def row_of(rng: random.Random, form: str, n: int) -> Any:
             row = {"prompt": text, "completions": [answer, "."], "labels": [True, False]}
         case "alpaca":
             row = {"instruction": text, "input": "", "output": answer}
-        case "kto":
-            row = {"prompt": text, "completion": answer, "label": n % 2 == 0}
         case _:
             row = {"question": text, "solution": answer, "tests": [answer]}
     draw = rng.random()
@@ -213,8 +211,8 @@ def row_of(rng: random.Random, form: str, n: int) -> Any:
     return row
 
 
-FORMS = ("text", "messages", "conversation", "json", "sft", "pairs", "implicit", "steps", "alpaca", "kto", "question")
-FITTING = {"sft": ("sft", "conversation", "alpaca"), "reward": ("pairs", "implicit"), "dpo": ("pairs", "implicit", "kto"),
+FORMS = ("text", "messages", "conversation", "json", "sft", "pairs", "implicit", "steps", "alpaca", "question")
+FITTING = {"sft": ("sft", "conversation", "alpaca"), "reward": ("pairs", "implicit"), "dpo": ("pairs", "implicit"),
            "prm": ("steps",)}  # fmt: skip
 
 

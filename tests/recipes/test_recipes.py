@@ -114,16 +114,12 @@ def test_distillation(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("real", [False, True], ids=["built in", "GSM8K's files"])
-def test_arithmetic(real: bool, gsm8k: Path, tmp_path: Path) -> None:
-    """Generated expressions, and those of GSM8K's files by path: accuracy by operator, and by seen and unseen expressions."""
-    files = [f"data.task_args.{name}={gsm8k / name}.jsonl" for name in ("train", "test")]
-    data = ["data.task=gsm8k_arithmetic", *files] if real else []
-    run(ROOT / "recipes/arithmetic.yaml", tmp_path, [*SMALL, *SFT_AND_GRPO, *data, "data.eval_limit=60"])
+def test_arithmetic(tmp_path: Path) -> None:
+    """Accuracy by operator."""
+    run(ROOT / "recipes/arithmetic.yaml", tmp_path, [*SMALL, *SFT_AND_GRPO, "data.eval_limit=60"])
     for stage in ("sft", "grpo"):
         last = steps_of(tmp_path / "runs/arithmetic" / stage)[-1]
-        assert {f"eval/greedy/operator={operator}" for operator in ("+", "-", "*", "/", "mixed")} <= set(last)
-        assert ({"eval/greedy/seen=seen", "eval/greedy/seen=unseen"} <= set(last)) is real
+        assert {f"eval/greedy/operator={operator}" for operator in ("+", "-", "mixed")} <= set(last)
 
 
 @pytest.fixture(scope="session")

@@ -342,7 +342,7 @@ def _questions_of(
         f"{escaped(what)}: it changes nothing; correct its name, or leave it out",
         report,
     )
-    unshown = template.unshown(questions)
+    unshown = [template.unshown(question) for question in questions]
     for what in ("tool", "call"):
         without = [
             question for question, lacks in zip(questions, unshown, strict=True) if what in lacks

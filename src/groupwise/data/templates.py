@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -31,7 +32,6 @@ from groupwise.data.messages import (
     tools_in,
     with_arguments,
 )
-from groupwise.data.pieces import any_of, find_cut
 from groupwise.data.rendering import Chat, Refusal, render_chats, shown_template, unmentioned
 from groupwise.data.sources import Row
 from groupwise.data.wording import ReadRow, Wording
@@ -172,30 +172,12 @@ class Template(Wording):
         core.no_truncation()
         core.no_padding()
         core.encode_special_tokens = bool(self.tokenizer.split_special_tokens)
-        cut = self._cut if len(texts) > AT_ONCE else None  # the pieces of few texts serve no others
         encoded: list[list[int]] = []
-        known: dict[str, list[int]] = {}
         for start in range(0, len(texts), AT_ONCE):
-            batch = [
-                [text] if cut is None else cut(text) for text in texts[start : start + AT_ONCE]
-            ]
-            new = list({piece for pieces in batch for piece in pieces} - known.keys())
-            known.update(
-                zip(
-                    new,
-                    (one.ids for one in core.encode_batch_fast(new, add_special_tokens=False)),
-                    strict=True,
-                )
-            )
-            encoded += [[token for piece in pieces for token in known[piece]] for pieces in batch]
+            batch = texts[start : start + AT_ONCE]
+            encodings = core.encode_batch_fast(batch, add_special_tokens=False)
+            encoded += [encoding.ids for encoding in encodings]
         return encoded
-
-    @cached_property
-    def _cut(self) -> Callable[[str], list[str]] | None:
-        """Cuts a text into pieces whose ids are the text's; None if there is no way that is
-        certain.
-        """
-        return find_cut(self._core)
 
     @cached_property
     def _core(self) -> Any:
@@ -459,37 +441,13 @@ class Template(Wording):
             **(self.shielded(variables) if self.control_tokens == "plain" else variables),
         }
 
-    def unshown(self, questions: Sequence[Question]) -> list[tuple[str, ...]]:
-        """What the prompt of each question lacks: `tool` and `call` where the chat template does
-        not write one.
+    def unshown(self, question: Question) -> list[str]:
+        """What the prompt of a question lacks: `tool` and `call` where the name of one is not
+        written.
         """
-        missing: list[list[str]] = [[] for _ in questions]
-        bare: list[tuple[int, str, Chat]] = []
-        for i, question in enumerate(questions):
-            messages = [] if isinstance(question.content, str) else question.content
-            tools, calls = question.tools or (), calls_of(messages) if messages else ()
-            if not tools and not calls:
-                continue
-            # A name may stand there for another reason: then the prompt without the tools, or
-            # without the calls, is compared.
-            for what, functions in (("tool", tools), ("call", calls)):
-                if names_missing(functions, question.text):
-                    missing[i].append(what)
-                elif functions and messages:
-                    shown = self.marked(messages) if question.control else messages
-                    assert not isinstance(shown, str)
-                    bare_messages = shown if what == "tool" else _without_calls(shown)
-                    chat = _prompt_chat(
-                        bare_messages, question.where, tools or None, question.variables
-                    )
-                    assert isinstance(chat, Chat)
-                    bare.append((i, what, replace(chat, tools=None) if what == "tool" else chat))
-        for (i, what, _), text in zip(
-            bare, self._rendered([chat for _, _, chat in bare]), strict=True
-        ):
-            if not isinstance(text, Refusal) and unmarked(text) == questions[i].text:
-                missing[i].append(what)
-        return [tuple(one) for one in missing]
+        calls = [] if isinstance(question.content, str) else calls_of(question.content)
+        functions = {"tool": question.tools or (), "call": calls}
+        return [kind for kind, some in functions.items() if names_missing(some, question.text)]
 
     def _unknown_in(self, text: str, ids: list[int]) -> bool:
         """True if the tokenizer cannot write some character of `text`: decoding would lose it."""
@@ -853,13 +811,6 @@ def _is_garbled(chat: Chat, text: str | Refusal) -> bool:
     return garbled(chat.messages, text)
 
 
-def _without_calls(messages: Messages) -> Messages:
-    return [
-        {key: value for key, value in one.items() if key not in ("tool_calls", "function_call")}
-        for one in messages
-    ]
-
-
 def _is_text(answer: Messages) -> bool:
     """True of an answer that is one text."""
     return len(answer) == 1 and not beside(answer[0])
@@ -935,3 +886,30 @@ def ended(ids: list[int], eos_ids: Sequence[int], tokenizer: PreTrainedTokenizer
     else:
         ids = [*ids, *eos_ids[:1]]
     return np.asarray(ids, dtype=np.int64)
+
+
+def any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Finds each of these, the longest first.  Tokens share their beginnings: Gemma has 6,200 that
+    begin with `<`.
+
+    >>> any_of(["<a>", "<ab>", "[X]", "<a>>"]).findall("<ab><a>>[X]<a> <b>")
+    ['<ab>', '<a>>', '[X]', '<a>']
+    """
+    return re.compile(_alternatives(sorted(set(tokens) - {""})) or r"\A(?!)")
+
+
+def _alternatives(tokens: Sequence[str]) -> str:
+    """A pattern of sorted texts, as a tree of their beginnings."""
+    branches = []
+    for _, group in groupby(tokens, key=lambda token: token[:1]):
+        alike = list(group)
+        first, last = alike[0], alike[-1]
+        shared = first[
+            : next(
+                (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first)
+            )
+        ]
+        rest = [token[len(shared) :] for token in alike if token != shared]
+        behind = f"(?:{_alternatives(rest)})" + "?" * (len(rest) < len(alike)) if rest else ""
+        branches.append(re.escape(shared) + behind)
+    return "|".join(branches)

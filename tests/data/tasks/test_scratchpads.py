@@ -1,14 +1,13 @@
 import random
 import re
-from fractions import Fraction
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.data.tasks.expressions import evaluate, parse
-from groupwise.data.tasks.scratchpads import add, divide, multiply, subtract, work
+from groupwise.data.tasks.scratchpads import add, subtract, work
 
-whole, positive, seeds = st.integers(0, 10**7), st.integers(1, 10**5), st.integers(0, 10**6)
+whole, seeds = st.integers(0, 10**7), st.integers(0, 10**6)
 
 
 def always():
@@ -16,15 +15,11 @@ def always():
 
 
 def equations_hold(text):
-    """Every `a+b=c` and `a/b=qrR` of a scratchpad is true by Python's own arithmetic."""
-    found = re.findall(r"([0-9+\-*/]+)=(\d+)(?:r(\d+))?", text)
+    """Every `a+b=c` of a scratchpad is true by Python's own arithmetic."""
+    found = re.findall(r"([0-9+\-]+)=(\d+)", text)
     assert found, text
-    for left, right, remainder in found:
-        if "/" in left:
-            a, b = map(int, left.split("/"))
-            assert divmod(a, b) == (int(right), int(remainder or 0)), (left, right, remainder)
-        else:
-            assert evaluate(parse(left)) == int(right), (left, right)
+    for left, right in found:
+        assert evaluate(parse(left)) == int(right), (left, right)
     return True
 
 
@@ -36,42 +31,18 @@ def test_the_careful_writer_is_right(a, b):
     text, difference = subtract(max(a, b), min(a, b))
     assert difference == abs(a - b)
     assert equations_hold(text)
-    text, product = multiply(a, b)
-    assert product == a * b
-    assert equations_hold(text)
-
-
-@given(whole, positive)
-def test_division_is_exact_where_it_ends_and_left_out_where_it_does_not(a, b):
-    done = divide(a, b)
-    assert (done is not None) == ((Fraction(a, b) * 10**4).denominator == 1)
-    if done is not None:
-        assert done[1] == Fraction(a, b)
-        assert equations_hold(done[0])
-
-
-@given(positive, positive)
-def test_division_of_multiples(a, b):
-    text, quotient = divide(a * b, b)
-    assert quotient == a
-    assert equations_hold(text)
 
 
 @given(whole, whole, seeds)
 def test_even_careless_equations_are_true(a, b, seed):
     rng = random.Random(seed)
-    for method in (add, multiply):
-        assert equations_hold(method(a, b, lambda: rng.random() < 0.5)[0])
+    assert equations_hold(add(a, b, lambda: rng.random() < 0.5)[0])
     assert equations_hold(subtract(max(a, b), min(a, b), lambda: rng.random() < 0.5)[0])
-    done = divide(a, b + 1, lambda: rng.random() < 0.5)
-    assert done is None or equations_hold(done[0])
 
 
 def test_a_forgotten_carry_is_just_missing():
     assert add(654, 990, always) == ("4+0=4,5+9=14,6+9=15", 1544)
     assert subtract(52, 17, always) == ("12-7=5,5-1=4", 45)
-    assert multiply(48, 7, always) == ("8*7=56,4*7=28", 286)
-    assert divide(75, 3, always) == ("7/3=2r1,5/3=1r2", Fraction(21))
 
 
 @given(whole, whole, st.integers(0, 5))
@@ -89,7 +60,7 @@ def test_a_slip_is_asked_once_for_each_carry(a, b, width):
 operands = st.one_of(st.integers(0, 999), st.decimals(0, 99, places=2)).map(str)
 
 
-@given(operands, st.sampled_from("+-*/"), operands, st.sampled_from("+-*/"), operands)
+@given(operands, st.sampled_from("+-"), operands, st.sampled_from("+-"), operands)
 def test_whole_expressions_arrive_at_their_value(a, first, b, second, c):
     for text in (f"{a}{first}{b}", f"{a}{first}{b}{second}{c}", f"{a}{first}({b}{second}{c})"):
         done = work(parse(text))
@@ -100,6 +71,6 @@ def test_whole_expressions_arrive_at_their_value(a, first, b, second, c):
 def test_expressions_without_a_written_method_give_none():
     assert work(parse("7")) is None
     assert work(parse("10/3")) is None
-    assert work(parse("5/0")) is None
-    assert work(parse("(3-5)*2")) is None
+    assert work(parse("2*3")) is None
+    assert work(parse("(3-5)+2")) is None
     assert work(parse("3-5"))[1] == -2

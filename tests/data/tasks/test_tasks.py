@@ -12,7 +12,7 @@ from groupwise.data.tokenizers import arithmetic_tokenizer
 from groupwise.errors import ConfigError, DataError
 from groupwise.training.baselines import bag_of_words, length_rule
 
-GENERATED = [name for name in TASKS if name != "gsm8k_arithmetic"]
+GENERATED = list(TASKS)
 
 
 def is_right(row):
@@ -175,7 +175,7 @@ def test_the_sides_of_a_pair_differ_in_tone_or_in_being_right():
 def test_arithmetic_has_all_operators_and_values_that_can_be_written():
     rows = make_task("arithmetic").prompts(3000, seed=0)
     kinds = Counter(row["operator"] for row in rows)
-    assert set(kinds) == {"+", "-", "*", "/", "mixed"} and min(kinds.values()) > 300
+    assert set(kinds) == {"+", "-", "mixed"} and min(kinds.values()) > 300
     for row in rows:
         value = eval(row["prompt"], {"__builtins__": {}})  # our own text
         assert value >= 0 and float(row["answer"]) == pytest.approx(value, abs=1e-9)

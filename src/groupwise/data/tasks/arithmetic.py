@@ -1,6 +1,4 @@
-"""School arithmetic with all four operators, as word problems need it: one or two operations, some
-with decimals.
-"""
+"""Addition and subtraction as they are taught at school: one or two operations, some with decimals."""
 
 from __future__ import annotations
 
@@ -13,21 +11,21 @@ from groupwise.data.tasks.expressions import decimal, evaluate, operator_of, par
 from groupwise.data.tasks.scratchpads import taught
 from groupwise.utils.built_in import built_in
 
-OPERATORS = ("+", "-", "*", "/")
+OPERATORS = ("+", "-")
 
 
 @built_in("arithmetic")
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic(Generated):
-    r"""`48/2`, `3.5*12`, `(12+9)*4`: completions are school methods, by demonstrators as careless
-    as those of `addition`.
+    r"""`48+27`, `13.5-12`, `80-(12+9)`: completions are school methods, by demonstrators as
+    careless as those of `addition`.
 
-    Rows carry `operator` (+ - * / of one operation, `mixed` of two), so that accuracy can be told
+    Rows carry `operator` (+ or - of one operation, `mixed` of two), so that accuracy can be told
     apart by it.  Results are never below 0, and whole or with one decimal.  Where the written
     method is longer than `longest` characters, the demonstrator blurts the answer.
 
-    >>> Arithmetic(blurt=0.0, slip=0.0).completion({"prompt": "48*7", "answer": "336"}, random.Random(0))
-    '<think>8*7=56,4*7+5=33</think>\\boxed{336}'
+    >>> Arithmetic(blurt=0.0, slip=0.0).completion({"prompt": "48+7", "answer": "55"}, random.Random(0))
+    '<think>8+7=15,4+0+1=5</think>\\boxed{55}'
     """
 
     breakdown: ClassVar = ("operator",)
@@ -42,7 +40,7 @@ class Arithmetic(Generated):
     longest: int = 80
 
     def question(self, rng: random.Random) -> Row:
-        """Numbers of one to three digits; a dividend is drawn as a product."""
+        """Numbers of one to three digits."""
         if rng.random() < self.mixed:
             prompt = _mixed(rng)
         else:
@@ -61,14 +59,6 @@ class Arithmetic(Generated):
 
 def _single(operator: str, tenths: bool, rng: random.Random) -> str:
     """One operation; with `tenths` its first number has a decimal."""
-    if operator in "*/":
-        a, b = (
-            _whole(rng, 3 if rng.random() < 0.5 else 2),
-            _whole(rng, 1 if rng.random() < 0.7 else 2),
-        )
-        if operator == "*":
-            return f"{_tenth(a) if tenths else a}*{b}"
-        return f"{_tenth(a * b) if tenths else a * b}/{b}"
     a, b = _whole(rng, rng.randint(1, 3)), _whole(rng, rng.randint(1, 3))
     if operator == "-":
         a, b = max(a, b), min(a, b)
@@ -77,15 +67,13 @@ def _single(operator: str, tenths: bool, rng: random.Random) -> str:
 
 
 def _mixed(rng: random.Random) -> str:
-    """Two operations, in brackets where the second would come first."""
+    """Two operations, in brackets where the first would come second."""
     a, b, c = _whole(rng, 2), _whole(rng, rng.randint(1, 2)), _whole(rng, 1)
     forms = (
-        f"{a}+{b}*{c}",
-        f"({a}+{b})*{c}",
         f"{a}+{b}+{c}",
-        f"{a}*{c}-{min(a * c, b)}",
-        f"({max(a, b)}-{min(a, b)})*{c}",
-        f"{a * c}/{c}+{b}",
+        f"{a}+{b}-{c}",
+        f"{a + b}-{b}+{c}",
+        f"{a + b + c}-({b}+{c})",
     )
     return rng.choice(forms)
 

@@ -58,77 +58,17 @@ def subtract(a: int, b: int, slip: Slip = careful) -> tuple[str, int]:
     return ",".join(columns), total
 
 
-def multiply(a: int, b: int, slip: Slip = careful) -> tuple[str, int]:
-    """Long multiplication of a, b >= 0: a row of columns for each digit of the shorter factor, then
-    the rows are added.
-
-    Trailing zeros are set aside.  A row ends with `>` and its value where there are several.
-
-    >>> multiply(48, 7)
-    ('8*7=56,4*7+5=33', 336)
-    >>> multiply(48, 25)
-    ('8*5=40,4*5+4=24>240;8*2=16,4*2+1=9>960;0+0=0,4+6=10,2+9+1=12', 1200)
-    """
-    a, a_zeros = _without_zeros(a)
-    b, b_zeros = _without_zeros(b)
-    if _digits(a) < _digits(b):
-        a, b = b, a
-    rows, values = [], []
-    for place, digit in enumerate(reversed(str(b))):
-        if digit == "0" and b:
-            continue
-        text, value = _row(a, int(digit), slip)
-        rows.append(text)
-        values.append(value * 10**place)
-    if len(rows) > 1:
-        rows = [f"{text}>{value}" for text, value in zip(rows, values, strict=True)]
-    total = values[0]
-    for value in values[1:]:
-        text, total = add(total, value, slip)
-        rows.append(text)
-    return ";".join(rows), total * 10 ** (a_zeros + b_zeros)
-
-
-def divide(a: int, b: int, slip: Slip = careful, places: int = 4) -> tuple[str, Fraction] | None:
-    """Short division of a >= 0 by b > 0: what remains stands before the next digit, and zeros
-    follow behind the decimal point.
-
-    None if it does not end within `places` decimals.
-
-    >>> divide(75, 3), divide(5, 2)
-    (('7/3=2r1,15/3=5', Fraction(25, 1)), ('5/2=2r1,10/2=5', Fraction(5, 2)))
-    """
-    if (Fraction(a, b) * 10**places).denominator != 1:
-        return None
-    while a % 10 == 0 and b % 10 == 0 and a:
-        a, b = a // 10, b // 10
-    digits = str(a)
-    start = next((i for i in range(1, len(digits)) if int(digits[:i]) >= b), len(digits))
-    steps, quotient, current, decimals = [], 0, int(digits[:start]), 0
-    following = list(digits[start:])
-    while True:
-        q, r = divmod(current, b)
-        steps.append(f"{current}/{b}={q}r{r}" if r else f"{current}/{b}={q}")
-        quotient = 10 * quotient + q
-        if r and slip():
-            r = 0
-        if not following and (r == 0 or decimals == places):
-            return ",".join(steps), Fraction(quotient, 10**decimals)
-        decimals += not following
-        current = 10 * r + int(following.pop(0) if following else 0)
-
-
 def work(expression: Expression, slip: Slip = careful) -> tuple[str, Fraction] | None:
     """The scratchpad of a whole expression, one operation after the other, and the value it arrives
     at.
 
-    None where there is no written method: an operand below zero, or a quotient that does not end.
+    None where there is no written method: a product, a quotient, or an operand below zero.
 
     >>> from groupwise.data.tasks.expressions import parse
-    >>> work(parse("0.5*20"))
-    ('5*2=10', Fraction(10, 1))
-    >>> work(parse("(2*111)-50"))
-    ('2*111:1*2=2,1*2=2,1*2=2>222;222-50:2-0=2,12-5=7,2-0-1=1', Fraction(172, 1))
+    >>> work(parse("0.5+20"))
+    ('5+0=5,0+0=0,0+2=2', Fraction(41, 2))
+    >>> work(parse("(20+11)-5"))
+    ('20+11:0+1=1,2+1=3>31;31-5:11-5=6,3-0-1=2', Fraction(26, 1))
     """
     steps: list[tuple[str, str, Fraction]] = []
     value = _collect(expression, slip, steps)
@@ -185,39 +125,15 @@ def _operate(
     operator: str, left: Fraction, right: Fraction, slip: Slip
 ) -> tuple[str, Fraction] | None:
     """One operation on decimals, as an operation on integers and a shift of the point."""
-    if (
-        left < 0
-        or right < 0
-        or (operator in ("/", "//") and right == 0)
-        or (operator == "//" and (left / right).denominator != 1)
-    ):
+    if left < 0 or right < 0 or operator not in ("+", "-"):
         return None
-    shift = max(_places(left), _places(right))
-    a, b = int(left * 10**shift), int(right * 10**shift)
+    scale = 10 ** max(_places(left), _places(right))
+    a, b = int(left * scale), int(right * scale)
     if operator == "+":
         text, total = add(a, b, slip)
-        return text, Fraction(total, 10**shift)
-    if operator == "-":
-        text, difference = subtract(max(a, b), min(a, b), slip)
-        return text, Fraction(difference if a >= b else -difference, 10**shift)
-    if operator in ("/", "//"):
-        return divide(a, b, slip)
-    a, b = int(left * 10 ** _places(left)), int(right * 10 ** _places(right))
-    text, product = multiply(a, b, slip)
-    return text, Fraction(product, 10 ** (_places(left) + _places(right)))
-
-
-def _row(a: int, digit: int, slip: Slip) -> tuple[str, int]:
-    """a times one digit."""
-    columns, total, carry, place = [], 0, 0, 1
-    for x in reversed([int(character) for character in str(a)]):
-        column = x * digit + carry
-        columns.append(f"{x}*{digit}+{carry}={column}" if carry else f"{x}*{digit}={column}")
-        last = a < 10 * place
-        total += place * (column if last else column % 10)
-        carry = 0 if last or column < 10 or slip() else column // 10
-        place *= 10
-    return ",".join(columns), total
+        return text, Fraction(total, scale)
+    text, difference = subtract(max(a, b), min(a, b), slip)
+    return text, Fraction(difference if a >= b else -difference, scale)
 
 
 def _columns(a: int, b: int) -> list[tuple[int, int]]:
@@ -227,17 +143,6 @@ def _columns(a: int, b: int) -> list[tuple[int, int]]:
         (int(x), int(y))
         for x, y in zip(reversed(f"{a:0{width}d}"), reversed(f"{b:0{width}d}"), strict=True)
     ]
-
-
-def _digits(n: int) -> int:
-    """Digits that need a row of their own."""
-    return sum(character != "0" for character in str(n))
-
-
-def _without_zeros(n: int) -> tuple[int, int]:
-    """n without its trailing zeros, and how many there were."""
-    zeros = len(str(n)) - len(str(n).rstrip("0")) if n else 0
-    return n // 10**zeros, zeros
 
 
 def _places(value: Fraction) -> int:
