@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from gguf_files import SOURCES, TEMPLATE, VOCABULARY, source_model, write_gguf, write_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from groupwise.config.packaged_models import PackagedModel
 from groupwise.config.recipes import load_recipe
@@ -58,6 +58,30 @@ def test_log_probs_are_those_of_the_model_that_the_file_was_made_of(name: str, k
         expected = _log_probs(source, tokens)
         assert expected.std() > 0.1
         torch.testing.assert_close(_log_probs(model, tokens), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks", "scalar"),
+    [
+        pytest.param("gemma2", 46, 8, marks=pytest.mark.slow),
+        ("gemma2", 3, 16),
+        pytest.param("gemma3", 62, 8, marks=pytest.mark.slow),
+        ("gemma3", 3, 16),
+    ],
+)
+def test_the_attention_of_gemmas_largest_models_is_scaled_by_hidden_size_over_heads(
+    name: str, blocks: int, scalar: int, tmp_path: Path
+) -> None:
+    """A file does not state it; llama.cpp goes by the number of blocks."""
+    small = {"hidden_size": 32, "intermediate_size": 32, "head_dim": 16, "vocab_size": VOCABULARY}
+    write_model(tmp_path / "tiny.gguf", source_model(name, num_hidden_layers=blocks, layer_types=None, **small))
+    config = AutoConfig.from_pretrained(checkpoint_folder(str(tmp_path / "tiny.gguf")))
+    assert config.query_pre_attn_scalar == scalar
+    assert config.layer_types[:3] == [
+        "sliding_attention",
+        "full_attention" if name == "gemma2" else "sliding_attention",
+        "sliding_attention",
+    ]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])

@@ -36,7 +36,13 @@ CHANGED: list[tuple[str, dict[str, Any], tuple[str, ...], str]] = [
     ("llama", {"attention.value_length": 32}, (), "keys have the length 64 and its values 32"),
     ("llama", {"attention.head_count": 0}, (), "head_count is 0, not a whole number"),
     ("llama", {"attention.head_count_kv": 3}, (), "4 attention heads cannot share 3"),
-    ("llama", {"attention.head_count": 3, "attention.head_count_kv": 1}, HEAD_WIDTHS, "has the shape"),
+    (
+        "llama",
+        {"attention.head_count": 3, "attention.head_count_kv": 1},
+        HEAD_WIDTHS,
+        "ValueError: The hidden size",
+    ),
+    ("llama", {"attention.head_count": 8}, HEAD_WIDTHS, r"attn_k.weight has the shape \(128, 256\) where .* \(64, 256\)"),
     ("llama", {"attention.head_count_kv": [2, 1]}, (), r"head_count_kv is \[2, 1\], not a whole number"),
     ("llama", {"block_count": 1}, (), "block_count is 1 and it holds the tensors of 2 blocks"),
     ("llama", {"block_count": 100_000}, (), "block_count is 100,000 and it holds the tensors of 2 blocks"),
@@ -155,3 +161,11 @@ def test_a_header_is_what_the_package_gguf_reads(tmp_path: Path) -> None:
     assert [(info.name, info.kind, info.start, info.size) for info in header.tensors.values()] == [
         (tensor.name, tensor.tensor_type, tensor.data_offset, tensor.n_bytes) for tensor in reader.tensors
     ]
+
+
+def test_a_message_does_not_hold_all_that_a_file_says(tmp_path: Path) -> None:
+    key = "a" * 100_000
+    (tmp_path / "tiny.gguf").write_bytes(_head(*[_entry(key, 7, b"\x01")] * 2))
+    with pytest.raises(ConfigError) as refused:
+        read_header(tmp_path / "tiny.gguf")
+    assert len(str(refused.value)) < 1000

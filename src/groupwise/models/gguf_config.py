@@ -128,8 +128,8 @@ class Metadata:
     def refuse(self, reason: str) -> NoReturn:
         """Raise ConfigError for a file that cannot be converted."""
         raise ConfigError(
-            f"model.path: {str(self.header.file)!r} cannot be converted: {reason}; take the model's"
-            " safetensors checkpoint instead"
+            f"model.path: {str(self.header.file)!r} cannot be converted: {reason:.300}; take the"
+            " model's safetensors checkpoint instead"
         )
 
     def check_keys(self) -> None:
@@ -364,12 +364,13 @@ def _llama3(metadata: Metadata, width: int, theta: float) -> dict[str, Any]:
             metadata.refuse("its rope_freqs.weight is not Llama 3's rule")
         return {}
     waves = 2.0 * math.pi * theta ** (np.arange(0, width, 2) / width)
-    contexts = [LLAMA3_CONTEXT]
-    mixed = (factors > 1.001) & (factors < 0.999 * factor)
+    stretched = factors > 1.001
+    mixed = stretched & (factors < 0.999 * factor)
+    contexts = [LLAMA3_CONTEXT, math.floor(waves[stretched].min())]
     if mixed.any():
-        part = (1.0 / factors[mixed] - 1.0 / factor) / (1.0 - 1.0 / factor)
-        spread = HIGH_FREQ_FACTOR - LOW_FREQ_FACTOR
-        contexts.append(round(float(np.median(waves[mixed] * (part * spread + LOW_FREQ_FACTOR)))))
+        share = (1.0 / factors[mixed] - 1.0 / factor) / (1.0 - 1.0 / factor)
+        rotations = share * (HIGH_FREQ_FACTOR - LOW_FREQ_FACTOR) + LOW_FREQ_FACTOR
+        contexts.append(round(float(np.median(waves[mixed] * rotations))))
     fitting = []
     for context in contexts:
         expected = _llama3_factors(waves, factor, context)

@@ -118,8 +118,8 @@ class _Reader:
     def refuse(self, reason: str) -> NoReturn:
         """Raise ConfigError for a damaged file."""
         raise ConfigError(
-            f"model.path: {str(self.file)!r} is damaged or cut off: {reason}; copy or fetch it"
-            " again"
+            f"model.path: {str(self.file)!r} is damaged or cut off: {reason:.300};"
+            " copy or fetch it again"
         )
 
     def take(self, size: int, name: str) -> bytes:

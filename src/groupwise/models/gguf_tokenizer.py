@@ -164,7 +164,7 @@ class _Maker:
     def refuse(self, reason: str) -> NoReturn:
         """Raise ConfigError for a tokenizer that cannot be made."""
         raise ConfigError(
-            f"model.path: the tokenizer of {str(self.header.file)!r} {reason}: {BESIDE}"
+            f"model.path: the tokenizer of {str(self.header.file)!r} {reason:.300}: {BESIDE}"
         )
 
     def check_keys(self) -> None:

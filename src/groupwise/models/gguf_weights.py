@@ -108,8 +108,8 @@ def read_weights(header: Header, config: dict[str, Any]) -> dict[str, Tensor]:
 def _unfit(header: Header, reason: str) -> ConfigError:
     """Make the error for weights that are not those of the metadata's model."""
     return ConfigError(
-        f"model.path: {str(header.file)!r} cannot be converted: {reason}: take another file of this"
-        " model, or its safetensors checkpoint"
+        f"model.path: {str(header.file)!r} cannot be converted: {reason:.300}: take another file of"
+        " this model, or its safetensors checkpoint"
     )
 
 
@@ -140,7 +140,9 @@ def _shapes(header: Header, config: dict[str, Any]) -> dict[str, tuple[int, ...]
             model = AutoModelForCausalLM.from_config(made)
     except UNBUILDABLE as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise _unfit(header, f"no model can be made of its metadata ({lines[-1]})") from error
+        raise _unfit(
+            header, f"no model can be made of its metadata ({lines[-1].strip()})"
+        ) from error
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if config["tie_word_embeddings"]:
         del shapes["lm_head.weight"]
