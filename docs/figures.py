@@ -1,4 +1,4 @@
-"""The pictures of the documentation, from runs that were made before: `python docs/figures.py REAL_RUN [HACKED_RUN]`.
+"""The pictures of the documentation, but one from runs that were made before: `python docs/figures.py [REAL_RUN [HACKED_RUN]]`.
 
     groupwise train recipes/smollm2-sums.yaml eval.every=10
     groupwise train recipes/preference-hacking.yaml
@@ -118,6 +118,69 @@ def chart(title: str, along: str, curves: Sequence[Curve], ticks: range) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
+ANSWERS = (
+    ("25 + 17 = 42", 1.0),
+    ("5 + 7 = 12, so 32", 0.0),
+    ("42", 1.0),
+    ("It is 43", 0.0),
+    ("25 17", 0.0),
+    ("20 + 10 + 12 = 42", 1.0),
+    ("41", 0.0),
+    ("I add 25 and 17", 0.0),
+)
+"""Eight answers to one prompt, and their rewards."""
+
+
+def group_drawing() -> str:
+    """One group of GRPO: a prompt, eight answers, their rewards, the mean, and an arrow for each advantage."""
+    rewards = [reward for _, reward in ANSWERS]
+    mean, std = statistics.mean(rewards), statistics.stdev(rewards)
+    wide, top, row, zero, one = 760, 84, 30, 330, 560
+
+    def x(reward: float) -> float:
+        return zero + (one - zero) * reward
+
+    bottom = top + row * len(ANSWERS)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {bottom + 62}" role="img" font-family="system-ui, sans-serif"'
+        f' font-size="14" fill="{INK}">',
+        "<title>A prompt, eight answers with rewards 0 and 1, their mean, and an arrow from the mean to each reward</title>",
+        "<defs>",
+    ]
+    for name, colour in (("up", BLUE), ("down", ORANGE)):
+        parts.append(
+            f'<marker id="{name}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+            f'<path d="M0 0 L8 4 L0 8 Z" fill="{colour}"/></marker>'
+        )
+    parts += [
+        "</defs>",
+        f'<rect width="{wide}" height="{bottom + 62}" fill="#ffffff"/>',
+        '<rect x="20" y="16" width="270" height="32" rx="6" fill="#e6edfb"/>',
+        '<text x="34" y="37">prompt: What is 25 + 17?</text>',
+        f'<text x="20" y="{top - 14}" fill="#616e7c">eight sampled answers</text>',
+        f'<text x="{x(0)}" y="{top - 14}" text-anchor="middle" fill="#616e7c">reward 0</text>',
+        f'<text x="{x(1)}" y="{top - 14}" text-anchor="middle" fill="#616e7c">reward 1</text>',
+        f'<text x="{wide - 20}" y="{top - 14}" text-anchor="end" fill="#616e7c">advantage</text>',
+        f'<path d="M{x(mean):.1f} {top - 6} V{bottom + 8}" stroke="{INK}" stroke-dasharray="4 4"/>',
+        f'<text x="{x(mean):.1f}" y="{bottom + 24}" text-anchor="middle">mean {mean:g}</text>',
+    ]
+    for place, (answer, reward) in enumerate(ANSWERS):
+        middle = top + row * place + row / 2
+        advantage = f"{(reward - mean) / std:+.2f}".replace("-", "−")
+        name, colour = ("up", BLUE) if reward > mean else ("down", ORANGE)
+        parts += [
+            f'<text x="34" y="{middle + 5}" font-family="ui-monospace, monospace">{answer}</text>',
+            f'<path d="M{x(mean):.1f} {middle} H{x(reward):.1f}" stroke="{colour}" stroke-width="2.5" marker-end="url(#{name})"/>',
+            f'<text x="{wide - 20}" y="{middle + 5}" text-anchor="end" fill="{colour}">{advantage}</text>',
+        ]
+    below = bottom + 48
+    parts += [
+        f'<text x="{x(mean) + 14:.1f}" y="{below}" fill="{BLUE}">→ every token becomes more likely</text>',
+        f'<text x="{x(mean) - 14:.1f}" y="{below}" text-anchor="end" fill="{ORANGE}">every token becomes less likely ←</text>',
+    ]
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
 def photographs(shots: Sequence[tuple[str, Path, str, int]]) -> None:
     """PNGs of the viewer: (file, run, the address from `#` on, height)."""
     from playwright.sync_api import sync_playwright
@@ -139,8 +202,11 @@ def photographs(shots: Sequence[tuple[str, Path, str, int]]) -> None:
         browser.close()
 
 
-def main(real: Path, hacked: Path | None) -> None:
-    """Write the pictures of these runs."""
+def main(real: Path | None, hacked: Path | None) -> None:
+    """Write the pictures: the drawing of a group, and those of the runs that are there."""
+    (IMAGES / "group.svg").write_text(group_drawing(), encoding="utf-8")
+    if real is None:
+        return
     (IMAGES / "reward-curve.svg").write_text(reward_curve(real), encoding="utf-8")
     (IMAGES / "learning.svg").write_text(learning_curve(), encoding="utf-8")
     photographs([("viewer.png", real, "#step=12&by=push", 860), ("viewer-curves.png", real, "#view=curves", 860)])
@@ -154,4 +220,5 @@ def main(real: Path, hacked: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else None)
+    runs = [Path(argument) for argument in sys.argv[1:3]]
+    main(*runs, *[None] * (2 - len(runs)))
