@@ -50,7 +50,7 @@ class Span:
     not begin with it.
     """
     key: bytes
-    """Of the prompt: equal prompts have equal ones."""
+    """The prompt's bytes: equal prompts have equal ones."""
     between: np.ndarray
     """The ids of the context between the sample's prompt and the tokens."""
 
@@ -85,8 +85,8 @@ def pack(
     world: World = ALONE,
     even: bool = False,
 ) -> list[Batch]:
-    """Pack samples into batches of at most `max_tokens_per_microbatch` positions (a single longer sample gets a batch
-    of its own).
+    """Pack samples into batches of at most `max_tokens_per_microbatch` positions (a single longer
+    sample gets a batch of its own).
 
     Samples whose weights are all 0 take no position.  `share=False` repeats the prompt before every
     completion; with `alike` only sequences for whose positions it returns the same value share a
@@ -101,9 +101,12 @@ def pack(
 
     >>> def sample(n, group):
     ...     ones = np.ones(n)
-    ...     return Sample(group=group, prompt=np.array([7, 8, 9]), completion=np.arange(n), weight=ones, advantage=ones,
-    ...                   behavior_logp=-ones)
-    >>> first, second = pack([sample(3, "a"), sample(4, "b"), sample(2, "a")], max_tokens_per_microbatch=8)
+    ...     return Sample(
+    ...         group=group, prompt=np.array([7, 8, 9]), completion=np.arange(n), weight=ones,
+    ...         advantage=ones, behavior_logp=-ones,
+    ...     )
+    >>> samples = [sample(3, "a"), sample(4, "b"), sample(2, "a")]
+    >>> first, second = pack(samples, max_tokens_per_microbatch=8)
     >>> first.tokens_P.tolist(), first.position_P.tolist(), first.target_P.tolist()
     ([7, 8, 9, 0, 1, 9, 0], [0, 1, 2, 3, 4, 2, 3], [-1, -1, 0, 1, 2, 0, 1])
     >>> first.samples, second.samples
@@ -119,9 +122,8 @@ def pack(
     )
     bins = _bins(parts[world.rank], max_tokens_per_microbatch)
     if even:
-        bins += [[]] * (
-            max(len(_bins(part, max_tokens_per_microbatch)) for part in parts) - len(bins)
-        )
+        most = max(len(_bins(part, max_tokens_per_microbatch)) for part in parts)
+        bins += [[]] * (most - len(bins))
     return [_batch(samples, bin_, fill, device, dtype) for bin_ in bins]
 
 
@@ -141,33 +143,42 @@ def divide(
     that shortens the longest part.
 
     >>> ones = np.ones(6)
-    >>> samples = [Sample(group="a", prompt=np.array([1, 2]), completion=np.arange(6), weight=ones, advantage=ones,
-    ...                   behavior_logp=-ones) for _ in range(4)]
+    >>> one = Sample(
+    ...     group="a", prompt=np.array([1, 2]), completion=np.arange(6), weight=ones,
+    ...     advantage=ones, behavior_logp=-ones,
+    ... )
+    >>> samples = [one] * 4
     >>> [[unit.positions for unit in part] for part in divide(samples, 100, 2)]
     [[13], [13]]
     """
     whole = _units(samples, max_tokens_per_microbatch, share, alike, whole_groups)
     best = _dealt(whole, parts)
+    if parts == 1 or whole_groups:
+        return best
     mean = -(-sum(unit.positions for unit in whole) // parts)
-    for limit in (mean, mean // 2, mean // 4, mean // 8) if parts > 1 and not whole_groups else ():
-        finer = _dealt(
-            _units(
-                samples, min(max_tokens_per_microbatch, max(limit, 1)), share, alike, whole_groups
-            ),
-            parts,
-        )
+    for limit in (mean, mean // 2, mean // 4, mean // 8):
+        limit = min(max_tokens_per_microbatch, max(limit, 1))
+        finer = _dealt(_units(samples, limit, share, alike, whole_groups), parts)
         best = min(best, finer, key=_longest)
     return best
 
 
 def _dealt(units: Sequence[Unit], parts: int) -> list[list[Unit]]:
+    """Units in parts, the longest first, each to the part with the fewest positions."""
+    if parts == 1:
+        return [list(units)]
     dealt: list[list[Unit]] = [[] for _ in range(parts)]
     load = [0] * parts
-    for unit in sorted(units, key=lambda unit: -unit.positions) if parts > 1 else units:
+    for unit in sorted(units, key=_shortness):
         place = load.index(min(load))
         dealt[place].append(unit)
         load[place] += unit.positions
     return dealt
+
+
+def _shortness(unit: Unit) -> int:
+    """The order in which the longest unit comes first; ties keep theirs."""
+    return -unit.positions
 
 
 def _longest(parts: Sequence[Sequence[Unit]]) -> int:
@@ -197,15 +208,13 @@ def _pieces(owner: int, sample: Sample) -> list[Span]:
     """The pieces of a sample with a token whose weight is not 0."""
     pieces = []
     for begin, end, context in stretches(sample.completion.size, sample.prompt, sample.branches):
-        if sample.weight[begin:end].any():
-            size = (
-                sample.prompt.size
-                if np.array_equal(context[: sample.prompt.size], sample.prompt)
-                else context.size
-            )
-            pieces.append(
-                Span(owner, begin, end, context[:size], context[:size].tobytes(), context[size:])
-            )
+        if not sample.weight[begin:end].any():
+            continue
+        size = sample.prompt.size
+        if not np.array_equal(context[:size], sample.prompt):
+            size = context.size
+        prompt = context[:size]
+        pieces.append(Span(owner, begin, end, prompt, prompt.tobytes(), context[size:]))
     return pieces
 
 
@@ -216,22 +225,30 @@ def _units(
     alike: Callable[[int], Hashable] | None,
     whole: bool,
 ) -> list[Unit]:
+    """The units of the samples: groups, cut where they are longer than a micro-batch.
+
+    whole: a group is one unit, however long.
+    """
     groups: dict[tuple[str, Hashable], list[list[Span]]] = {}
     kinds: dict[tuple[str, Hashable], set[Hashable]] = {}
     for index, sample in enumerate(samples):
-        if block := _pieces(index, sample):
-            lengths = frozenset(
-                alike(piece.prompt.size + piece.size - 1) if alike else None for piece in block
-            )
-            key = sample.group, None if whole else lengths if share else index
-            groups.setdefault(key, []).append(block)
-            kinds.setdefault(key, set()).update(lengths)
+        block = _pieces(index, sample)
+        if not block:
+            continue
+        lengths: set[Hashable] = {None}
+        if alike is not None:
+            lengths = {alike(piece.prompt.size + piece.size - 1) for piece in block}
+        part: Hashable = None
+        if not whole:
+            part = frozenset(lengths) if share else index
+        groups.setdefault((sample.group, part), []).append(block)
+        kinds.setdefault((sample.group, part), set()).update(lengths)
     units = []
     for key, blocks in groups.items():
-        first = samples[blocks[0][0].owner]
-        assert all(
-            np.array_equal(samples[block[0].owner].prompt, first.prompt) for block in blocks
-        ), f"group {key[0]}: two prompts"
+        prompt = samples[blocks[0][0].owner].prompt
+        for block in blocks:
+            same = np.array_equal(samples[block[0].owner].prompt, prompt)
+            assert same, f"group {key[0]}: two prompts"
         shared = share and len(kinds[key]) == 1
         taken: list[Span] = []
         positions = 0
@@ -248,13 +265,15 @@ def _units(
 
 def _positions(pieces: Sequence[Span], shared: bool) -> int:
     """Positions that pieces take, next to each other; each prompt stands once, if it is shared."""
-    first = {piece.key: piece for piece in pieces}.values() if shared else pieces
-    return sum(piece.size for piece in pieces) + sum(piece.prompt.size - 1 for piece in first)
+    prompts = [piece.prompt.size - 1 for piece in pieces]
+    if shared:
+        prompts = list({piece.key: piece.prompt.size - 1 for piece in pieces}.values())
+    return sum(piece.size for piece in pieces) + sum(prompts)
 
 
 def _bins(units: Sequence[Unit], max_tokens_per_microbatch: int) -> list[list[Unit]]:
-    """As few bins as first fit finds, filled evenly where that fits: the fullest one decides how
-    much memory a step takes.
+    """The units in as few bins as first fit finds, filled evenly where that fits: the fullest one
+    decides how much memory a step takes.
     """
     first = _first_fit(units, max_tokens_per_microbatch)
     even = _dealt(units, len(first))
@@ -265,14 +284,15 @@ def _first_fit(units: Sequence[Unit], max_tokens_per_microbatch: int) -> list[li
     """First fit, longest first; ties keep their order."""
     bins: list[list[Unit]] = []
     room: list[int] = []
-    for unit in sorted(units, key=lambda unit: -unit.positions):
-        place = next((i for i, left in enumerate(room) if unit.positions <= left), None)
-        if place is None:
-            bins.append([])
-            room.append(max_tokens_per_microbatch)
-            place = len(bins) - 1
-        bins[place].append(unit)
-        room[place] -= unit.positions
+    for unit in sorted(units, key=_shortness):
+        for place, left in enumerate(room):
+            if unit.positions <= left:
+                bins[place].append(unit)
+                room[place] -= unit.positions
+                break
+        else:
+            bins.append([unit])
+            room.append(max_tokens_per_microbatch - unit.positions)
     return bins
 
 
@@ -294,26 +314,98 @@ class _Segment(NamedTuple):
 
 
 def _segments(samples: Sequence[Sample], units: Sequence[Unit]) -> list[_Segment]:
-    """Of every unit a prompt, once if it is shared, then every piece that has it."""
+    """The segments of units: a prompt, once if it is shared, then every piece that has it."""
     segments: list[_Segment] = []
     for unit in units:
         families: dict[bytes, list[Span]] = {}
         for piece in unit.members:
             families.setdefault(piece.key, []).append(piece)
         for members in families.values():
-            prompt, parent, head = members[0].prompt, -1, members[0].prompt
+            prompt = head = members[0].prompt
+            parent = -1
             if unit.shared and len(members) > 1 and prompt.size > 1:
                 parent, head = len(segments), prompt[-1:]
                 segments.append(_Segment(prompt[:-1], 0, -1))
+            place = prompt.size - head.size
             for piece in members:
-                ids = np.concatenate(
-                    [head, piece.between, samples[piece.owner].completion[piece.begin : piece.end]]
-                )
-                place = prompt.size - head.size
+                completion = samples[piece.owner].completion[piece.begin : piece.end]
+                ids = np.concatenate([head, piece.between, completion])
                 segments.append(
                     _Segment(ids[:-1], place, parent, piece.owner, piece.begin, piece.end)
                 )
     return segments
+
+
+class _Stream:
+    """The columns of one batch, while they are written."""
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        segments: Sequence[_Segment],
+        device: torch.device | str,
+        dtype: torch.dtype,
+        *,
+        fill: bool,
+    ) -> None:
+        self.samples, self.segments = samples, segments
+        self.device, self.dtype = device, dtype
+        self.lengths = [segment.ids.size for segment in segments]
+        self.used = sum(self.lengths)
+        self.total = filled(self.used) if fill and self.used else max(self.used, 1)
+        self.starts: list[int] = []
+        self.pieces: list[tuple[_Segment, int]] = []
+        """Each segment with completion tokens, and where it stops."""
+        place = 0
+        for segment, length in zip(segments, self.lengths, strict=True):
+            self.starts.append(place)
+            place += length
+            if segment.owner >= 0:
+                self.pieces.append((segment, place))
+
+    def owners(self) -> list[Sample]:
+        """The sample of each piece."""
+        return [self.samples[segment.owner] for segment, _ in self.pieces]
+
+    def ids(self, parts: Sequence[np.ndarray], filler: int) -> Tensor:
+        """A column of whole numbers, one array for each segment, and `filler` behind them."""
+        rest = np.full(self.total - self.used, filler)
+        return torch.from_numpy(np.concatenate([*parts, rest])).to(self.device)
+
+    def of_segments(self, numbers: Sequence[int]) -> Tensor:
+        """A column with a number for each segment; -1 behind them."""
+        lengths = zip(numbers, self.lengths, strict=True)
+        return self.ids([np.full(length, number) for number, length in lengths], -1)
+
+    def predicted(
+        self, values: Sequence[Any], default: float, kind: type = np.float64
+    ) -> np.ndarray:
+        """A number per position: those of the samples where their tokens are predicted, `default`
+        elsewhere.
+
+        values: of each piece the numbers of its sample's completion, or one number for all.
+        """
+        column = np.full(self.total, default, kind)
+        for (segment, stop), numbers in zip(self.pieces, values, strict=True):
+            if isinstance(numbers, np.ndarray):
+                numbers = numbers[segment.begin : segment.end]
+            column[stop - (segment.end - segment.begin) : stop] = numbers
+        return column
+
+    def column(self, values: Sequence[Any], default: float = 0.0) -> Tensor:
+        """`predicted` as a tensor of the batch's type."""
+        return torch.from_numpy(self.predicted(values, default)).to(self.device, self.dtype)
+
+    def sequences(self) -> list[int]:
+        """The first segment of the sequence that each segment belongs to."""
+        first: dict[int, int] = {}
+        sequences: list[int] = []
+        for place, segment in enumerate(self.segments):
+            if segment.owner < 0:
+                sequences.append(place)
+            else:
+                sequences.append(first.setdefault(segment.owner, place))
+        return sequences
 
 
 def _batch(
@@ -323,86 +415,48 @@ def _batch(
     device: torch.device | str,
     dtype: torch.dtype,
 ) -> Batch:
+    """Write the batch of some units; without units it is one position of filler."""
     segments = _segments(samples, units)
-    lengths = [segment.ids.size for segment in segments]
-    used, stops = sum(lengths), [int(stop) for stop in np.cumsum(lengths)]
-    total = filled(used) if fill and used else max(used, 1)
-    pieces = [
-        (segment, stop) for segment, stop in zip(segments, stops, strict=True) if segment.owner >= 0
-    ]
-    members = [samples[segment.owner] for segment, _ in pieces] or samples[:1]
-
-    def ids(parts: Iterable[np.ndarray], filler: int) -> Tensor:
-        return torch.from_numpy(np.concatenate([*parts, np.full(total - used, filler)])).to(device)
-
-    def predicted(
-        values: Callable[[Sample], Any], default: float, kind: type = np.float64
-    ) -> np.ndarray:
-        """A number per position: those of the samples where their tokens are predicted, `default`
-        elsewhere.
-        """
-        column = np.full(total, default, kind)
-        for segment, stop in pieces:
-            numbers, begin, end = values(samples[segment.owner]), segment.begin, segment.end
-            column[stop - (end - begin) : stop] = (
-                numbers[begin:end] if isinstance(numbers, np.ndarray) else numbers
-            )
-        return column
-
-    def column(values: Callable[[Sample], Any], default: float = 0.0) -> Tensor:
-        return torch.from_numpy(predicted(values, default)).to(device, dtype)
-
-    weight = predicted(lambda sample: sample.weight, 0.0)
-    first: dict[int, int] = {}
-    sequences = [
-        first.setdefault(segment.owner, s) if segment.owner >= 0 else s
-        for s, segment in enumerate(segments)
-    ]
-    numbers = range(len(segments))
-
-    def numbered(places: Sequence[int]) -> Tensor:
-        return ids(
-            (np.full(length, place) for place, length in zip(places, lengths, strict=True)), -1
-        )
-
+    stream = _Stream(samples, segments, device, dtype, fill=fill)
+    owners = stream.owners()
+    members = owners or samples[:1]
+    weight = stream.predicted([one.weight for one in owners], 0.0)
+    target = stream.predicted([one.completion for one in owners], -1, np.int64)
+    positions = []
+    for segment in segments:
+        positions.append(np.arange(segment.position, segment.position + segment.ids.size))
+    reference = None
+    if all(one.reference_logp is not None for one in members):
+        reference = stream.column([one.reference_logp for one in owners])
+    support = None
+    if any(one.support is not None for one in owners):
+        support = _support(samples, stream.pieces, weight, device)
+    extra = {}
+    for name in members[0].extra:
+        extra[name] = stream.column([one.extra[name] for one in owners])
+    numbers = list(range(len(segments)))
+    sequences = stream.sequences()
+    sequence_P = None if sequences == numbers else stream.of_segments(sequences)
     return Batch(
         layout=Layout(
-            start=tuple(stop - length for stop, length in zip(stops, lengths, strict=True)),
-            length=tuple(lengths),
+            start=tuple(stream.starts),
+            length=tuple(stream.lengths),
             prefix=tuple(segment.parent for segment in segments),
-            total=total,
+            total=stream.total,
         ),
-        tokens_P=ids((segment.ids for segment in segments), 0),
-        position_P=ids(
-            (
-                np.arange(segment.position, segment.position + segment.ids.size)
-                for segment in segments
-            ),
-            0,
-        ),
-        segment_P=numbered(numbers),
-        target_P=torch.from_numpy(predicted(lambda sample: sample.completion, -1, np.int64)).to(
-            device
-        ),
+        tokens_P=stream.ids([segment.ids for segment in segments], 0),
+        position_P=stream.ids(positions, 0),
+        segment_P=stream.of_segments(numbers),
+        target_P=torch.from_numpy(target).to(device),
         weight_P=torch.from_numpy(weight).to(device, dtype),
-        advantage_P=column(lambda sample: sample.advantage),
-        behavior_logp_P=column(lambda sample: sample.behavior_logp),
-        reference_logp_P=(
-            column(lambda sample: sample.reference_logp)
-            if all(one.reference_logp is not None for one in members)
-            else None
-        ),
-        temperature_P=column(lambda sample: sample.temperature, 1.0),
+        advantage_P=stream.column([one.advantage for one in owners]),
+        behavior_logp_P=stream.column([one.behavior_logp for one in owners]),
+        reference_logp_P=reference,
+        temperature_P=stream.column([one.temperature for one in owners], 1.0),
         trained_M=torch.from_numpy(np.flatnonzero(weight)).to(device),
-        support=(
-            _support(samples, pieces, weight, device)
-            if any(samples[segment.owner].support is not None for segment, _ in pieces)
-            else None
-        ),
-        extra_P={
-            name: column(lambda sample, name=name: sample.extra[name]) for name in members[0].extra
-        },
-        sequence_P=None if sequences == list(numbers) else numbered(sequences),  # type: ignore[arg-type]
+        support=support,
+        extra_P=extra,
+        sequence_P=sequence_P,  # type: ignore[arg-type]
         samples=tuple(segment.owner for segment in segments),
         tokens=tuple((segment.begin, segment.end) for segment in segments),
     )
@@ -421,12 +475,12 @@ def _support(
     for segment, stop in pieces:
         support = samples[segment.owner].support or ()
         start = stop - (segment.end - segment.begin)
-        per_position |= {
-            start + t: ids for t, ids in enumerate(support[segment.begin : segment.end])
-        }
+        for t, ids in enumerate(support[segment.begin : segment.end]):
+            per_position[start + t] = ids
     if not per_position:
         return None
-    chosen = [per_position.get(int(p), np.empty(0, np.int64)) for p in np.flatnonzero(weight)]
-    begin = np.concatenate([[0], np.cumsum([ids.size for ids in chosen])]).astype(np.int64)
-    flat = np.concatenate(chosen) if chosen else np.empty(0, np.int64)
+    nothing = np.empty(0, np.int64)
+    chosen = [per_position.get(int(p), nothing) for p in np.flatnonzero(weight)]
+    begin = np.cumsum([0, *(ids.size for ids in chosen)]).astype(np.int64)
+    flat = np.concatenate([nothing, *chosen])
     return torch.from_numpy(flat).to(device), torch.from_numpy(begin)
