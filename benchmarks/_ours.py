@@ -101,7 +101,7 @@ class Ours:
             self.teacher = None
             if work.objective == "distill":
                 self.teacher = Teacher(policy=frozen_copy(load(work, model_folder(teacher_of(work), folder.parent))))
-            self.reference = frozen_copy(self.policy) if self.algorithm.needs_reference else None
+            self.reference = frozen_copy(self.policy) if self.algorithm.needs.reference else None
         self.meter = Meter(work.device)
         self.loop = self._online() if work.online else self._offline()
         self.peak = Peak(work.device)

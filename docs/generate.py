@@ -118,7 +118,7 @@ def algorithm_page(row: Algorithm, notes: dict[str, str]) -> str:
     lines += ["```text", f"loss = {row.equation}", "```", ""]
     lines += ["## When to choose it", "", notes["choose"], "", "## Recipe", ""]
     changed = from_grpo(row)
-    taught = ["teacher: {path: Qwen/Qwen3-8B}"] if row.needs_teacher else []
+    taught = ["teacher: {path: Qwen/Qwen3-8B}"] if row.needs.teacher else []
     if changed:
         group = yaml.safe_dump({"group": changed}, default_flow_style=None, sort_keys=False, width=120).strip()
         lines += [

@@ -52,6 +52,7 @@ from groupwise.records import Prompt, RolloutGroup, Sampling, Step
 from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.sampling import stream_keys, uniforms
+from groupwise.training.closed_form import RecordedStep
 from groupwise.training.groups import SampledRollouts
 from groupwise.training.metric_table import METRICS, find
 from groupwise.training.metrics import measure
@@ -299,7 +300,7 @@ def test_the_page_explains_every_metric_of_a_step(
     taken = improve(policy, algorithm, samples, Optimizer(policy.model, OptimizerSettings(), 1), max_tokens_per_microbatch=1000)
     for rollout in groups[0].rollouts:  # the other group was drawn by older weights
         rollout.version[:] = 1
-    found = measure(groups, [taken], algorithm, drawn=2, minibatches=1, seconds={"rollout": 1.0}, version=1)
+    found = measure(groups, RecordedStep(algorithm, [taken], minibatches=1), drawn=2, seconds={"rollout": 1.0}, version=1)
     shape = Shape.of_policy(policy)
     metered = Meter(policy=shape).read(Step(number=1, metrics=found, groups=groups, timings={"rollout": 1.0}))
     found = {**metered.metrics, **{f"time/{name}": seconds for name, seconds in metered.timings.items()}}

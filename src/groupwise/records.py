@@ -498,9 +498,9 @@ class Sample:
     group: str
     """Samples of one group share the prompt: it is computed once."""
     index: int = 0
-    """Of a rollout: its index in the group; -1 for a demonstration."""
+    """Index of a rollout in its group."""
     branches: tuple[Branch, ...] = ()
-    """Of an episode: see `Episode.branches`."""
+    """Where an episode goes on behind another context (`Episode.branches`)."""
     prompt: np.ndarray
     """int64 (m,), m >= 1."""
     completion: np.ndarray
@@ -516,8 +516,7 @@ class Sample:
     support: tuple[np.ndarray, ...] | None = None
     extra: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Further columns (n,) by name that a loss asks for: of rollouts their signals of the same
-    names (`scored_logp`, `value`, `return`), where demonstrations are mixed in a weight for each
-    term (`weight/NAME`), of pairs and steps `pool`, `margin`, `lm`, `label`."""
+    names (`scored_logp`, `value`, `return`), of pairs and steps `pool`, `margin`, `lm`, `label`."""
 
     def __post_init__(self) -> None:
         for name in ("advantage", "behavior_logp"):
@@ -542,6 +541,16 @@ class Sample:
                 f"{name} {column.shape} for {self.completion.shape} tokens"
             )
         assert self.support is None or len(self.support) == self.completion.size
+
+    def column(self, name: str) -> np.ndarray | None:
+        """Return a number for each token of the completion (n,), or None where there is none."""
+        if name == "reference_logp":
+            return self.reference_logp
+        if name == "behavior_logp":
+            return self.behavior_logp
+        if name == "advantage":
+            return self.advantage
+        return self.extra.get(name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -672,6 +681,18 @@ class Batch:
         assert len(self.samples) in (0, self.layout.segments) and len(self.tokens) == len(
             self.samples
         )
+
+    def column(self, name: str) -> Tensor | None:
+        """Return a number for each position (P,) by the name that `Sample` has for it, or None
+        where no sample has it.
+        """
+        if name == "reference_logp":
+            return self.reference_logp_P
+        if name == "behavior_logp":
+            return self.behavior_logp_P
+        if name == "advantage":
+            return self.advantage_P
+        return self.extra_P.get(name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)

@@ -159,7 +159,7 @@ def test_loss_case(case, content):
     entropy_BT = tensor(case["inputs"]["entropies"]).requires_grad_()
     terms, (rows, _) = terms_of(case, logp_BT, entropy_BT)
     algorithm = algorithm_of(config)
-    if algorithm.needs_forking:
+    if algorithm.needs.forking:
         terms = replace(terms, forking_M=losses.forking(terms.entropy_M, algorithm.entropy_quantile))
         kept = int(terms.forking_M.sum())
     else:
@@ -173,7 +173,7 @@ def test_loss_case(case, content):
         loss = loss - algorithm.bonus(terms, max(kept, 1) * accumulated)
     loss.backward()
 
-    single = config["loss_type"] == "sapo" or algorithm.needs_forking  # TRL computes these parts in float32
+    single = config["loss_type"] == "sapo" or algorithm.needs.forking  # TRL computes these parts in float32
     tolerance = {"rtol": 0, "atol": 1e-7 if single else 1e-12}
     torch.testing.assert_close(loss.detach(), tensor(expected["loss"]), **tolerance)
     torch.testing.assert_close(logp_BT.grad, tensor(expected["grad_logps"]), **tolerance)

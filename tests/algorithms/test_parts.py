@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from groupwise.algorithms import advantages, losses
-from groupwise.algorithms.parts import checked_loss, describe
+from groupwise.algorithms.parts import describe, options
 from groupwise.algorithms.table import ALGORITHMS, Algorithm
+from groupwise.algorithms.user_parts import UserPart
 from groupwise.config.resolve import resolve
 from groupwise.config.settings import GroupSettings
 from groupwise.errors import ConfigError
@@ -59,12 +60,14 @@ class Credit:
 
 
 def test_a_credit_of_ones_own_declares_what_it_needs() -> None:
-    assert (with_parts(credit=wrapped).needs_teacher, with_parts(credit=wrapped).needs_reward) == (True, False)
-    assert with_parts(credit=WrappedGae()).needs_value
-    assert with_parts(credit=without_whitening).needs_value
-    assert with_parts(credit=functools.partial(Credit(), power=2.0)).needs_steps
+    assert (with_parts(credit=wrapped).needs.teacher, with_parts(credit=wrapped).needs.reward) == (True, False)
+    assert with_parts(credit=WrappedGae()).needs.critic
+    assert with_parts(credit=without_whitening).needs.critic
+    assert with_parts(credit=functools.partial(Credit(), power=2.0)).needs.steps
     plain = with_parts(credit=lambda groups: [])
-    assert (plain.needs, plain.needs_reward, plain.needs_steps) == ([False, False, False], True, False)
+    needs = plain.needs
+    assert (needs.reference, needs.critic, needs.teacher, needs.steps) == (False, False, False, False)
+    assert needs.reward
 
 
 def test_a_part_that_reads_one_signal_may_name_it_without_a_tuple() -> None:
@@ -72,7 +75,7 @@ def test_a_part_that_reads_one_signal_may_name_it_without_a_tuple() -> None:
         return terms.logp_M - terms.signals["teacher_logp"]
 
     term.reads = "teacher_logp"
-    assert with_parts(extra=(term,)).reads_teacher
+    assert with_parts(extra=(term,)).needs.teacher_logp
 
 
 def test_a_credit_that_does_not_whiten_needs_no_such_option(scored) -> None:
@@ -226,7 +229,7 @@ def f(groups, *, shift: float, scale: float = 1.0):
 CREDIT, PART = Credit(), functools.partial(f, shift=0.5)
 """
     made = resolved(text, credit={"name": "my_parts.py:CREDIT", "power": "2"})
-    assert (describe(made.credit), made.needs_steps) == ("Credit(power=2.0)", True)
+    assert (describe(made.credit), made.needs.steps) == ("Credit(power=2.0)", True)
     assert [one.tolist() for one in made.advantages([scored([3.0, 1.0])])[0]] == [[9.0, 9.0], [1.0, 1.0]]
     made = resolved(text, credit={"name": "my_parts:PART", "scale": 2})
     assert describe(made.credit) == "f(shift=0.5, scale=2.0)"
@@ -259,7 +262,8 @@ class Mine(Clipped):
     share: float = 0.5
 """
     made = resolved(text, surrogate={"name": "my_parts.py:Mine", "low": "0.1", "share": 1})
-    assert (made.surrogate.low, made.surrogate.share) == (0.1, 1.0)
+    chosen = options(made.surrogate)
+    assert (chosen["low"], chosen["share"]) == (0.1, 1.0)
     for wrong in ({"low": -3}, {"share": "much"}):
         with pytest.raises(ConfigError, match=rf"group\.surrogate\.{next(iter(wrong))}: input should be"):
             resolved(text, surrogate={"name": "my_parts.py:Mine", **wrong})
@@ -346,7 +350,7 @@ def test_a_term_that_reads_values_must_depend_on_them(random_terms) -> None:
 
     constant.reads = ("value",)
     terms = random_terms((2, 2))
-    value_M = torch.zeros(4, requires_grad=True)
+    terms = replace(terms, logp_M=terms.logp_M.detach(), value_M=torch.zeros(4, requires_grad=True))
     with pytest.raises(ConfigError, match=r"the extra term 'constant' .* compute them from terms\.value_M") as refused:
-        checked_loss("extra", constant, constant(terms), terms.logp_M.detach(), critic_M=value_M)
+        UserPart("extra", constant)(terms)
     assert refused.value.key == "objective"

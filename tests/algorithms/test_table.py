@@ -13,6 +13,7 @@ from groupwise.algorithms import advantages, kl_estimators, loss_weights, losses
 from groupwise.algorithms.losses import Terms
 from groupwise.algorithms.parts import describe, fact, options
 from groupwise.algorithms.table import ALGORITHMS, PARTS, Algorithm
+from groupwise.algorithms.user_parts import UserPart
 from groupwise.config.resolve import resolve
 from groupwise.config.settings import CriticSettings, GroupSettings
 from groupwise.errors import ConfigError
@@ -86,10 +87,9 @@ def test_dapo_resamples_dead_groups_and_masks_truncated_completions():
     assert [name for name, row in ALGORITHMS.items() if row.truncated == "mask"] == ["dapo"]
     assert {name for name, row in ALGORITHMS.items() if row.kl_place == "reward"} == {"rloo", "reinforce_pp", "ppo"}
     taught = {"distill", "distill_sampled", "minillm"}
-    assert {name for name, row in ALGORITHMS.items() if row.needs_value} == {"ppo"}
-    assert {name for name, row in ALGORITHMS.items() if row.needs_teacher} == taught
-    assert {name for name, row in ALGORITHMS.items() if not row.needs_reward} == taught
-    assert {name for name, row in ALGORITHMS.items() if row.mix} == {"minillm"}
+    assert {name for name, row in ALGORITHMS.items() if row.needs.critic} == {"ppo"}
+    assert {name for name, row in ALGORITHMS.items() if row.needs.teacher} == taught
+    assert {name for name, row in ALGORITHMS.items() if not row.needs.reward} == taught
     assert {name for name, row in ALGORITHMS.items() if row.divergence is not None} == {"distill", "minillm"}
     credits = PARTS["credit"].items()
     assert {name for name, part in credits if not part.needs_reward} == {"reverse_kl", "nothing"}
@@ -222,7 +222,7 @@ def test_p26_every_preset_stays_finite_with_a_gap_of_100_nats():
 
 def test_dead_completions_have_no_gradient_exactly_when_they_are_skipped():
     for row in ALGORITHMS.values():
-        assert row.skips_dead == (not row.needs_value and row.divergence is None)  # these learn from all of them
+        assert row.skips_dead == (not row.needs.critic and row.divergence is None)  # these learn from all of them
         terms = replace(terms_of(), advantage_M=torch.zeros(8, dtype=torch.float64))
         (gradient,) = torch.autograd.grad(row.loss(terms).sum(), terms.logp_M)
         assert not gradient.any()
@@ -253,7 +253,7 @@ def test_a_recipe_names_a_function_of_ones_own(monkeypatch):
     monkeypatch.setitem(sys.modules, "my_losses", module)
     chosen = resolve("grpo", GroupSettings(surrogate={"name": "my_losses:squared_trust", "width": "0.25"}), 64)
     assert options(chosen.surrogate) == {"width": 0.25}
-    assert resolve("grpo", GroupSettings(surrogate="my_losses:squared_trust"), 64).surrogate is squared_trust
+    assert resolve("grpo", GroupSettings(surrogate="my_losses:squared_trust"), 64).surrogate == UserPart("surrogate", squared_trust)
     for wrong, message in (
         ("my_losses:square", "my_losses has no 'square'"),
         ("no_such_module:f", "cannot import"),
@@ -284,8 +284,8 @@ def test_a_preset_resolves_to_its_row(name):
     assert (chosen.ratio, chosen.dead_groups, chosen.truncated, chosen.beta) == (row.ratio, row.dead_groups, row.truncated, 0.0)
     if isinstance(row.weights, loss_weights.Constant):
         assert options(chosen.weights) == {"length": 256}
-    assert not chosen.needs_reference
-    assert not chosen.needs_entropy
+    assert not chosen.needs.reference
+    assert not chosen.needs.entropy
 
 
 def test_the_value_loss_is_a_recipe_s_also_where_nobody_names_a_critic():
@@ -320,9 +320,9 @@ def test_a_recipe_replaces_single_parts():
     assert describe(chosen.surrogate) == "clipped(low=0.1, high=0.2, delta=2.0)"
     assert (chosen.ratio, chosen.weights, chosen.kl) == (losses.SequenceTokenRatio(), loss_weights.PromptMean(), kl_estimators.K2())
     assert (chosen.dead_groups, chosen.truncated, chosen.beta) == ("drop", "mask", 0.04)
-    assert chosen.needs_reference
-    assert chosen.needs_entropy
-    assert chosen.needs_forking
+    assert chosen.needs.reference
+    assert chosen.needs.entropy
+    assert chosen.needs.forking
 
 
 def test_keywords_alone_change_the_presets_own_function():
@@ -334,7 +334,7 @@ def test_keywords_alone_change_the_presets_own_function():
 def test_the_kl_of_rloo_goes_into_its_credit():
     chosen = resolve("rloo", GroupSettings(beta=0.05), 64)
     assert options(chosen.credit)["beta"] == 0.05
-    assert (chosen.needs_reference, chosen.loss_beta, chosen.skips_dead) == (True, 0.0, True)
+    assert (chosen.needs.reference, chosen.loss_beta, chosen.skips_dead) == (True, 0.0, True)
     plain = resolve("grpo", GroupSettings(beta=0.05, credit="leave_one_out"), 64)
     assert (options(plain.credit)["beta"], plain.loss_beta) == (0.0, 0.05)
 

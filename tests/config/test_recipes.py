@@ -141,10 +141,10 @@ NO_REWARD = GOOD.replace("rewards:\n- function: accuracy\n- {function: think_for
 def test_a_rule_about_a_preset_gives_way_to_the_part_that_replaces_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").touch()
-    taught = "group: {credit: reverse_kl}\nteacher: {ema: 0.5}\n"
+    taught = "group: {credit: reverse_kl}\nteacher: {hint: x}\n"
     assert one(NO_REWARD + taught).rewards == ()
     assert one(NO_REWARD + taught.replace("reverse_kl", "mine.py:credit")).rewards == ()
-    distilled = NO_REWARD.replace("objective: grpo", "objective: distill") + "group: {credit: standardized}\nteacher: {ema: 0.5}\n"
+    distilled = NO_REWARD.replace("objective: grpo", "objective: distill") + "group: {credit: standardized}\nteacher: {hint: x}\n"
     assert "rewards is missing: 'distill' needs at least one" in refused(distilled)[0]
     for own in ("group.kl=k1", "group.reference_refresh=2"):  # a row of the user's may have a beta of its own
         assert one(GOOD, "objective=mine.py:ROW", own).objective == "mine.py:ROW"
@@ -293,10 +293,6 @@ def test_keywords_alone_change_the_presets_own_part(given: str) -> None:
         ("rollout.engine={name: vllm, correct: {high: -1}}", "rollout.engine.correct.high must be a number greater than 0; got -1"),
         ("rollout.engine={name: vllm, correct: {low: 3}}", "rollout.engine.correct.low (3) is more than high (2)"),
         ("parallel=3", "parallel must be a name, or a section (a mapping); got 3"),
-        (
-            "teacher.demonstrations={rows: 2}",
-            "teacher.demonstrations.path is missing. A JSONL, JSON or",
-        ),
         ("data.template='{question'", "data.template: not a Python format string"),
         ("data.template=question", "names no column"),
         ("name=../x", "name must be a folder name"),

@@ -49,7 +49,6 @@ from groupwise.ops.linear_cross_entropy import head_logits
 from groupwise.records import Layout, Prompt, Rollout, RolloutGroup, Sampling
 from groupwise.runs import checkpoint
 from groupwise.runs.checkpoint import reader
-from groupwise.runs.engines import mixed_engine
 from groupwise.runs.folder import choose_folder
 from groupwise.runs.job import make_engine
 from groupwise.runs.policies import hold
@@ -142,19 +141,17 @@ def online(
         policy = spread(adapt(policy, LoraSettings(rank=4), base=""), mode)
         reference = without_adapter(policy)
     else:
-        reference = make(family, dtype, seed=1) if algorithm.needs_reference else None
+        reference = make(family, dtype, seed=1) if algorithm.needs.reference else None
         if reference is not None:
             reference.model.requires_grad_(False)
             reference = spread(reference, mode)
         policy = spread(policy, mode)
     updates = steps * settings.updates_per_rollout * settings.minibatches
     optimizer = Optimizer(policy.model, OptimizerSettings(lr=1e-3, clip_norm=0.5, weight_decay=0.1), updates)
-    teacher = Teacher(policy=make(family, dtype, seed=3)) if algorithm.needs_teacher else None
+    teacher = Teacher(policy=make(family, dtype, seed=3)) if algorithm.needs.teacher else None
     settings_of_rollouts = RolloutSettings(engine=EngineSettings(name=engine), max_rows=16)
     sampler = make_engine(policy, settings_of_rollouts)
-    if teacher is not None and algorithm.mix:
-        sampler = mixed_engine(policy, teacher.policy, algorithm.mix, settings_of_rollouts)
-    judge = critic_of(critic, policy, family, dtype, mode, updates) if algorithm.needs_value else None
+    judge = critic_of(critic, policy, family, dtype, mode, updates) if algorithm.needs.critic else None
     rows = prompts()
     order = Order(len(rows), seed=0)
     gradients = watch(optimizer)

@@ -99,17 +99,10 @@ def test_p44_interrupted_equals_straight_bit_for_bit_on_as_many_processes(
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-DEMONSTRATIONS = "".join(json.dumps({"prompt": f"{i}+1=", "completion": str(i + 1)}) + "\n" for i in range(9))
 LEARNERS: dict[str, dict[str, Any]] = {
     "critic": {"objective": "ppo", "critic": {"path": "BASE", "lr": 1e-3, "pretrain": 1}} | REPETITION,
     "teacher": {"objective": "distill", "rewards": [], "teacher": {"path": "BASE"}},
     "hint": {"objective": "distill", "rewards": [], "teacher": {"hint": "{answer} "}},
-    "average": {
-        "objective": "distill",
-        "rewards": [],
-        "teacher": {"hint": "{answer} ", "ema": 0.25, "demonstrations": {"path": "shown.jsonl", "rows": 3, "divergence": 0.5}},
-    },
-    "itself": {"objective": "distill", "rewards": [], "teacher": {"hint": "{answer} ", "ema": 1.0}},
 }
 
 
@@ -118,9 +111,8 @@ def test_critics_and_teachers_are_sharded_saved_and_resumed(
     kind: str, recipe: Callable, ranks: Callable, tiny_policy: Callable, tmp_path: Path
 ) -> None:
     """Interrupted equals straight to the bit, and one process to rounding."""
-    (tmp_path / "shown.jsonl").write_text(DEMONSTRATIONS)
     save(tiny_policy(), tmp_path / "base")
-    changes = json.loads(json.dumps(LEARNERS[kind]).replace("BASE", f"{tmp_path}/base").replace("shown", f"{tmp_path}/shown"))
+    changes = json.loads(json.dumps(LEARNERS[kind]).replace("BASE", f"{tmp_path}/base"))
     changes |= {"group": {"beta": 0.0, "minibatches": 2}, "optimizer": {"lr": 1e-3, "tokens_per_microbatch": 48}, "steps": 3}
     for _ in train(load_recipe(recipe("alone", **changes, **ONCE))):
         pass

@@ -271,7 +271,7 @@ class Case:
         else:
             tree["batch_size"] = rng.choice([1, 2, 4])
         if objective in ("distill", "distill_sampled", "minillm"):
-            tree["teacher"] = rng.choice([{"path": str(model)}, {"hint": "{answer} "}, {"ema": 0.5}, {"hint": "{nosuch}"}, {}])
+            tree["teacher"] = rng.choice([{"path": str(model)}, {"hint": "{answer} "}, {"hint": "{nosuch}"}, {}])
         if objective in ALGORITHMS and rng.random() < 0.25:
             tree["environment"] = self._environment()
             tree["data"]["chat"] = rng.random() < 0.9

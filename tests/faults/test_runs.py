@@ -818,17 +818,6 @@ def test_models_that_are_read_when_a_run_is_resumed_are_inputs(recipe: Callable,
     assert inputs_of(with_adapter).keys() - first.keys() == {"model.path"}
 
 
-def test_demonstrations_that_changed_are_noticed(recipe: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = tmp_path / "shown.jsonl"
-    shown.write_text(json.dumps({"prompt": "1+1=", "completion": "2"}) + "\n")
-    teacher = {"hint": "{answer} ", "demonstrations": {"path": "shown.jsonl", "rows": 1}}
-    path = recipe("r", objective="distill", rewards=[], teacher=teacher, save={"every": 1})
-    next(iter(train(load_recipe(path))))
-    shown.write_text(json.dumps({"prompt": "1+1=", "completion": "3"}) + "\n")
-    assert main(["train", str(path)]) == ConfigError.exit_code
-    assert "teacher.demonstrations.path shown.jsonl: its content has changed" in capsys.readouterr().err
-
-
 @pytest.mark.fault("C9f", "a data set of the hub has a new revision", "ConfigError: both fingerprints")
 def test_the_hubs_data_are_known_by_their_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sets = {name: datasets.Dataset.from_list([{"prompt": name}], split="train") for name in ("old", "new")}

@@ -54,10 +54,10 @@ def grpo_steps(policy: Policy, preset: str, **group: object) -> Iterator[Step]:
     settings = GroupSettings(prompts_per_step=4, group_size=6, **group)  # type: ignore[arg-type]
     critic = CriticSettings(lr=1e-2)
     algorithm = resolve(preset, settings, 8, critic=critic)
-    needs_reference, needs_critic, needs_teacher = algorithm.needs
+    needs = algorithm.needs
     updates = STEPS * settings.updates_per_rollout * settings.minibatches
     other = frozen_copy(policy)
-    if needs_teacher:
+    if needs.teacher:
         generator = torch.Generator().manual_seed(3)
         for weight in other.model.parameters():
             weight.data += 0.05 * torch.randn(weight.shape, generator=generator, dtype=torch.float64)
@@ -77,9 +77,9 @@ def grpo_steps(policy: Policy, preset: str, **group: object) -> Iterator[Step]:
         Optimizer(policy.model, SETTINGS, updates),
         group=settings,
         max_tokens_per_microbatch=64,
-        reference=other if needs_reference else None,
-        critic=Critic.on(policy, critic, SETTINGS, updates) if needs_critic else None,
-        teacher=Teacher(policy=other) if needs_teacher else None,
+        reference=other if needs.reference else None,
+        critic=Critic.on(policy, critic, SETTINGS, updates) if needs.critic else None,
+        teacher=Teacher(policy=other) if needs.teacher else None,
     )
 
 

@@ -76,7 +76,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance
 
 def critic_on(policy: Policy, algorithm: Algorithm) -> Critic | None:
     """A value head that says something, where the algorithm asks for one."""
-    if not algorithm.needs_value:
+    if not algorithm.needs.critic:
         return None
     critic = Critic.on(policy, CriticSettings(coefficient=0.5, clip=0.05), OptimizerSettings(), 1)
     with torch.no_grad():
@@ -87,7 +87,7 @@ def critic_on(policy: Policy, algorithm: Algorithm) -> Critic | None:
 
 def teacher_of(policy: Policy, algorithm: Algorithm) -> Teacher | None:
     """Other weights of the same model, where the algorithm asks for a teacher."""
-    if not algorithm.needs_teacher:
+    if not algorithm.needs.teacher:
         return None
     other = frozen_copy(policy)
     with torch.no_grad():
@@ -98,7 +98,7 @@ def teacher_of(policy: Policy, algorithm: Algorithm) -> Teacher | None:
 
 def prepare(policy: Policy, groups: list[RolloutGroup], algorithm: Algorithm) -> list[Sample]:
     critic = critic_on(policy, algorithm)
-    reference = frozen_copy(policy) if algorithm.needs_reference else None
+    reference = frozen_copy(policy) if algorithm.needs.reference else None
     if reference is not None:
         with torch.no_grad():
             for parameter in reference.model.parameters():
@@ -162,7 +162,7 @@ def test_skipping_samples_without_advantage_changes_no_gradient(preset: str, pol
     algorithm = resolve(preset, VARIANTS["plain"], max_new_tokens=12)
     samples = prepare(policy, groups, algorithm)
     live = [sample for sample in samples if sample.advantage.any()]
-    if algorithm.needs_reward and "whitened" not in describe(algorithm.credit):  # over the batch: no advantage is 0
+    if algorithm.needs.reward and "whitened" not in describe(algorithm.credit):  # over the batch: no advantage is 0
         assert len(live) < len(samples)
     assert algorithm.skips_dead
     assert_same(gradient(policy, algorithm, live), gradient(policy, algorithm, samples), 1e-12)

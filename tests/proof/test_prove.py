@@ -39,7 +39,7 @@ from transformers import (
 )
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from groupwise.config.settings import LoraSettings, ModelSettings, RolloutSettings
+from groupwise.config.settings import LoraSettings, ModelSettings
 from groupwise.errors import ConfigError
 from groupwise.models.loading import make_policy
 from groupwise.models.lora import adapt
@@ -48,7 +48,6 @@ from groupwise.proof import passes, texts
 from groupwise.proof.prove import ModelProof, prove
 from groupwise.proof.texts import NATIVE, SMALL, TRANSFORMERS
 from groupwise.rollout.native.forward import is_known
-from groupwise.runs.engines import mixture
 
 LONG = {
     "rope_type": "longrope",
@@ -525,14 +524,6 @@ def test_an_adapter_is_proven_as_it_will_be_and_not_as_it_begins() -> None:
     assert prove(adapted(LlamaForCausalLM), sampler=NATIVE).paths == ("scoring", "training", "sampling")
     with pytest.raises(ConfigError, match=r"IgnoresItsAdapter cannot .*: scoring"):
         prove(adapted(IgnoresItsAdapter))
-
-
-def test_a_mixture_with_a_teacher_is_proven_by_the_model_alone() -> None:
-    """A mixture of a model with itself is the model, by two caches."""
-    sampler = mixture(0.4, RolloutSettings())
-    assert proven(LlamaForCausalLM, sampler=sampler, train=False).paths == ("scoring", "sampling from a mixture")
-    with pytest.raises(ConfigError, match=r"sampling from a mixture does not equal .*; set group.mix to 0"):
-        proven(planted.ForgetsTheTeachersPast, sampler=sampler, train=False)
 
 
 def test_a_fault_in_experts_that_begin_late_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in SETTINGS if not (ALGORITHMS[name].needs_value or ALGORITHMS[name].needs_teacher)]
+    "name", [name for name in SETTINGS if not (ALGORITHMS[name].needs.critic or ALGORITHMS[name].needs.teacher)]
 )
 def test_the_closed_form_gradient_equals_autograd(
     name: str, tiny_policy: Callable[..., Policy], scored_group: Callable[..., RolloutGroup]
@@ -50,16 +50,16 @@ def test_the_closed_form_gradient_equals_autograd(
     ).logp
     near = iter(logp + 0.1 * np.random.default_rng(5).normal(size=logp.size) for logp in drawn)
     groups = [replace(group, rollouts=tuple(replace(r, behavior_logp=next(near)) for r in group.rollouts)) for group in groups]
-    if algorithm.needs_reference:
+    if algorithm.needs.reference:
         groups = add_signals(groups, algorithm, reference=other, max_tokens_per_microbatch=100)
     samples = weigh(groups, algorithm.credit(groups), algorithm)
     scores = score(policy, samples, max_tokens_per_microbatch=100, entropy=True)
-    samples = with_forking(algorithm, samples, scores.entropy) if algorithm.needs_forking else samples
+    samples = with_forking(algorithm, samples, scores.entropy) if algorithm.needs.forking else samples
     tokens = entropy_tokens(algorithm, samples)
     loss, through = 0.0, []
     for batch in batches_of(policy, with_gradient(algorithm, samples), 20):  # several micro-batches
         passed = BatchPass(policy, batch)
-        head = passed.head(fused=False, entropy=algorithm.needs_entropy)
+        head = passed.head(fused=False, entropy=algorithm.needs.entropy)
         logp_M = head.logp_M
         logp_M.retain_grad()
         passed.head = lambda logp_M=logp_M, head=head, **_: WholeLoss(logp_M, head.entropy_M)  # type: ignore[method-assign]

@@ -23,6 +23,7 @@ from groupwise.models.sharded import frozen_copy
 from groupwise.records import Prompt, Rollout, Sample, Sampling
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.engines import sampled_elsewhere
+from groupwise.training.closed_form import RecordedStep
 from groupwise.training.groups import PrefetchedRollouts, SampledRollouts
 from groupwise.training.loss import Loss
 from groupwise.training.metrics import measure
@@ -116,7 +117,7 @@ def test_the_metrics_know_the_sampler_from_the_policy(tiny_policy: Callable, sco
     update = improve(
         policy, algorithm, samples, Optimizer(policy.model, OptimizerSettings(lr=1e-3), 1), max_tokens_per_microbatch=200
     )
-    metrics = measure(groups, [update], algorithm, drawn=3, minibatches=1, seconds={})
+    metrics = measure(groups, RecordedStep(algorithm, [update], minibatches=1), drawn=3, seconds={})
     gap = np.concatenate([seen - sample.behavior_logp for seen, sample in zip(update.seen, update.samples, strict=True)])
     assert metrics["ratio/min"] == metrics["ratio/max"] == 1.0
     assert metrics["mismatch/mean"] == pytest.approx(np.abs(gap).mean())

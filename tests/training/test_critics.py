@@ -33,7 +33,7 @@ from groupwise.training import metrics
 from groupwise.training.critics import Critic
 from groupwise.training.groups import RecordedRollouts
 from groupwise.training.loss import CriticLoss, Loss
-from groupwise.training.online import pretrain_critic, train_online
+from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.passes import BatchPass
 from groupwise.training.samples import sample_of, weigh
@@ -268,8 +268,15 @@ def test_pretraining_leaves_the_policy_as_it_is(tiny_policy: Callable, groups: l
     before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
     recorded = RecordedRollouts(lambda number: (groups, len(groups)), range(1, 31))
     steps = list(
-        pretrain_critic(
-            policy, algorithm, recorded, critic=critic, group=GroupSettings(group_size=4), max_tokens_per_microbatch=100
+        train_online(
+            policy,
+            algorithm,
+            recorded,
+            Optimizer(policy.model, OptimizerSettings(lr=1e-2), 30),
+            critic=critic,
+            group=GroupSettings(group_size=4),
+            pretrain=30,
+            max_tokens_per_microbatch=100,
         )
     )
     for step in steps:
@@ -357,7 +364,7 @@ def test_settings_that_cannot_be_are_refused(changes: dict, said: str, tmp_path:
 
 def test_a_credit_of_the_table_makes_any_row_ask_a_critic() -> None:
     chosen: Algorithm = resolve("grpo", GroupSettings(credit="gae", group_size=1), 8)
-    assert chosen.needs_value
+    assert chosen.needs.critic
     assert not chosen.skips_dead
 
 

@@ -31,7 +31,7 @@ from groupwise.records import Branch, Episode, Finish, Prompt, Rollout, RolloutG
 from groupwise.rewards.step_rewards import with_turns
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.rollout_table import groups_from_bytes, groups_of, groups_to_bytes, table_of
-from groupwise.training.closed_form import closed_form
+from groupwise.training.closed_form import RecordedStep, closed_form
 from groupwise.training.critics import Critic
 from groupwise.training.groups import SampledRollouts
 from groupwise.training.loss import Loss, with_gradient
@@ -43,7 +43,7 @@ from groupwise.training.samples import sample_of, unbranched, weigh
 from groupwise.training.signals import add_signals
 from groupwise.training.teachers import Teacher
 
-PLAIN = [name for name, row in ALGORITHMS.items() if not (row.needs_value or row.needs_teacher or row.needs_steps)]
+PLAIN = [name for name, row in ALGORITHMS.items() if not (row.needs.critic or row.needs.teacher or row.needs.steps)]
 SETTINGS: dict[str, dict[str, Any]] = {"grpo": {"beta": 0.1}, "cispo": {"off_policy_delta": 0.01}}
 
 
@@ -146,7 +146,7 @@ def test_trap_14_branches_give_the_gradient_of_the_uncut_episode(name: str, else
         algorithm = replace(algorithm, entropy_quantile=0.0)
     groups = near(policy, groups_with("same"))
     assert sum(len(r.episode.branches) for group in groups for r in group.rollouts) > 8
-    if algorithm.needs_reference:
+    if algorithm.needs.reference:
         groups = add_signals(groups, algorithm, reference=other, max_tokens_per_microbatch=100)
     if elsewhere:
         groups = add_signals(groups, algorithm, scorer=policy, max_tokens_per_microbatch=100)
@@ -218,7 +218,7 @@ def test_trap_8_what_is_said_of_observations_changes_no_bit(name: str, cut: str 
     told = None
     for stray in (0.0, np.nan, -1e30, 7.0):
         groups = groups_with(cut, stray=stray)
-        if algorithm.needs_reference:
+        if algorithm.needs.reference:
             groups = add_signals(groups, algorithm, reference=policy, max_tokens_per_microbatch=100)
         samples = weigh(groups, algorithm.credit(groups), algorithm)
         loss, grad = gradient(policy, algorithm, groups, 60)
@@ -227,14 +227,14 @@ def test_trap_8_what_is_said_of_observations_changes_no_bit(name: str, cut: str 
             samples=samples, seen=scores.logp, entropy=scores.entropy, loss=loss, positions=[1], max_tokens_per_microbatch=60,
             stats=StepStats(grad_norm=float(grad.norm()), lr=0.1, skipped=False),
         )  # fmt: skip
-        metrics = measure(groups, [seen], algorithm, 3, minibatches=1, seconds={"a": 1.0}, version=0)
+        metrics = measure(groups, RecordedStep(algorithm, [seen], minibatches=1), 3, seconds={"a": 1.0}, version=0)
         assert all(np.isfinite(value) for value in metrics.values()), metrics
         logp = {
             (r.prompt.id, r.index): c
             for g in groups
             for r, c in zip(g.rollouts, score_rollouts(policy, g.rollouts, max_tokens_per_microbatch=60), strict=True)
         }
-        closed = closed_form(algorithm, samples, logp, logp if algorithm.needs_entropy else None)
+        closed = closed_form(algorithm, samples, logp, logp if algorithm.needs.entropy else None)
         for group in groups:
             for r in group.rollouts:
                 assert not closed.gradient.get((r.prompt.id, r.index), np.zeros(len(r)))[~r.trained].any()
@@ -375,9 +375,9 @@ def test_every_algorithm_trains_on_episodes(preset: str, tiny_policy: Callable, 
         Optimizer(policy.model, OptimizerSettings(lr=1e-3), 100),
         group=settings,
         max_tokens_per_microbatch=100,
-        reference=frozen_copy(policy) if algorithm.needs_reference else None,
-        critic=Critic.on(policy, CriticSettings(lr=1e-3), OptimizerSettings(), 100) if algorithm.needs_value else None,
-        teacher=Teacher(policy=tiny_policy("llama", dtype=torch.float64, scale=1.7)) if algorithm.needs_teacher else None,
+        reference=frozen_copy(policy) if algorithm.needs.reference else None,
+        critic=Critic.on(policy, CriticSettings(lr=1e-3), OptimizerSettings(), 100) if algorithm.needs.critic else None,
+        teacher=Teacher(policy=tiny_policy("llama", dtype=torch.float64, scale=1.7)) if algorithm.needs.teacher else None,
     )
     splits = 0
     for step in itertools.islice(steps, 2):

@@ -80,9 +80,9 @@ def run(tiny_policy: Callable) -> Callable[..., tuple[Policy, Iterator[Step]]]:
             Optimizer(policy.model, optimizer or OptimizerSettings(lr=1e-3), 100),
             group=settings,
             max_tokens_per_microbatch=max_tokens_per_microbatch,
-            reference=frozen_copy(policy) if algorithm.needs_reference else None,
-            critic=Critic.on(policy, CriticSettings(lr=1e-3), OptimizerSettings(), 100) if algorithm.needs_value else None,
-            teacher=Teacher(policy=tiny_policy("llama", scale=1.7)) if algorithm.needs_teacher else None,
+            reference=frozen_copy(policy) if algorithm.needs.reference else None,
+            critic=Critic.on(policy, CriticSettings(lr=1e-3), OptimizerSettings(), 100) if algorithm.needs.critic else None,
+            teacher=Teacher(policy=tiny_policy("llama", scale=1.7)) if algorithm.needs.teacher else None,
             checkpointing=checkpointing,
         )
 
@@ -96,7 +96,7 @@ def weights_of(policy: Policy) -> torch.Tensor:
 PRESETS = pytest.mark.parametrize("preset", ALGORITHMS)
 
 
-@pytest.mark.parametrize("preset", [name for name, row in ALGORITHMS.items() if row.needs_reward and not row.needs_value])
+@pytest.mark.parametrize("preset", [name for name, row in ALGORITHMS.items() if row.needs.reward and not row.needs.critic])
 @pytest.mark.parametrize("value", [1.0, None, 0.1])
 def test_p61_rewards_without_differences_change_nothing(preset: str, value: float | None, run: Callable) -> None:
     """All equal, or all None: every metric is finite or left out, and the weights stay as they are."""
@@ -350,7 +350,7 @@ def test_whitening_leaves_out_what_truncation_masks(preset: str, scored_group: C
     assert trained.mean() == pytest.approx(0.0, abs=1e-9)
     assert trained.std(ddof=ddof) == pytest.approx(1.0, rel=1e-6)
     assert {float(np.sign(one[0])) for one in advantages[14:]} == {1.0, -1.0}
-    targets = algorithm.returns([group])[0] if algorithm.needs_value else []
+    targets = algorithm.returns([group])[0] if algorithm.needs.critic else []
     assert all(np.isnan(one).all() for one in targets[:14])
 
 

@@ -224,7 +224,7 @@ def test_a_run_learns_from_servers_what_it_learns_from_the_checkpoint(
         ({"objective": "minillm"}, "not whole distributions"),
         ({"rollout": {"max_new_tokens": 8, "temperature": 0.7}}, "score at temperature 1"),
         ({"rollout": {"max_new_tokens": 8, "top_k": 5}}, "score at temperature 1"),
-        ({"teacher": {"servers": ["http://127.0.0.1:1"], "ema": 0.5}}, "instead of a checkpoint"),
+        ({"teacher": {"servers": ["http://127.0.0.1:1"], "path": "some/model"}}, "instead of a checkpoint"),
     ],
 )
 def test_what_servers_cannot_say_is_refused_before_anything_starts(

@@ -1,4 +1,4 @@
-"""Teachers: credits and whole steps against transcriptions of their papers, sampling with a teacher's help, hints, and runs."""
+"""Teachers: credits and whole steps against transcriptions of their papers, hints, and runs."""
 
 from __future__ import annotations
 
@@ -14,33 +14,29 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from steps import improve
 
 from groupwise.algorithms import advantages
 from groupwise.algorithms.table import ALGORITHMS
 from groupwise.config.recipes import load_recipe
 from groupwise.config.resolve import resolve
-from groupwise.config.settings import CriticSettings, GroupSettings, OptimizerSettings
+from groupwise.config.settings import GroupSettings
 from groupwise.data.packing import pack
-from groupwise.errors import ConfigError, EngineError
+from groupwise.errors import ConfigError
 from groupwise.models.attention import plain_attention
 from groupwise.models.loading import make_policy
 from groupwise.models.policy import Policy
 from groupwise.models.sharded import frozen_copy
-from groupwise.records import Demonstration, Prompt, RolloutGroup, Sample, Sampling
+from groupwise.records import Prompt, RolloutGroup, Sample, Sampling
 from groupwise.rewards.compose import unjudged
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.rollout.teacher_mixed import MixedEngine
 from groupwise.runs.job import make_job
 from groupwise.runs.prepared import plan_of
 from groupwise.runs.run import train
-from groupwise.training.critics import Critic
 from groupwise.training.loss import Loss
-from groupwise.training.optimizer import Optimizer
-from groupwise.training.passes import BatchPass, score
+from groupwise.training.passes import BatchPass
 from groupwise.training.samples import sample_of, weigh
 from groupwise.training.signals import add_signals
-from groupwise.training.teachers import Demonstrations, Teacher, with_demonstrations
+from groupwise.training.teachers import Teacher
 
 F64 = torch.float64
 
@@ -141,7 +137,7 @@ def test_distillation_is_the_mean_divergence_of_trained_tokens(
 
 
 def test_minillm_is_the_paper_s_gradient(tiny_policy: Callable, groups: list[RolloutGroup]) -> None:
-    """`w_t [grad KL(q_t || p_t) - R_{t+1} grad log q]` with w = q / mixture, constant (eq. 6), where nothing is clipped."""
+    """`w_t [grad KL(q_t || p_t) - R_{t+1} grad log q]` with w = q / q_old, constant (eq. 6), where nothing is clipped."""
     policy, other = tiny_policy(dtype=F64, scale=2.0), tiny_policy(dtype=F64, scale=2.0, seed=3)
     settings = GroupSettings(group_size=4, surrogate={"name": "clipped", "low": 0.999999, "high": 1e9})
     algorithm, teacher = resolve("minillm", settings, 12), Teacher(policy=other)
@@ -202,98 +198,6 @@ def test_a_hint_is_read_by_the_teacher_alone(tiny_policy: Callable, groups: list
         Teacher(policy=other, hint=lambda prompt: np.arange(100)).with_hints(groups)
 
 
-def test_demonstrations_weigh_what_they_are_said_to(tiny_policy: Callable, groups: list[RolloutGroup]) -> None:
-    policy, other = tiny_policy(dtype=F64, scale=2.0), tiny_policy(dtype=F64, scale=2.0, seed=3)
-    rows = [Demonstration(id=str(i), prompt=np.array([5, 6 + i]), completion=np.arange(7, 10 + i)) for i in range(5)]
-    shown = Demonstrations(rows=rows, count=3, lm=0.5, divergence=0.25)
-    drawn = [shown.of(update) for update in range(5)]
-    lengths = [sample.completion.size for samples in drawn for sample in samples]
-    assert all(sorted(lengths[i : i + 5]) == [3, 4, 5, 6, 7] for i in (0, 5, 10)), "each row once in a pass"
-    assert [s.completion.size for s in shown.of(3)] == lengths[9:12], "by the number of the step alone"
-    algorithm = resolve("distill", GroupSettings(group_size=4), 12)
-    own = weigh(groups, algorithm.credit(groups), algorithm)
-    samples = with_demonstrations(algorithm, own, drawn[0])
-    expected = torch.zeros((), dtype=F64)
-    tokens = sum(sample.completion.size for sample in drawn[0])
-    for sample in samples:
-        log_q, log_p = log_probs(policy, sample.prompt, sample), log_probs(other, sample.prompt, sample).detach()
-        divergence = (log_q.exp() * (log_q - log_p)).sum(-1)
-        if sample.index >= 0:
-            expected = expected + (torch.from_numpy(sample.weight) * divergence).sum()
-        else:
-            logp = log_q.gather(1, torch.from_numpy(sample.completion)[:, None]).sum()
-            expected = expected + (0.25 * divergence.sum() - 0.5 * logp) / tokens
-    assert_same(policy, whole_loss(policy, algorithm, samples, Teacher(policy=other)), expected)
-    teacher, optimizer = Teacher(policy=other, demonstrations=shown), Optimizer(policy.model, OptimizerSettings(lr=1e-3), 2)
-    found = improve(policy, algorithm, own, optimizer, max_tokens_per_microbatch=100, teacher=teacher)
-    assert found.loss == pytest.approx(float(expected.detach()), rel=1e-10)
-    assert sum(sample.index < 0 for sample in found.samples) == 3
-
-
-def shown_alone(policy: Policy, teacher: Policy, samples: list[Sample], lm: float, divergence: float) -> float:
-    """What demonstrations add to a loss, one sequence at a time."""
-    tokens, total = sum(sample.completion.size for sample in samples), 0.0
-    for sample in samples:
-        log_q, log_p = (log_probs(one, sample.prompt, sample).detach() for one in (policy, teacher))
-        chosen = log_q.gather(1, torch.from_numpy(sample.completion)[:, None])
-        total += float(divergence * (log_q.exp() * (log_q - log_p)).sum() - lm * chosen.sum())
-    return total / tokens
-
-
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("minillm", {}),  # its importance weights are of what was drawn
-        ("distill_sampled", {}),  # no term of it reads the teacher's distributions
-        ("grpo", {"divergence": {"name": "jsd"}, "entropy_bonus": 0.05}),
-        ("grpo", {"divergence": {"name": "jsd"}, "entropy_bonus": 0.05, "entropy_quantile": 0.6}),
-    ],
-)
-def test_no_part_of_an_algorithm_is_about_demonstrations(
-    name: str, changes: dict, tiny_policy: Callable, scored_group: Callable
-) -> None:
-    policy, other = tiny_policy(dtype=F64, scale=2.0), tiny_policy(dtype=F64, scale=2.0, seed=3)
-    groups = [scored_group([1.0, 0.0, 0.5, 0.2], [4, 6, 3, 8])]
-    algorithm, plain = resolve(name, GroupSettings(group_size=4, **changes), 12), Teacher(policy=other)
-    groups = add_signals(groups, algorithm, scorer=policy, teacher=plain, max_tokens_per_microbatch=100)
-    samples = weigh(groups, algorithm.credit(groups), algorithm)
-    rows = [Demonstration(id=str(i), prompt=np.array([5, 6 + i]), completion=np.arange(7, 17 + i)) for i in range(5)]
-    shown = Demonstrations(rows=rows, count=4, lm=0.5, divergence=0.25)
-    losses = []
-    for teacher, some in (
-        (plain, samples),
-        (replace(plain, demonstrations=shown), samples),
-        (replace(plain, demonstrations=shown), []),
-    ):
-        own = replace(policy, model=copy.deepcopy(policy.model))
-        optimizer = Optimizer(own.model, OptimizerSettings(lr=1e-3), 2)
-        losses.append(improve(own, algorithm, some, optimizer, max_tokens_per_microbatch=100, teacher=teacher).loss)
-    added = shown_alone(policy, other, shown.of(0), 0.5, 0.0 if algorithm.divergence is None else 0.25)
-    assert losses[1] - losses[0] == pytest.approx(added, rel=1e-9)
-    assert losses[2] == pytest.approx(added, rel=1e-9), "nothing else is left of the step"
-
-
-def test_a_critic_is_not_asked_about_demonstrations(tiny_policy: Callable, scored_group: Callable) -> None:
-    policy, other = tiny_policy(dtype=F64, scale=2.0), tiny_policy(dtype=F64, scale=2.0, seed=3)
-    algorithm = resolve("ppo", GroupSettings(group_size=3, divergence={"name": "jsd"}), 12)
-    critic = Critic.on(policy, CriticSettings(coefficient=0.5), OptimizerSettings(), 4)
-    torch.nn.init.constant_(critic.head.bias, 0.7)
-    groups = add_signals([scored_group([1.0, 0.0, 0.5], [4, 6, 3])], algorithm, critic=critic, max_tokens_per_microbatch=100)
-    samples = weigh(groups, algorithm.credit(groups), algorithm)
-    rows = [Demonstration(id="0", prompt=np.array([5, 6]), completion=np.arange(7, 17))]
-    shown = Demonstrations(rows=rows, count=1, lm=0.5, divergence=0.25).of(0)
-    whole, alone = (
-        torch.stack(
-            [
-                Loss(algorithm=algorithm, critic=critic, teacher=Teacher(policy=other), samples=some)(BatchPass(policy, batch))[0]
-                for batch in pack(some, 1000, dtype=F64)
-            ]
-        ).sum()
-        for some in (with_demonstrations(algorithm, samples, shown), samples)
-    )
-    assert float((whole - alone).detach()) == pytest.approx(shown_alone(policy, other, shown, 0.5, 0.25), rel=1e-9)
-
-
 def test_a_teacher_has_the_frequencies_of_each_length(tiny_policy: Callable, groups: list[RolloutGroup]) -> None:
     """Its rotary embeddings depend on the length and the policy's do not: prompts that the policy shares, it may not."""
     policy = tiny_policy(dtype=F64, scale=2.0)
@@ -317,67 +221,6 @@ def test_a_teacher_has_the_frequencies_of_each_length(tiny_policy: Callable, gro
             log_p = (logits / sample.temperature).log_softmax(-1)
             expected = expected + (torch.from_numpy(sample.weight) * (log_q.exp() * (log_q - log_p)).sum(-1)).sum()
         torch.testing.assert_close(whole_loss(policy, algorithm, samples, teacher), expected, rtol=1e-9, atol=1e-11)
-
-
-# ---- sampling with a teacher's help
-
-
-def mixture(policy: Policy, teacher: Policy, mix: float, prompt: np.ndarray, sample: Sample) -> np.ndarray:
-    log_q, log_p = (log_probs(one, prompt, sample).detach() for one in (policy, teacher))
-    return torch.logaddexp(log_q + math.log(1 - mix), log_p + math.log(mix)).exp().numpy()
-
-
-def test_completions_are_drawn_from_the_mixture_and_say_so(tiny_policy: Callable) -> None:
-    policy, other = tiny_policy(dtype=F64, scale=2.0), tiny_policy("gpt2", dtype=F64, scale=3.0, seed=3)
-    engine = MixedEngine(policy, other, 0.3, max_rows=7)
-    prompts = [Prompt(id=f"0/{i}", tokens=np.arange(6, 9 + 3 * i), text="") for i in range(3)]
-    sampling = Sampling(max_new_tokens=7, temperature=0.8)
-    engine.set_version(5)
-    groups = list(engine.generate(prompts, group_size=4, sampling=sampling, seed=1))
-    assert [group[0].prompt.id for group in groups] == ["0/0", "0/1", "0/2"]
-    for rollout in (rollout for group in groups for rollout in group):
-        sample = sample_of(rollout)
-        expected = mixture(policy, other, 0.3, sample.prompt, sample)[np.arange(len(rollout)), sample.completion]
-        np.testing.assert_allclose(rollout.behavior_logp, np.log(expected), atol=1e-5)  # generate's logits are float32
-        assert set(rollout.version) == {5}
-    alone = MixedEngine(policy, other, 0.3, max_rows=1).generate(prompts[1:2], group_size=4, sampling=sampling, seed=1)
-    assert [r.tokens.tolist() for r in next(alone)] == [r.tokens.tolist() for r in groups[1]], "streams are a completion's own"
-    (many,) = MixedEngine(policy, other, 0.3).generate(
-        prompts[:1], group_size=4000, sampling=replace(sampling, max_new_tokens=1), seed=0
-    )
-    counts = np.bincount([int(r.tokens[0]) for r in many], minlength=policy.vocabulary)
-    p = mixture(policy, other, 0.3, prompts[0].tokens, sample_of(many[0]))[0]
-    assert np.abs(counts - 4000 * p).max() < 5 * math.sqrt(4000 * (p * (1 - p)).max())
-    for wrong in (Sampling(top_k=3), Sampling(temperature=0.0)):
-        with pytest.raises(EngineError, match="drawn from as it is"):
-            next(engine.generate(prompts, group_size=1, sampling=wrong, seed=0))
-
-
-def test_a_mixture_needs_the_logits_of_the_last_position_alone(tiny_policy: Callable) -> None:
-    """Not those of all prompts: their positions times the vocabulary fit into no memory."""
-    policy, other = tiny_policy(), tiny_policy("gpt2", seed=3)
-    shapes: list[tuple[int, ...]] = []
-    for one in (policy, other):
-        head = one.model.get_output_embeddings()
-        head.register_forward_hook(lambda _, __, found: shapes.append(tuple(found.shape[:2])))
-    prompt = Prompt(id="0/0", tokens=np.arange(6, 36), text="")
-    (group,) = MixedEngine(policy, other, 0.3).generate([prompt], group_size=3, sampling=Sampling(max_new_tokens=4), seed=1)
-    assert len(group) == 3 and set(shapes) == {(3, 1)}
-
-
-@pytest.mark.slow
-def test_importance_weights_make_the_mixture_unbiased(tiny_policy: Callable) -> None:
-    """E over the mixture of `q / mixture x f` is E over q of f: the policy gradient's weight, for a single token."""
-    policy, other = tiny_policy(dtype=F64, scale=3.0), tiny_policy(dtype=F64, scale=3.0, seed=3)
-    prompt = Prompt(id="0/0", tokens=np.arange(6, 10), text="")
-    (many,) = MixedEngine(policy, other, 0.4).generate([prompt], group_size=5000, sampling=Sampling(max_new_tokens=1), seed=0)
-    scored = score(policy, [sample_of(r) for r in many], max_tokens_per_microbatch=100_000).logp
-    w = np.exp([float(own[0]) - float(r.behavior_logp[0]) for own, r in zip(scored, many, strict=True)])
-    assert w.max() <= 1 / 0.6 + 1e-9
-    f = np.array([math.sin(int(r.tokens[0])) for r in many])
-    q = log_probs(policy, prompt.tokens, sample_of(many[0]))[0].detach().exp().numpy()
-    exact = float(q @ np.sin(np.arange(q.size)))
-    assert abs(float((w * f).mean()) - exact) < 5 * float((w * f).std()) / math.sqrt(5000)
 
 
 # ---- runs
@@ -405,26 +248,22 @@ def final(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["checkpoint", "minillm", "hint", "ema", "sampled"])
+@pytest.mark.parametrize("kind", ["checkpoint", "minillm", "hint", "sampled"])
 def test_a_run_that_is_broken_off_goes_on_to_the_same_weights(
     kind: str, tmp_path: Path, write_recipe: Callable, larger: str
 ) -> None:
-    demos = tmp_path / "demos.jsonl"
-    demos.write_text("".join(json.dumps({"prompt": f"{i}+1=", "completion": str(i + 1)}) + "\n" for i in range(9)))
     changes = (
         TREE
         | {
-            "checkpoint": {"teacher": {"path": larger, "demonstrations": {"path": str(demos), "rows": 2, "divergence": 0.5}}},
-            "minillm": {"objective": "minillm", "teacher": {"path": larger, "demonstrations": {"path": str(demos), "lm": 0.5}}},
+            "checkpoint": {"teacher": {"path": larger}},
+            "minillm": {"objective": "minillm", "teacher": {"path": larger}},
             "hint": {"teacher": {"hint": "{answer} "}},
-            "ema": {"teacher": {"hint": "{answer} ", "ema": 0.25}},
             "sampled": {"objective": "distill_sampled", "teacher": {"path": larger}, "rewards": [{"function": "accuracy"}]},
         }[kind]
     )
     whole = list(train(load_recipe(write_recipe(tmp_path, "whole", **changes))))
     assert all(step.metrics["grad_norm"] > 0 for step in whole)
     assert ("reward" in whole[0].metrics) == (kind == "sampled")
-    assert ("mismatch/max" in whole[0].metrics) == (kind != "minillm")
     assert ("teacher/kl" in whole[0].metrics) == (kind in ("minillm", "sampled"))
     path = write_recipe(tmp_path, "broken", **changes)
     for step in (steps := train(load_recipe(path))):
@@ -480,17 +319,10 @@ def test_a_teacher_with_padding_rows_is_taken(tmp_path: Path, write_recipe: Call
             "teacher is for those that",
         ),
         ({"teacher": {"path": "./nowhere"}}, "teacher.path: no such folder"),
-        (
-            {"teacher": {"hint": "{answer}", "demonstrations": {"path": "x.jsonl", "row": 3}}},
-            "did you mean teacher.demonstrations.rows",
-        ),
-        ({"teacher": {"hint": "{answer}", "demonstrations": {"path": "x.jsonl"}}}, "teacher.demonstrations.path: no such file"),
-        ({"objective": "minillm", "teacher": {"hint": "{answer}"}, "rollout": {"top_k": 5}}, "the teacher helps to sample"),
         ({"group": {"divergence": {"name": "jds"}}, "teacher": {"hint": "{answer}"}}, "did you mean jsd"),
-        (
-            {"teacher": {"ema": 0.05}, "model": {"path": None, "dtype": "bfloat16", "scratch": {"hidden": 32, "context": 96}}},
-            "teacher.ema 0.05 moves the teacher by less than bfloat16 weights can hold.*set model.dtype: autocast",
-        ),
+        ({"teacher": {"hint": "{answer}", "ema": 0.05}}, "teacher.ema is no key any more: a teacher stays as it is"),
+        ({"teacher": {"demonstrations": {"path": "x"}}}, "teacher.demonstrations is no key any more: train on them in a stage"),
+        ({"group": {"mix": 0.2}}, "group.mix is no key any more: the policy alone samples"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(changes: dict, said: str, tmp_path: Path, write_recipe: Callable) -> None:

@@ -17,7 +17,6 @@ from groupwise.config.settings import CriticSettings, GroupSettings, OptimizerSe
 from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Rollout, Sampling, Step
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.rollout.teacher_mixed import MixedEngine
 from groupwise.training.critics import Critic
 from groupwise.training.groups import PrefetchedRollouts, SampledRollouts
 from groupwise.training.online import train_online
@@ -76,9 +75,6 @@ class World:
         settings = GroupSettings(**group)  # type: ignore[arg-type]
         updates = steps * settings.updates_per_rollout * settings.minibatches
         algorithm = resolve(preset, settings, self.sampling.max_new_tokens)
-        if engine is None and algorithm.mix:
-            assert teacher is not None
-            engine = MixedEngine(self.policy, teacher.policy, algorithm.mix, max_rows=256)
         yield from train_online(
             self.policy,
             replace(algorithm, correction=Correction()) if ahead else algorithm,
@@ -96,7 +92,7 @@ class World:
             group=settings,
             max_tokens_per_microbatch=4096,
             reference=reference,
-            critic=self.critic(updates) if algorithm.needs_value else None,
+            critic=self.critic(updates) if algorithm.needs.critic else None,
             teacher=teacher,
         )
 

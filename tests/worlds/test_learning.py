@@ -20,7 +20,7 @@ SIZE = {"prompts_per_step": 8, "group_size": 16}
 
 @pytest.mark.parametrize(
     "preset",
-    [pytest.param(name, marks=[] if name == "grpo" else pytest.mark.slow) for name, row in ALGORITHMS.items() if row.needs_reward],
+    [pytest.param(name, marks=[] if name == "grpo" else pytest.mark.slow) for name, row in ALGORITHMS.items() if row.needs.reward],
 )
 def test_every_preset_learns_the_answers(preset: str, say: Callable, learnt: Callable) -> None:
     """Two passes over each rollout, so that ratios leave 1.

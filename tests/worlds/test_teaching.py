@@ -37,7 +37,7 @@ def size(policy: Policy) -> int:
 def test_the_answers_are_learnt_from_a_teacher_that_knows_them(
     preset: str, steps: int, lr: float, say: Callable, masters: list[Policy]
 ) -> None:
-    """From 1 in 16 to nearly all; MiniLLM's first completions are partly the teacher's own."""
+    """From 1 in 16 to nearly all."""
     if not masters:
         learner = say(prompts=4, lr=3e-3, seed=20, hidden=64)
         rows = learner.train("grpo", 28, updates_per_rollout=2, **SIZE)
@@ -48,7 +48,7 @@ def test_the_answers_are_learnt_from_a_teacher_that_knows_them(
     teacher = Teacher(policy=masters[0])
     rewards = [step.metrics["reward"] for step in made.train(preset, steps, teacher=teacher, **SIZE)]
     assert np.mean(rewards[-5:]) > 0.85
-    assert (rewards[0] > 0.125) == (preset == "minillm")  # 0.19 to 0.25 with five seeds, without the teacher 0.03 to 0.06
+    assert rewards[0] < 0.125
 
 
 WORDS, PROMPTS = [f"w{i}" for i in range(1, 32)], [[i, j] for i in range(1, 9) for j in range(1, 5)]

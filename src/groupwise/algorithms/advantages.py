@@ -24,8 +24,6 @@ from groupwise.algorithms.parts import (
     MaybeShare,
     NotNegative,
     Share,
-    called,
-    checked_advantages,
     options,
     with_options,
 )
@@ -304,22 +302,23 @@ def returns(groups: Sequence[RolloutGroup], credit: Callable[..., Advantages]) -
     NaN where nothing is to be learnt: at tokens that are not trained, and in a completion without a
     reward.
     """
-    known = options(credit)
-    changed = {"whiten": False} if "whiten" in known else {}
+    known, changed = options(credit), {}
+    if "whiten" in known:
+        changed["whiten"] = False
     if known.get("value_lam") is not None:
         changed["lam"] = known["value_lam"]
-    unwhitened = checked_advantages(
-        credit, called("credit", with_options(credit, changed), groups), groups
-    )
-    return [
-        [
-            np.where(rollout.trained & ~np.isnan(reward), _float64(value_n) + advantage_n, np.nan)
-            for rollout, reward, value_n, advantage_n in zip(
-                group.rollouts, group.reward, _signal(group, "value"), advantages, strict=True
-            )
-        ]
-        for group, advantages in zip(groups, unwhitened, strict=True)
-    ]
+    unwhitened = with_options(credit, changed)(groups)
+    targets = []
+    for group, advantages in zip(groups, unwhitened, strict=True):
+        columns = zip(
+            group.rollouts, group.reward, _signal(group, "value"), advantages, strict=True
+        )
+        of_group = []
+        for rollout, reward, value_n, advantage_n in columns:
+            known_n = rollout.trained & ~np.isnan(reward)
+            of_group.append(np.where(known_n, _float64(value_n) + advantage_n, np.nan))
+        targets.append(of_group)
+    return targets
 
 
 @dataclass(frozen=True)

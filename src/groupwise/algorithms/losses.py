@@ -88,10 +88,6 @@ class Terms:
     """b.  Default: `old`."""
     mismatch: Mismatch | None = None
     """What corrects the loss where `sampler_logp_M` is not `old_logp_M`, else None."""
-    sampled_M: Tensor | None = None
-    """bool: the tokens of rollouts.  None: all; the others are of demonstrations, which nobody
-    sampled.
-    """
     signals: Mapping[str, Tensor] = field(default_factory=dict)
     """Further columns (M,): `value` and `return` with a critic, and what a term `reads`."""
     value_M: Tensor | None = None
@@ -402,22 +398,7 @@ class TeacherDivergence(Term):
         if not self.importance:
             return loss_M
         importance_M = guarded_exp(terms.logp_M.detach() - terms.sampler_logp_M)
-        return loss_M * (
-            importance_M if terms.sampled_M is None else importance_M.where(terms.sampled_M, 1.0)
-        )
-
-
-@dataclass(frozen=True)
-class DemonstrationLoss(Term):
-    """`-l` of the tokens of demonstrations, which are mixed into every optimizer step
-    (`teacher.demonstrations`).
-    """
-
-    per_token = True
-    of_demonstrations = True
-
-    def __call__(self, terms: Terms) -> Tensor:
-        return -terms.logp_M
+        return loss_M * importance_M
 
 
 # ---- masks and corrections: constants that multiply the surrogate

@@ -20,26 +20,40 @@ import numpy as np
 
 from groupwise.algorithms import advantages as credits
 from groupwise.algorithms import kl_estimators, loss_weights, losses
-from groupwise.algorithms.parts import (
-    Credit,
-    Divergence,
-    Kl,
-    Part,
-    Ratio,
-    Surrogate,
-    Weights,
-    called,
-    checked_advantages,
-    checked_loss,
-    checked_verdict,
-    checked_weights,
-    fact,
-    naming,
-)  # fmt: skip
+from groupwise.algorithms.parts import Credit, Divergence, Kl, Part, Ratio, Surrogate, Weights, fact
 from groupwise.records import RolloutGroup
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Requirements:
+    """What must be there, or be computed, before an algorithm can learn from a rollout."""
+
+    reward: bool
+    """False if nothing is learnt from rewards: none must be given."""
+    reference: bool
+    """True if log-probs of a reference must be computed."""
+    critic: bool
+    """True if a critic must say what states are worth, and be trained beside the policy."""
+    teacher_states: bool
+    """True if the teacher's distributions over the vocabulary are read."""
+    teacher_logp: bool
+    """True if the teacher's log-probs of what was drawn are read."""
+    steps: bool
+    """True if the credit reads rewards of steps, or of an episode's turns."""
+    entropy: bool
+    """True if the loss reads token entropies."""
+    forking: bool
+    """True if `losses.Terms.forking_M` must be known before the first micro-batch
+    (`losses.forking`).
+    """
+
+    @property
+    def teacher(self) -> bool:
+        """True if there is a teacher."""
+        return self.teacher_states or self.teacher_logp
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,21 +86,22 @@ class Algorithm:
     """Weight of the KL to the reference; 0: there is no reference."""
     kl: Callable[..., Any] = kl_estimators.K3()  # noqa: RUF009 - frozen
     kl_place: Literal["loss", "reward"] = "loss"
-    """In the loss it is added by `loss`.  In the reward it is subtracted by `credit`, by its own
-    `beta`, which `resolve` sets to this, and by its own estimator (k1, if it has no other); `kl` is
-    not read then."""
+    """Where the KL is.  `loss` adds it to the loss.  `credit` subtracts it from the reward, by its
+    own `beta`, which `resolve` sets to this, and by its own estimator (k1, if it has no other);
+    `kl` is not read then.
+    """
     entropy_bonus: float = 0.0
+    """Weight of the mean entropy in the loss; with a target the largest one."""
     entropy_target: float | None = None
     """Sampled entropy, nats, below which the bonus grows: `with_bonus`; None: it stays as it is."""
     entropy_step: float = 0.005
+    """Change of the bonus after each optimizer step, with a target."""
     entropy_quantile: float = 0.0
+    """Share of the trained tokens, those of least entropy, whose surrogate is masked."""
     off_policy_delta: float | None = None
+    """Nats of drift beyond which a completion with A < 0 is masked (`losses.off_policy_keep`)."""
     extra: tuple[Callable[..., Any], ...] = ()
-    """Further terms of the loss, each with a weight of its own for every token (`losses.Terms` ->
-    loss_M).
-    """
-    mix: float = 0.0
-    """Share of the teacher in the distribution that completions are drawn from."""
+    """Further terms of the loss of each token (`losses.Terms` -> loss_M)."""
     keeps: Callable[[RolloutGroup], bool] | None = None
     """Which groups are worth training, where others can be sampled instead (`dead_groups: refill`);
     None: those that teach.
@@ -97,91 +112,53 @@ class Algorithm:
     """
 
     @property
-    def needs_reference(self) -> bool:
-        """True if log-probs of a reference must be computed."""
-        return self.beta > 0.0
-
-    @property
-    def reads(self) -> set[str]:
-        """The signals that credit and extra terms read (`Part.reads`)."""
-        return {name for part in (self.credit, *self.extra) for name in fact(part, "reads")}
-
-    @property
-    def needs_value(self) -> bool:
-        """True if a critic must say what states are worth, and be trained beside the policy."""
-        return "value" in self.reads
-
-    @property
-    def needs_teacher(self) -> bool:
-        """True if there is a teacher: for its distributions, or for its log-probs of what was
-        drawn.
-        """
-        return self.mix > 0.0 or not self.reads.isdisjoint(("teacher", "teacher_logp"))
-
-    @property
-    def reads_teacher(self) -> bool:
-        """True if the teacher's log-probs of what was drawn are read."""
-        return "teacher_logp" in self.reads
-
-    @property
-    def divergence(self) -> Callable[..., Any] | None:
-        """How far the policy's next token is from the teacher's, where a term is about that."""
-        return next(
-            (term.function for term in self.extra if isinstance(term, losses.TeacherDivergence)),
-            None,
+    def needs(self) -> Requirements:
+        """What must be there, or be computed, before the algorithm can learn from a rollout."""
+        signals = set(fact(self.credit, "reads"))
+        for term in self.extra:
+            signals.update(fact(term, "reads"))
+        return Requirements(
+            reward=fact(self.credit, "needs_reward"),
+            reference=self.beta > 0.0,
+            critic="value" in signals,
+            teacher_states="teacher" in signals,
+            teacher_logp="teacher_logp" in signals,
+            steps="process" in signals,
+            entropy=self.entropy_bonus != 0.0 or self.entropy_quantile > 0.0,
+            forking=self.entropy_quantile > 0.0,
         )
 
     @property
-    def of_tokens(self) -> list[Callable[..., Any]]:
-        """The extra terms that read log-probs."""
-        return [term for term in self.extra if not _of_states(term)]
+    def divergence(self) -> Callable[..., Any] | None:
+        """The distance of the policy's next token from the teacher's, where a term is about it."""
+        for term in self.extra:
+            if isinstance(term, losses.TeacherDivergence):
+                return term.function
+        return None
 
     @property
-    def of_states(self) -> list[Callable[..., Any]]:
+    def token_terms(self) -> list[Callable[..., Any]]:
+        """The extra terms that read log-probs."""
+        return [term for term in self.extra if not _reads_states(term)]
+
+    @property
+    def state_terms(self) -> list[Callable[..., Any]]:
         """The extra terms that read a critic's values or a teacher's distributions; log-probs are
         constants to them.
         """
-        return [term for term in self.extra if _of_states(term)]
-
-    @property
-    def needs(self) -> list[bool]:
-        """Whether a reference, a critic, a teacher are needed."""
-        return [self.needs_reference, self.needs_value, self.needs_teacher]
+        return [term for term in self.extra if _reads_states(term)]
 
     @property
     def reads_tokens(self) -> bool:
         """True if the loss of a token depends on its log-prob or its entropy, and not on a
         divergence alone.
         """
-        further = not all(fact(term, "of_demonstrations") for term in self.of_tokens)
         return (
             fact(self.surrogate, "reads_logp")
             or self.loss_beta > 0.0
             or self.entropy_bonus != 0.0
-            or further
+            or bool(self.token_terms)
         )
-
-    @property
-    def needs_reward(self) -> bool:
-        """False if nothing is learnt from rewards: none must be given."""
-        return fact(self.credit, "needs_reward")
-
-    @property
-    def needs_steps(self) -> bool:
-        """True if the credit reads rewards of steps, or of an episode's turns."""
-        return "process" in self.reads
-
-    @property
-    def needs_entropy(self) -> bool:
-        """True if the loss reads token entropies."""
-        return self.entropy_bonus != 0.0 or self.entropy_quantile > 0.0
-
-    @property
-    def needs_forking(self) -> bool:
-        """True if `losses.Terms.forking_M` must be known before the first micro-batch
-        (`losses.forking`).
-        """
-        return self.entropy_quantile > 0.0
 
     @property
     def loss_beta(self) -> float:
@@ -189,75 +166,79 @@ class Algorithm:
         return self.beta if self.kl_place == "loss" else 0.0
 
     @property
+    def reward_beta(self) -> float:
+        """Weight of the KL in the reward."""
+        return self.beta if self.kl_place == "reward" else 0.0
+
+    @property
     def skips_dead(self) -> bool:
         """True if a completion whose advantages are all 0 has no gradient: its forward and backward
         can be left out, exactly.
         """
-        without = self.loss_beta == 0.0 and self.entropy_bonus == 0.0 and not self.needs_value
-        return without and all(fact(term, "of_demonstrations") for term in self.extra)
+        if self.loss_beta > 0.0 or self.entropy_bonus != 0.0:
+            return False
+        return not self.extra and not self.needs.critic
 
     def teaches(self, group: RolloutGroup) -> bool:
-        """False if the group's rewards give an advantage of exactly 0 to every completion, or to
-        every one that is not masked.
+        """Return False if the group's rewards give an advantage of exactly 0 to every completion,
+        or to every one that is not masked.
 
         The credit decides: GDPO learns from rewards that differ while their sum does not.  Where it
-            reads what is not known yet (a KL in the reward, values), the sum does.  `keeps`, where
-            there is one, decides alone.
+        reads what is not known yet (a KL in the reward, values), the sum does.  `keeps`, where
+        there is one, decides alone.
         """
         if self.keeps is not None:
-            return checked_verdict(self.keeps, called("filter", self.keeps, group))
+            return self.keeps(group)
         if self.truncated == "mask" and all(rollout.truncated for rollout in group.rollouts):
             return False
-        if not self.needs_reward:
+        if not self.needs.reward:
             return True
-        if self.needs_value or (self.beta > 0.0 and self.kl_place == "reward"):
+        if self.needs.critic or self.reward_beta > 0.0:
             return not group.equal_rewards
-        trained = self._trained([group])[0].rollouts
-        return any(
-            a[one.trained].any()
-            for a, one in zip(self.advantages([group])[0], trained, strict=True)
-        )
+        (trained,) = self._trained([group])
+        (advantages,) = self.advantages([group])
+        pairs = zip(trained.rollouts, advantages, strict=True)
+        return any(advantage_n[rollout.trained].any() for rollout, advantage_n in pairs)
 
     def advantages(self, groups: Sequence[RolloutGroup]) -> credits.Advantages:
-        """Per group and completion float64 (n,): the advantages of a rollout, checked.
+        """Return the advantages of a rollout: per group and completion float64 (n,).
 
         With `truncated: mask` a completion that a limit ended has no trained token: statistics over
-            tokens leave it out.
-        Raises ConfigError for what a credit of your own gives.
+        tokens leave it out.  Raises ConfigError for what a credit of your own gives.
         """
-
-        trained = self._trained(groups)
-        return checked_advantages(self.credit, called("credit", self.credit, trained), trained)
+        return self.credit(self._trained(groups))
 
     def returns(self, groups: Sequence[RolloutGroup]) -> credits.Advantages:
-        """What a value function should have said of every token (`advantages.returns`)."""
+        """Return what a value function should have said of every token (`advantages.returns`)."""
         return credits.returns(self._trained(groups), self.credit)
 
     def _trained(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-        return [masked(group) if self.truncated == "mask" else group for group in groups]
+        """Return the groups as they are trained: without the completions that are masked."""
+        if self.truncated != "mask":
+            return list(groups)
+        return [masked(group) for group in groups]
 
     def token_weights(self, tokens_R: np.ndarray, prompt_R: np.ndarray) -> np.ndarray:
-        """The weight of a token of each completion, float64 (R,), checked; see `loss_weights`."""
-        return checked_weights(
-            self.weights, called("weights", self.weights, tokens_R, prompt_R), len(tokens_R)
-        )
+        """Return the weight of a token of each completion, float64 (R,); see `loss_weights`."""
+        return self.weights(tokens_R, prompt_R)
 
     @property
     def token_level(self) -> bool:
         """True if a token's loss depends on no other token: `loss` may then be called on any part
         of a micro-batch.
         """
-        alone = all(
-            fact(part, "per_token") for part in (self.ratio, self.surrogate, *self.of_tokens)
-        )
-        by_token = self.correction is None or self.correction.level == "token"
-        return alone and by_token and self.off_policy_delta is None
+        if self.off_policy_delta is not None:
+            return False
+        if self.correction is not None and self.correction.level != "token":
+            return False
+        parts = (self.ratio, self.surrogate, *self.token_terms)
+        return all(fact(part, "per_token") for part in parts)
 
     def old_logp(
         self, before_M: Tensor, sampler_M: Tensor, segment_M: Tensor, segments: int
     ) -> tuple[Tensor, losses.Mismatch | None]:
-        """The old policy's log-probs (M,), which ratios are taken against, and what corrects the
-        loss where another policy sampled.
+        """Return the old policy's log-probs (M,), which ratios are taken against, and what corrects
+        the loss where another policy sampled.
 
         before_M: the trainer's before the step, which a correction takes; it weighs tokens by
             trainer over sampler.
@@ -268,20 +249,24 @@ class Algorithm:
         return before_M, self.correction(before_M, sampler_M, segment_M, segments)
 
     def log_ratio(self, terms: losses.Terms) -> Tensor:
-        """Log of the importance ratio of each token (M,), at the algorithm's level, checked."""
-        inputs = terms.logp_M, terms.old_logp_M, terms.segment_M, terms.segments
-        return checked_loss("ratio", self.ratio, called("ratio", self.ratio, *inputs), terms.logp_M)
+        """Return the log of the importance ratio of each token (M,), at the algorithm's level."""
+        return self.ratio(terms.logp_M, terms.old_logp_M, terms.segment_M, terms.segments)
 
     def cut(self, terms: losses.Terms) -> Tensor:
-        """bool (M,): the tokens with an advantage whose gradient the surrogate makes 0: by
+        """Return bool (M,): the tokens with an advantage whose gradient the surrogate makes 0, by
         clipping, a bound, a mask of its own.
 
         It is read off the gradient itself, so that it holds of every surrogate.
 
         >>> import torch
         >>> now, before = torch.tensor([0.5, 0.1, 0.5]).log(), torch.tensor([0.2, 0.1, 0.2]).log()
-        >>> terms = losses.Terms(logp_M=now, old_logp_M=before, advantage_M=torch.tensor([1.0, 1.0, -1.0]),
-        ...               segment_M=torch.arange(3), segments=3)
+        >>> terms = losses.Terms(
+        ...     logp_M=now,
+        ...     old_logp_M=before,
+        ...     advantage_M=torch.tensor([1.0, 1.0, -1.0]),
+        ...     segment_M=torch.arange(3),
+        ...     segments=3,
+        ... )
         >>> ALGORITHMS["grpo"].cut(terms).tolist(), ALGORITHMS["cispo"].cut(terms).tolist()
         ([True, False, False], [False, False, False])
         """
@@ -293,43 +278,42 @@ class Algorithm:
             logp_M = terms.logp_M.detach().requires_grad_()
             terms = replace(terms, logp_M=logp_M)
             terms = replace(terms, log_ratio_M=self.log_ratio(terms))
-            loss_M = checked_loss(
-                "surrogate", self.surrogate, called("surrogate", self.surrogate, terms), logp_M
-            )
-            (gradient_M,) = torch.autograd.grad(loss_M.sum(), logp_M)
+            (gradient_M,) = torch.autograd.grad(self.surrogate(terms).sum(), logp_M)
         return (gradient_M == 0.0) & (terms.advantage_M != 0.0)
 
     def with_bonus(self, coefficient: float, entropy: float) -> tuple[Algorithm, float]:
-        """The algorithm of an optimizer step whose completions were drawn with a mean entropy, and
-        the coefficient after it.
+        """Return the algorithm of an optimizer step whose completions were drawn with a mean
+        entropy, and the coefficient after it.
 
         `c += step if H <= target else -step`, within 0 and `entropy_bonus`; the bonus is c where H
         <= target, else 0 (Skywork-OR1, 2505.22312).
 
-        >>> row = replace(ALGORITHMS["grpo"], entropy_target=0.5, entropy_step=0.25, entropy_bonus=0.375)
-        >>> [(row.with_bonus(c, H)[0].entropy_bonus, row.with_bonus(c, H)[1]) for c, H in ((0.0, 0.4), (0.25, 0.5), (0.375, 0.6))]
-        [(0.25, 0.25), (0.375, 0.375), (0.0, 0.125)]
+        >>> row = replace(
+        ...     ALGORITHMS["grpo"], entropy_target=0.5, entropy_step=0.25, entropy_bonus=0.375
+        ... )
+        >>> for coefficient, entropy in ((0.0, 0.4), (0.25, 0.5), (0.375, 0.6)):
+        ...     step, after = row.with_bonus(coefficient, entropy)
+        ...     print(step.entropy_bonus, after)
+        0.25 0.25
+        0.375 0.375
+        0.0 0.125
         """
         assert self.entropy_target is not None
-        low = entropy <= self.entropy_target
-        moved = min(
-            max(coefficient + (self.entropy_step if low else -self.entropy_step), 0.0),
-            self.entropy_bonus,
-        )
-        return replace(self, entropy_bonus=moved if low else 0.0, entropy_target=None), moved
+        if entropy <= self.entropy_target:
+            after = min(max(coefficient + self.entropy_step, 0.0), self.entropy_bonus)
+            return replace(self, entropy_bonus=after, entropy_target=None), after
+        after = min(max(coefficient - self.entropy_step, 0.0), self.entropy_bonus)
+        return replace(self, entropy_bonus=0.0, entropy_target=None), after
 
     def loss(self, terms: losses.Terms) -> Tensor:
-        """Per-token loss (M,), unweighted: surrogate x off-policy mask x high-entropy mask x
-        mismatch weight + beta KL.
+        """Return the loss of each token (M,), unweighted: surrogate x off-policy mask x
+        high-entropy mask x mismatch weight + beta KL.
 
         The KL is never masked: what is not pushed by rewards must still not drift.  Its ratio is
-        the token's at every level."""
+        the token's at every level.
+        """
         terms = replace(terms, log_ratio_M=self.log_ratio(terms))
-        with naming(
-            "surrogate", self.surrogate
-        ):  # not `called`: from here a reader, or a debugger, steps into the formula
-            loss_M = self.surrogate(terms)
-        loss_M = checked_loss("surrogate", self.surrogate, loss_M, terms.logp_M)
+        loss_M = self.surrogate(terms)
         if self.off_policy_delta is not None:
             loss_M = loss_M * losses.off_policy_keep(terms, delta=self.off_policy_delta)
         if self.entropy_quantile > 0.0:
@@ -343,15 +327,14 @@ class Algorithm:
             assert terms.reference_logp_M is not None, (
                 f"{self.name} with beta {self.beta} needs the reference's log-probs"
             )
-            inputs = terms.logp_M, terms.reference_logp_M, terms.logp_M - terms.old_logp_M
-            loss_M = loss_M + self.loss_beta * checked_loss(
-                "kl", self.kl, called("kl", self.kl, *inputs), terms.logp_M
-            )
+            token_ratio_M = terms.logp_M - terms.old_logp_M
+            kl_M = self.kl(terms.logp_M, terms.reference_logp_M, token_ratio_M)
+            loss_M = loss_M + self.loss_beta * kl_M
         return loss_M
 
     def bonus(self, terms: losses.Terms, tokens: Tensor | float) -> Tensor:
-        """`entropy_bonus x mean entropy`, a scalar part of the step's, to be subtracted from the
-        loss.
+        """Return `entropy_bonus x mean entropy`, a scalar part of the step's, to be subtracted from
+        the loss.
 
         The entropy has a normalisation of its own, the same for every algorithm: `tokens`, the
         number of tokens that it is the mean of, counted over the whole step and all ranks (all
@@ -362,23 +345,19 @@ class Algorithm:
         return self.entropy_bonus * losses.mean_entropy(terms.entropy_M, tokens, kept_M)
 
 
-def _of_states(term: Callable[..., Any]) -> bool:
+def _reads_states(term: Callable[..., Any]) -> bool:
+    """Return True if an extra term reads a critic's values or a teacher's distributions."""
     return not {"value", "teacher"}.isdisjoint(fact(term, "reads"))
 
 
 def masked(group: RolloutGroup) -> RolloutGroup:
-    """The group, no token trained of completions that a limit ended."""
-    return replace(
-        group,
-        rollouts=tuple(
-            (
-                replace(rollout, trained=np.zeros(len(rollout), dtype=bool))
-                if rollout.truncated
-                else rollout
-            )
-            for rollout in group.rollouts
-        ),
-    )
+    """Return the group, no token trained of completions that a limit ended."""
+    rollouts = []
+    for rollout in group.rollouts:
+        if rollout.truncated:
+            rollout = replace(rollout, trained=np.zeros(len(rollout), dtype=bool))
+        rollouts.append(rollout)
+    return replace(group, rollouts=tuple(rollouts))
 
 
 _ROWS = (
@@ -601,7 +580,7 @@ _ROWS = (
         credit=credits.Nothing(),
         surrogate=losses.Silent(),
         weights=loss_weights.TokenMean(),
-        extra=(losses.TeacherDivergence(), losses.DemonstrationLoss()),
+        extra=(losses.TeacherDivergence(),),
     ),
     Algorithm(
         name="distill_sampled",
@@ -614,23 +593,21 @@ _ROWS = (
         credit=credits.ReverseKl(gamma=0.0),
         surrogate=losses.Importance(),
         weights=loss_weights.TokenMean(),
-        extra=(losses.DemonstrationLoss(),),
     ),
     Algorithm(
         name="minillm",
         summary=(
             "Reverse KL to a teacher: exact for the current token, policy gradient for the"
-            " following tokens; sampling mixes in the teacher."
+            " following tokens."
         ),
         paper="2306.08543",
         equation=(
-            "1/N sum_i sum_t sg[w] KL(q || p) - min(w A_it, clip(w) A_it),  w = q / (0.2 p + 0.8"
-            " q_old),  A_it = mean_{s > t} log(p / q_old)_s"
+            "1/N sum_i sum_t sg[w] KL(q || p) - min(w A_it, clip(w) A_it),  w = q / q_old,"
+            "  A_it = mean_{s > t} log(p / q_old)_s"
         ),
         credit=credits.ReverseKl(own=False, normalize=True),
         weights=loss_weights.TokenMean(),
-        extra=(losses.TeacherDivergence(importance=True), losses.DemonstrationLoss()),
-        mix=0.2,
+        extra=(losses.TeacherDivergence(importance=True),),
     ),
 )
 
@@ -639,12 +616,12 @@ ALGORITHMS: dict[str, Algorithm] = {row.name: row for row in _ROWS}
 
 
 def _by_name(kind: type[Part], module: ModuleType) -> dict[str, type[Part]]:
-    """The parts of a kind that a module defines, in its order."""
-    return {
-        one.name: one
-        for one in vars(module).values()
-        if isinstance(one, type) and issubclass(one, kind) and one is not kind
-    }
+    """Return the parts of a kind that a module defines, in its order."""
+    parts: dict[str, type[Part]] = {}
+    for one in vars(module).values():
+        if isinstance(one, type) and issubclass(one, kind) and one is not kind:
+            parts[one.name] = one
+    return parts
 
 
 PARTS: dict[str, dict[str, type[Part]]] = {

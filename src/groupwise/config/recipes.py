@@ -332,7 +332,13 @@ def _path(key: str) -> tuple[str | int, ...]:
 
 
 WENT = {
-    "model.dropout": "nothing is dropped, because what is scored is what was sampled; leave it out"
+    "model.dropout": "nothing is dropped, because what is scored is what was sampled; leave it out",
+    "group.mix": "the policy alone samples; objective distill has a teacher without it",
+    "teacher.demonstrations": "train on them in a stage of its own before, objective: sft",
+    "teacher.ema": (
+        "a teacher stays as it is; with teacher.hint and no path it is the policy before its first"
+        " step, and stages renew it (teacher.path: stage:NAME)"
+    ),
 }
 """Keys that recipes had, and why they have them no more."""
 

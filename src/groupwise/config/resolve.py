@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from groupwise.algorithms.losses import DemonstrationLoss, TeacherDivergence, ValueLoss
+from groupwise.algorithms.losses import TeacherDivergence, ValueLoss
 from groupwise.algorithms.parts import (
     bare,
-    check_inputs,
     describe,
     fact,
     name_of,
@@ -25,6 +24,7 @@ from groupwise.algorithms.parts import (
     with_options,
 )
 from groupwise.algorithms.table import ALGORITHMS, PARTS, Algorithm
+from groupwise.algorithms.user_parts import registered
 from groupwise.config.settings import CriticSettings, GroupSettings, Part
 from groupwise.errors import ConfigError
 from groupwise.utils.imports import imported
@@ -57,14 +57,25 @@ def resolve(
     algorithm = with_group(row, group, max_new_tokens, critic)
     for keys, message in conflicts(algorithm, row, group):
         raise ConfigError(message, key=keys[0])
+    return with_checks(algorithm)
+
+
+def with_checks(algorithm: Algorithm) -> Algorithm:
+    """Return the algorithm with a check around each part that is not built in (`user_parts`).
+
+    Raises ConfigError for a part that cannot be called with what its kind is called with.
+    """
+    parts: dict[str, Any] = {}
     for kind in KINDS:
-        check_inputs(kind, getattr(algorithm, kind))
-    for kind, part in (("divergence", algorithm.divergence), ("filter", algorithm.keeps)):
-        if part is not None:
-            check_inputs(kind, part)
+        parts[kind] = registered(kind, getattr(algorithm, kind))
+    if algorithm.keeps is not None:
+        parts["keeps"] = registered("filter", algorithm.keeps)
+    terms = []
     for term in algorithm.extra:
-        check_inputs("extra", term)
-    return algorithm
+        if isinstance(term, TeacherDivergence):
+            term = replace(term, function=registered("divergence", term.function))
+        terms.append(registered("extra", term))
+    return replace(algorithm, extra=tuple(terms), **parts)
 
 
 def row_of(objective: str) -> Algorithm:
@@ -114,7 +125,6 @@ def with_group(
         weights=chosen("weights", group.weights, row.weights, {"length": max_new_tokens}),
         kl=chosen("kl", group.kl, row.kl),
         extra=tuple(_extra(row, group, credit, critic)),
-        mix=row.mix if group.mix is None else group.mix,
         keeps=row.keeps if group.filter is None else chosen("filter", group.filter, None),
         beta=beta,
         dead_groups=group.dead_groups or row.dead_groups,
@@ -131,20 +141,13 @@ def _extra(
     row: Algorithm, group: GroupSettings, credit: Callable, critic: CriticSettings | None
 ) -> Iterator[Callable]:
     """A row's extra terms with what a recipe replaces, and those that its other parts bring: the
-    value loss that trains the critic of a credit, the divergence that it names, and with a teacher
-    its demonstrations."""
+    value loss that trains the critic of a credit, and the divergence that it names."""
     terms = list(row.extra)
-    if "value" in fact(credit, "reads") and not any(
-        "value" in fact(term, "reads") for term in terms
-    ):
+    has_value_loss = any("value" in fact(term, "reads") for term in terms)
+    if "value" in fact(credit, "reads") and not has_value_loss:
         terms.append(ValueLoss())
     if group.divergence is not None and row.divergence is None:
         terms.append(TeacherDivergence())
-    taught = replace(
-        row, credit=credit, extra=tuple(terms), mix=row.mix if group.mix is None else group.mix
-    ).needs_teacher
-    if taught and not any(fact(term, "of_demonstrations") for term in terms):
-        terms.append(DemonstrationLoss())
     for term in terms:
         if isinstance(term, TeacherDivergence):
             yield replace(term, function=chosen("divergence", group.divergence, term.function))
@@ -220,22 +223,33 @@ def chosen(
     preset: Callable | None,
     supplied: Mapping[str, Any] | None = None,
 ) -> Callable:
-    """The part that a recipe names, with its options checked; `supplied` come from other settings.
-    Raises ConfigError.
+    """Return the part that a recipe names, with its options checked.
+
+    supplied: options that follow from other settings.  Raises ConfigError.
     """
-    part, values, problems = _read(kind, setting, preset, supplied or {})
-    for key, message in problems:
+    read = read_part(kind, setting, preset, supplied or {})
+    for key, message in read.problems:
         raise ConfigError(message, key=key)
-    if lacking := [
-        name
-        for name, one in parameters(part).items()
-        if one.default is one.empty and name not in values
-    ]:
+    needed = []
+    for name, parameter in parameters(read.part).items():
+        if parameter.default is parameter.empty and name not in read.options:
+            needed.append(name)
+    if needed:
         raise ConfigError(
-            f"group.{kind}: {name_of(part)} needs a value for {', '.join(lacking)}",
+            f"group.{kind}: {name_of(read.part)} needs a value for {', '.join(needed)}",
             key=f"group.{kind}",
         )
-    return with_options(part, values)
+    return with_options(read.part, read.options)
+
+
+@dataclass
+class ReadPart:
+    """A part as a recipe names it, its options, and what is wrong with them."""
+
+    part: Any
+    options: dict[str, Any] = field(default_factory=dict)
+    problems: list[tuple[str, str]] = field(default_factory=list)
+    """Keys and messages."""
 
 
 def part_problems(
@@ -244,67 +258,64 @@ def part_problems(
     preset: Callable | None,
     supplied: Mapping[str, Any] | None = None,
 ) -> list[tuple[str, str]]:
-    """What is wrong with a part of a recipe and its options: the key, and a message.  Somebody's
-    own part is imported for it.
+    """Return what is wrong with a part of a recipe and its options: the key, and a message.
+
+    Somebody's own part is imported for it.
     """
-    return _read(kind, setting, preset, supplied or {})[2]
+    return read_part(kind, setting, preset, supplied or {}).problems
 
 
-def _read(
+def read_part(
     kind: str, setting: Part | None, preset: Callable | None, supplied: Mapping[str, Any]
-) -> tuple[Any, dict[str, Any], list[tuple[str, str]]]:
-    """The part that a setting names, its options, and what is wrong with them."""
+) -> ReadPart:
+    """Read the part that a setting names, and its options."""
     at = f"group.{kind}"
     try:
         part, keywords = _named(kind, setting, preset)
     except ConfigError as error:
-        return None, {}, [(error.key or at, str(error))]
+        return ReadPart(part=None, problems=[(error.key or at, str(error))])
+    read = ReadPart(part=part)
     known = parameters(part)
-    settable = [name for name in known if name != "beta"]
-    values: dict[str, Any] = {}
-    problems: list[tuple[str, str]] = []
     for name, value in keywords.items():
+        key = f"{at}.{name}"
         if name in supplied and name in SETTINGS:
-            problems.append(
-                (
-                    f"{at}.{name}",
-                    f"{at}: {name} is a setting of its own, group.{name}; got {value!r} here",
-                )
-            )
+            message = f"{at}: {name} is a setting of its own, group.{name}; got {value!r} here"
+            read.problems.append((key, message))
         elif name not in known:
-            takes = f"it takes {', '.join(settable)}" if settable else "it takes none"
-            message = (
-                f"{at}.{name}: {name_of(part)} has no such keyword"
-                f" ({takes}){closest(name, settable)}"
-            )
-            problems.append((f"{at}.{name}", message))
+            read.problems.append((key, f"{key}: {_no_such_option(part, name)}"))
         else:
-            annotation = known[name].annotation
-            typed = (
-                Any
-                if annotation is inspect.Parameter.empty or isinstance(annotation, str)
-                else annotation
-            )
             try:
-                values[name] = TypeAdapter(typed).validate_python(value)
+                read.options[name] = TypeAdapter(_type_of(known[name])).validate_python(value)
             except ValidationError as error:
-                problems.append(
-                    (
-                        f"{at}.{name}",
-                        f"{at}.{name}: {error.errors()[0]['msg'].lower()}, got {value!r}",
-                    )
-                )
-    unset = parameters(
-        type(part) if is_dataclass(part) and not isinstance(part, type) else bare(part)
-    )
+                reason = error.errors()[0]["msg"].lower()
+                read.problems.append((key, f"{key}: {reason}, got {value!r}"))
     for name, value in supplied.items():
-        if (
-            values.get(name) is None
-            and name in unset
-            and known[name].default == unset[name].default
-        ):
-            values[name] = value
-    return part, values, problems
+        if read.options.get(name) is None and _leaves_open(part, name):
+            read.options[name] = value
+    return read
+
+
+def _no_such_option(part: Callable, name: str) -> str:
+    """Return the message about an option that a part does not have."""
+    settable = [option for option in parameters(part) if option != "beta"]
+    takes = f"it takes {', '.join(settable)}" if settable else "it takes none"
+    return f"{name_of(part)} has no such keyword ({takes}){closest(name, settable)}"
+
+
+def _type_of(parameter: inspect.Parameter) -> Any:
+    """Return the type of an option; Any where it has none that means something at run time."""
+    if parameter.annotation is parameter.empty or isinstance(parameter.annotation, str):
+        return Any
+    return parameter.annotation
+
+
+def _leaves_open(part: Any, name: str) -> bool:
+    """Return True if a part has an option, and its class or function has the same default."""
+    origin: Any = bare(part)
+    if is_dataclass(origin) and not isinstance(origin, type):
+        origin = type(origin)
+    unset = parameters(origin)
+    return name in unset and parameters(part)[name].default == unset[name].default
 
 
 def _named(
@@ -313,7 +324,9 @@ def _named(
     """The part, or its class, that a setting names, and the options beside the name; options alone
     are of the preset's part.
     """
-    keywords = {"name": setting} if isinstance(setting, str) else dict(setting or {})
+    keywords: dict[str, Any] = (
+        {"name": setting} if isinstance(setting, str) else dict(setting or {})
+    )
     names, at = PARTS[kind], f"group.{kind}"
     if "name" not in keywords:
         if preset is not None and (keywords or setting is None):

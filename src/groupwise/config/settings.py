@@ -439,8 +439,6 @@ class GroupSettings:
     with `beta` 0 is KL(teacher || policy), with 1, the default, KL(policy || teacher).  `top_k`
     uses the policy's most likely tokens and one bucket for the rest.  Default: the preset's, if it
     has one."""
-    mix: Share | None = None
-    """Share of the teacher in the sampling distribution.  Default: the preset's (0 for most)."""
     dead_groups: Literal["exact", "drop", "refill"] | None = None
     """Groups with equal rewards: `exact` (counted in the denominators), `drop` (not counted),
     `refill` (replaced by groups of other prompts).  Default: the preset's."""
@@ -492,20 +490,6 @@ class CriticSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DemonstrationSettings:
-    """Demonstrations in every optimizer step, with the columns of `data`."""
-
-    path: str
-    """A JSONL, JSON or Parquet file, or a hub name."""
-    rows: Positive = 8
-    """Demonstrations per optimizer step."""
-    lm: Annotated[float, Ge(0.0)] = 1.0
-    """Weight of their language-model loss."""
-    divergence: Annotated[float, Ge(0.0)] = 0.0
-    """Weight of their distance from the teacher."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class TeacherSettings:
     """The teacher of `distill`, `distill_sampled`, `minillm`, or any other preset with
     `group.divergence`.
@@ -513,20 +497,16 @@ class TeacherSettings:
 
     path: str | None = None
     """A checkpoint with the policy's vocabulary, or `stage:NAME`.  null: the policy before its
-    first step.
+    first step, which then needs a `hint`.
     """
     servers: tuple[str, ...] = ()
     """Instead of `path`: `http://host:port` of vLLM servers of a model with the policy's
     vocabulary.  They return log-probs of sampled tokens at temperature 1, which is enough for
     distill_sampled."""
-    ema: Fraction = 0.0
-    """If the policy is its own teacher: the policy's share in the teacher's update after every
-    step; 1: the teacher is the policy."""
     hint: str | None = None
     """Text before the prompt for the teacher only: a Python format string over the row's columns,
     e.g. `Answer: {answer}\n`, or one text for all rows.  A row without one of the columns gets no
     hint."""
-    demonstrations: DemonstrationSettings | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

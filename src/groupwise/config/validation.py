@@ -389,7 +389,7 @@ def _data(recipe: Recipe, earlier: Sequence[str]) -> Findings:
     if data.template is not None and (wrong := _wrong_template(data.template)):
         yield f"data.template: {wrong}"
     sampling, stages = is_online(recipe.objective), "; of several stages, in those that read it"
-    if data.max_tokens is not None and sampling and recipe.teacher.demonstrations is None:
+    if data.max_tokens is not None and sampling:
         bounds = f"set data.max_prompt_tokens and rollout.max_new_tokens{stages}"
         yield (
             f"data.max_tokens is for rows that an objective learns from, and {recipe.objective!r}"
@@ -492,7 +492,7 @@ def _rewards(recipe: Recipe, earlier: Sequence[str]) -> Findings:
     if (
         is_online(recipe.objective)
         and not _unknown_credit(recipe)
-        and _algorithm(recipe).needs_reward
+        and _algorithm(recipe).needs.reward
         and not _scored(recipe)
     ):
         yield (
@@ -641,8 +641,6 @@ def _environment(recipe: Recipe, _: Sequence[str]) -> Findings:
             ),
             f"{at}: conversations are chat messages: set data.chat: true",
         )
-    if environment.talks and _algorithm(recipe).mix:
-        yield f"{at}: a teacher that helps to sample holds no conversations: set group.mix: 0"
     names = [reward.function for reward in recipe.rewards]
     if "environment" in names and not (factory or environment.openenv or environment.asks):
         where = f"rewards.{names.index('environment')}.function"
@@ -663,11 +661,6 @@ def _group(recipe: Recipe, _: Sequence[str]) -> Findings:
                 "group.entropy_target",
             ),
             "group.entropy_target needs a bound: group.entropy_bonus, e.g. 0.02",
-        )
-    if group.entropy_target is not None and _algorithm(recipe).mix:
-        yield (
-            "group.entropy_target reads the policy's entropy off its samples; here a teacher helps"
-            " to sample (group.mix)"
         )
     if not is_online(recipe.objective):
         return
@@ -699,12 +692,12 @@ def _group(recipe: Recipe, _: Sequence[str]) -> Findings:
 
 def _critic(recipe: Recipe, earlier: Sequence[str]) -> Findings:
     critic = recipe.critic
-    valued = is_online(recipe.objective) and (_may_read(recipe) or _algorithm(recipe).needs_value)
+    valued = is_online(recipe.objective) and (_may_read(recipe) or _algorithm(recipe).needs.critic)
     if not valued:
         if critic != CriticSettings():
             yield (
                 "critic is for credits that ask one: objective"
-                f" {_names(lambda row: row.needs_value)}, or group.credit: gae"
+                f" {_names(lambda row: row.needs.critic)}, or group.credit: gae"
             )
         return
     if critic.path is not None and (wrong := wrong_model(critic.path, earlier)):
@@ -741,28 +734,20 @@ def _curriculum(recipe: Recipe, earlier: Sequence[str]) -> Findings:
 def _teacher(recipe: Recipe, earlier: Sequence[str]) -> Findings:
     teacher = recipe.teacher
     may_read = _may_read(recipe)
-    if not is_online(recipe.objective) or not (may_read or _algorithm(recipe).needs_teacher):
+    if not is_online(recipe.objective) or not (may_read or _algorithm(recipe).needs.teacher):
         if teacher != TeacherSettings():
             yield (
                 "teacher is for those that learn from one:"
-                f" {_names(lambda row: row.needs_teacher)}, or group.divergence"
+                f" {_names(lambda row: row.needs.teacher)}, or group.divergence"
             )
         return
     if teacher.path is not None and (wrong := wrong_model(teacher.path, earlier)):
         yield f"teacher.path: {wrong}"
-    if teacher.path is not None and teacher.ema:
-        yield "teacher.ema moves a policy that teaches itself; a checkpoint (teacher.path) stays"
     yield from _served(recipe)
     if not may_read and (wrong := without_teacher(teacher)):
         yield wrong
-    if teacher.ema > 0:
-        yield from _too_little(recipe, "teacher.ema", teacher.ema, "the teacher", "an ema")
-    if recipe.model.lora is not None and 0 < teacher.ema < 1:
-        yield "teacher.ema must be 0 or 1 with model.lora: what lies under an adapter cannot move"
     if teacher.hint is not None and (wrong := _wrong_template(teacher.hint, constant=True)):
         yield f"teacher.hint: {wrong}"
-    yield from _mixing(recipe)
-    yield from _shown(recipe)
 
 
 def _served(recipe: Recipe) -> Findings:
@@ -773,14 +758,11 @@ def _served(recipe: Recipe) -> Findings:
     if not teacher.servers:
         return
     yield from _addresses("teacher.servers", teacher.servers)
-    if teacher.path is not None or teacher.ema:
-        yield (
-            "teacher.servers is instead of a checkpoint (teacher.path) or the policy itself"
-            " (teacher.ema): name one of them"
-        )
+    if teacher.path is not None:
+        yield "teacher.servers is instead of a checkpoint (teacher.path): name one of them"
     algorithm = _algorithm(recipe)
     if message := beyond_servers(algorithm):
-        yield ("teacher.servers", "objective", "group.divergence", "group.mix"), message
+        yield ("teacher.servers", "objective", "group.divergence"), message
     if rollout.temperature != 1.0 or rollout.top_k or rollout.top_p < 1 or rollout.min_p:
         message = (
             "teacher.servers score at temperature 1 over the whole vocabulary: leave temperature,"
@@ -800,17 +782,17 @@ def _served(recipe: Recipe) -> Findings:
 
 def without_teacher(teacher: TeacherSettings) -> str | None:
     """Why nothing can be learnt from a teacher that is the policy itself, or None."""
-    if teacher.path or teacher.servers or teacher.ema or teacher.hint is not None:
+    if teacher.path or teacher.servers or teacher.hint is not None:
         return None
     return (
-        "teacher.path is missing: the policy would learn from itself as it is; give a checkpoint, a"
-        " teacher.hint or an ema"
+        "teacher.path is missing: the policy would learn from itself as it is; give a checkpoint or"
+        " a teacher.hint"
     )
 
 
 def beyond_servers(algorithm: Algorithm) -> str | None:
     """Why a teacher on servers cannot teach an algorithm, or None."""
-    if "teacher" not in algorithm.reads and not algorithm.mix:
+    if not algorithm.needs.teacher_states:
         return None
     return (
         "teacher.servers tell the log-probs of tokens that were drawn, not whole distributions:"
@@ -832,24 +814,6 @@ def _addresses(at: str, servers: Sequence[str]) -> Findings:
             yield f"{at} is a list of addresses like http://127.0.0.1:8000, got {url!r}"
 
 
-def _mixing(recipe: Recipe) -> Findings:
-    rollout = recipe.rollout
-    if not _algorithm(recipe).mix:
-        return
-    if rollout.top_k or rollout.top_p < 1 or rollout.min_p:
-        message = (
-            "the teacher helps to sample (group.mix), from the whole distribution: leave top_k,"
-            " top_p and min_p out, or set mix: 0"
-        )
-        yield ("rollout.top_k", "rollout.top_p", "rollout.min_p", "group.mix"), message
-    if rollout.engine != EngineSettings():
-        message = (
-            "the teacher helps to sample (group.mix) in this process: leave rollout.engine"
-            f" ({rollout.engine.name}) out"
-        )
-        yield ("rollout.engine", "group.mix"), f"{message}, or set group.mix: 0"
-
-
 SEEN_BY_BFLOAT16 = 0.5
 """Share of a difference of one unit in the last place that does not round to nothing."""
 
@@ -862,18 +826,6 @@ def _too_little(recipe: Recipe, key: str, share: float, moved: str, remedy: str)
             " stay as it is: "
         )
         yield f"{message}set model.dtype: autocast, or {remedy} of at least {SEEN_BY_BFLOAT16}"
-
-
-def _shown(recipe: Recipe) -> Findings:
-    shown, at = recipe.teacher.demonstrations, "teacher.demonstrations"
-    if shown is None:
-        return
-    if wrong := _wrong_data(shown.path):
-        yield f"{at}.path: {wrong}"
-    if not shown.lm and not shown.divergence:
-        yield f"{at}: with lm 0 and divergence 0 nothing is learnt from them"
-    if recipe.group.beta:
-        yield f"{at}: nothing ties demonstrations to a reference: leave group.beta out"
 
 
 def _wrong_choice(

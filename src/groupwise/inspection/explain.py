@@ -184,7 +184,7 @@ def _check_numbers(
 
 
 def _check_explainable(algorithm: Algorithm) -> None:
-    if algorithm.needs_forking:
+    if algorithm.needs.forking:
         raise ConfigError(
             "group.entropy_quantile asks for the entropies of a whole step, which stand in no table:"
             " explain --preset NAME"
@@ -401,11 +401,11 @@ def _of_group(columns: Sequence[Sequence[np.ndarray]], place: int) -> Sequence[n
 def _signals_of(algorithm: Algorithm) -> list[tuple[str, str]]:
     """List the signals that an algorithm reads beside the tokens, and their names in a message."""
     signals = []
-    if algorithm.needs_reference:
+    if algorithm.needs.reference:
         signals.append(("reference_logp", "log-probs of the reference"))
-    if algorithm.needs_value:
+    if algorithm.needs.critic:
         signals.append(("value", "a critic's values"))
-    if algorithm.reads_teacher:
+    if algorithm.needs.teacher_logp:
         signals.append(("teacher_logp", "log-probs of the teacher"))
     return signals
 

@@ -204,7 +204,7 @@ def replay(
     recorded = read_recorded(run.folder, number)
     apart, threads = _apart(run.folder, number, recorded)
     begun, reasons = _beginning(run.folder, number, reach) if model else (None, [])
-    first = any(one.algorithm.needs_entropy for one in (run, change) if one is not None)
+    first = any(one.algorithm.needs.entropy for one in (run, change) if one is not None)
     notes = ["; ".join(reasons)] if reasons else []
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -298,8 +298,8 @@ class RecordedRun:
                 ),
             )
         algorithm = algorithm_of(recipe)
-        if algorithm.needs_value or algorithm.needs_teacher:
-            other = "a critic" if algorithm.needs_value else "a teacher"
+        if algorithm.needs.critic or algorithm.needs.teacher:
+            other = "a critic" if algorithm.needs.critic else "a teacher"
             raise ConfigError(
                 f"{algorithm.name} learns from {other}, whose part in a step cannot be computed"
                 " again yet: replay takes runs of algorithms that need none (`groupwise view`"
@@ -461,7 +461,7 @@ def _computed(
             _train_to(was, begun, recorded.number - 1, learner)
             (step,) = run.steps(learner, range(recorded.number, recorded.number + 1), groups)
         groups = step.groups
-    elif algorithm.needs_reference and any(
+    elif algorithm.needs.reference and any(
         "reference_logp" not in group.signals for group in groups
     ):
         raise CheckpointError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 from groupwise.algorithms.table import Algorithm
 from groupwise.config.settings import RolloutSettings, engine_traits
@@ -13,13 +12,11 @@ from groupwise.data.encoding import visit
 from groupwise.environments.conversation import EpisodeWorld
 from groupwise.errors import ConfigError, EngineError
 from groupwise.models.policy import Policy
-from groupwise.models.sharded import whole_policy
 from groupwise.proof.texts import NATIVE, TRANSFORMERS, Sampler
 from groupwise.records import Prompt, Step
 from groupwise.rollout.engine import Engine
 from groupwise.rollout.gathered import GatheredEngine
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.rollout.teacher_mixed import MixedEngine
 from groupwise.rollout.transformers import TransformersEngine
 from groupwise.rollout.vllm.engine import VllmEngine
 from groupwise.runs.plan import Lines
@@ -119,34 +116,6 @@ def sampler_of(settings: RolloutSettings, *, conversations: bool = False) -> Sam
         return make_engine(policy, replace(settings, max_rows=max_rows), world)
 
     return replace(known, make=make, conversations=conversations)
-
-
-def mixture(mix: float, settings: RolloutSettings) -> Sampler:
-    """The same of `mixed_engine`.  A mixture of a model with itself is the model, whose two caches
-    must agree.
-    """
-
-    def make(policy: Policy, *, max_rows: int, world: EpisodeWorld | None) -> Engine:
-        return mixed_engine(policy, whole_policy(policy), mix, replace(settings, max_rows=max_rows))
-
-    return Sampler(
-        make=make,
-        name=f"a mixture with {mix:g}",
-        path="sampling from a mixture",
-        remedy="set group.mix to 0",
-    )
-
-
-def mixed_engine(policy: Policy, teacher: Policy, mix: float, settings: RolloutSettings) -> Engine:
-    """An engine whose completions a teacher helps to write.  Raises ConfigError for a teacher that
-    is spread over processes.
-    """
-    if teacher.sharded:
-        raise ConfigError(
-            "group.mix: a teacher that is spread over processes cannot help to sample: set"
-            " parallel: ddp, or group.mix: 0"
-        )
-    return _in_process(partial(MixedEngine, teacher=teacher, mix=mix))(policy, settings, None)
 
 
 def sampled_elsewhere(algorithm: Algorithm, settings: RolloutSettings) -> Algorithm:

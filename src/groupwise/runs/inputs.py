@@ -81,12 +81,11 @@ def _named(recipe: Recipe) -> Iterator[tuple[str, str, Callable[[], dict[str, An
     an adapter.
     Rows in memory are left out: their name has a digest of them.
     """
-    data, replay, shown = recipe.data, recipe.reward_model.replay, recipe.teacher.demonstrations
+    data, replay = recipe.data, recipe.reward_model.replay
     rows = {
         "data.path": (data.path, data.split),
         "data.eval_path": (data.eval_path, data.eval_split),
         "reward_model.replay.path": (replay and replay.path, data.split),
-        "teacher.demonstrations.path": (shown and shown.path, data.split),
     }
     for key, (source, split) in rows.items():
         if isinstance(source, str) and not isinstance(source, Live):

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,6 @@ from groupwise.runs.engines import (
     engine_lines,
     make_ahead,
     make_engine,
-    mixed_engine,
-    mixture,
     sampler_of,
 )
 from groupwise.runs.plan import Lines
@@ -44,7 +41,7 @@ from groupwise.training.evaluate import Evaluation, evaluate
 from groupwise.training.groups import PendingRollout, PrefetchedRollouts, SampledRollouts
 from groupwise.training.objectives import OBJECTIVES, language_model
 from groupwise.training.offline import Validation, train_offline, validate
-from groupwise.training.online import pretrain_critic, train_online
+from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.teachers import Teacher
 from groupwise.training.work import Meter, has_experts
@@ -241,14 +238,14 @@ def make_learner(
     """Policy, reference and optimizer of an online recipe.   reference, resume: see `make_job`."""
     policy = hold(recipe, blueprint, language_model, resume)
     anchor = None
-    if algorithm.needs_reference:
+    if algorithm.needs.reference:
         anchor = (
             without_adapter(policy)
             if recipe.model.lora is not None
             else reference_of(recipe, policy, reference)
         )
     assert recipe.steps is not None
-    learning = recipe.steps - (recipe.critic.pretrain if algorithm.needs_value else 0)
+    learning = recipe.steps - (recipe.critic.pretrain if algorithm.needs.critic else 0)
     updates = learning * recipe.group.updates_per_rollout * recipe.group.minibatches
     return Learner(
         recipe=recipe,
@@ -336,7 +333,7 @@ def _meter(
         updates=recipe.group.updates_per_rollout,
         diverging=algorithm.divergence is not None,
         recompute=recipe.model.gradient_checkpointing,
-        threshold=algorithm.needs_forking,
+        threshold=algorithm.needs.forking,
         processes=comm.world().size,
         experts=has_experts(policy),
     )
@@ -355,15 +352,12 @@ def _online_job(prepared: Prepared, reference: Path | None, resume: Path | None)
     )
     policy, optimizer, anchor = learner.policy, learner.optimizer, learner.reference
     per_step = recipe.group.updates_per_rollout * recipe.group.minibatches
-    critic = critic_of(recipe, policy, prepared.steps * per_step) if algorithm.needs_value else None
-    teacher = teacher_of(recipe, policy) if algorithm.needs_teacher else None
-    proofs = _proofs(prepared, policy, critic, teacher, algorithm.mix)
-    engine = _engine(prepared, policy)
-    sampler = (
-        mixed_engine(policy, teacher.policy, algorithm.mix, recipe.rollout)
-        if teacher and algorithm.mix
-        else engine
+    critic = (
+        critic_of(recipe, policy, prepared.steps * per_step) if algorithm.needs.critic else None
     )
+    teacher = teacher_of(recipe, policy) if algorithm.needs.teacher else None
+    proofs = _proofs(prepared, policy, critic, teacher)
+    engine = _engine(prepared, policy)
     order = _order(recipe, len(prompts.train))
     ahead = make_ahead(recipe.rollout, prompts.train)
     visits = Visits(prompts.train, order, ahead=ahead.steps > 0)
@@ -372,7 +366,7 @@ def _online_job(prepared: Prepared, reference: Path | None, resume: Path | None)
     def sampled(numbers: range) -> SampledRollouts:
         return SampledRollouts(
             algorithm=algorithm,
-            engine=sampler,
+            engine=engine,
             rewards=rewards,
             draw=visits,
             group=recipe.group,
@@ -384,7 +378,7 @@ def _online_job(prepared: Prepared, reference: Path | None, resume: Path | None)
         )
 
     def loop(done: int) -> Iterator[Step]:
-        sampler.set_version(optimizer.taken)
+        engine.set_version(optimizer.taken)
         with_models: dict[str, Any] = {
             "group": recipe.group,
             "max_tokens_per_microbatch": positions_of(recipe),
@@ -393,16 +387,13 @@ def _online_job(prepared: Prepared, reference: Path | None, resume: Path | None)
             "teacher": teacher,
             "checkpointing": recipe.model.gradient_checkpointing,
         }
-        before = done if critic is None else max(done, critic.settings.pretrain)
-        steps = chain(
-            pretrain_critic(policy, algorithm, sampled(range(done + 1, before + 1)), **with_models),
-            train_online(
-                policy,
-                algorithm,
-                sampled(range(before + 1, prepared.steps + 1)),
-                optimizer,
-                **with_models,
-            ),
+        steps = train_online(
+            policy,
+            algorithm,
+            sampled(range(done + 1, prepared.steps + 1)),
+            optimizer,
+            pretrain=0 if critic is None else critic.settings.pretrain,
+            **with_models,
         )
         return _accounted(
             agreeing(rewards.counting(steps, done, prepared.steps), engine), visits, meter
@@ -426,7 +417,7 @@ def _online_job(prepared: Prepared, reference: Path | None, resume: Path | None)
 
 
 def _proofs(
-    prepared: Prepared, policy: Policy, critic: Critic | None, teacher: Teacher | None, mix: float
+    prepared: Prepared, policy: Policy, critic: Critic | None, teacher: Teacher | None
 ) -> Lines:
     """Prove what an online run computes with each of its models, for the plan.  Raises ConfigError."""
     recipe = prepared.recipe
@@ -436,15 +427,8 @@ def _proofs(
     proofs = [("policy", prove(policy, longest=longest, sampler=sampler, recompute=again))]
     if critic is not None and not critic.shared:
         proofs.append(("critic", prove(critic.policy, longest=longest, recompute=again)))
-    other = teacher is not None and recipe.teacher.path is not None
-    if teacher is not None and other:
+    if teacher is not None and recipe.teacher.path is not None:
         proofs.append(("teacher", prove(teacher.policy, longest=longest, train=False)))
-    if teacher is not None and mix:
-        both = [("policy", policy), ("teacher", teacher.policy)] if other else [("policy", policy)]
-        mixed = mixture(mix, recipe.rollout)
-        proofs += [
-            (whose, prove(one, longest=longest, sampler=mixed, train=False)) for whose, one in both
-        ]
     lines = [(whose, *proof.line) for whose, proof in proofs]
     return [(label, f"{whose} {text}" if len(lines) > 1 else text) for whose, label, text in lines]
 

@@ -490,17 +490,16 @@ def algorithm_line(algorithm: Algorithm) -> str:
     ]
     kl = (
         f", KL {describe(algorithm.kl)} x {algorithm.beta} in the {algorithm.kl_place}"
-        if algorithm.needs_reference
+        if algorithm.needs.reference
         else ", no KL"
     )
     kl += f"; plus {', '.join(terms)}" if terms else ""
-    kl += "; a critic" if algorithm.needs_value else ""
+    kl += "; a critic" if algorithm.needs.critic else ""
     kl += (
         f"; {describe(algorithm.divergence)} from a teacher"
         if algorithm.divergence is not None
         else ""
     )
-    kl += f"; the teacher's share in sampling {algorithm.mix:g}" if algorithm.mix else ""
     return (
         f"{algorithm.name}: {' x '.join(parts)}{kl}; dead groups {algorithm.dead_groups}, truncated"
         f" {algorithm.truncated}"
@@ -545,7 +544,7 @@ def load_of(
         completion_tokens=recipe.rollout.max_new_tokens,
         rows=recipe.rollout.max_rows if engine.own_weights else 0,
         prepared=prepared_weights(shape, cpu=cpu) if engine.prepares else 0,
-        reference=algorithm.needs_reference,
+        reference=algorithm.needs.reference,
         rewards=_other_models(recipe, algorithm, shape, scorers),
     )
 
@@ -567,19 +566,14 @@ def _other_models(
             )
             total += scoring_memory(other, int(reward.args.get("tokens_per_microbatch", POSITIONS)))
     critic, teacher = recipe.critic.path, recipe.teacher
-    if algorithm.needs_value and critic is not None and not critic.startswith(STAGE):
+    if algorithm.needs.critic and critic is not None and not critic.startswith(STAGE):
         total += 16 * parameter_count(
             _blueprint_at(critic)
         )  # weights, gradients and moments in float32
-    if (
-        algorithm.needs_teacher
-        and teacher.path is None
-        and teacher.ema != 1.0
-        and recipe.model.lora is None
-    ):
+    if algorithm.needs.teacher and teacher.path is None and recipe.model.lora is None:
         total += shape.parameters * shape.bytes_per_weight  # a former self of the policy
     elif (
-        algorithm.needs_teacher and teacher.path is not None and not teacher.path.startswith(STAGE)
+        algorithm.needs.teacher and teacher.path is not None and not teacher.path.startswith(STAGE)
     ):
         other = shape_of(_blueprint_at(teacher.path), recipe.model.dtype)
         total += other.parameters * other.bytes_per_weight

@@ -14,8 +14,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from groupwise.config.settings import ModelSettings, Recipe
 from groupwise.config.validation import STAGE
-from groupwise.data.encoding import DEMONSTRATIONS
-from groupwise.data.load import load_records, load_texts
+from groupwise.data.load import load_texts
 from groupwise.data.tokenizers import check_same_tokens, make_tokenizer, with_chat_template
 from groupwise.data.wording import formatted
 from groupwise.distributed import comm, fsdp
@@ -41,7 +40,7 @@ from groupwise.records import Prompt
 from groupwise.rollout.vllm.scoring import ScoringServers
 from groupwise.training.critics import Critic
 from groupwise.training.objectives import language_model
-from groupwise.training.teachers import Demonstrations, Teacher
+from groupwise.training.teachers import Teacher
 
 SMALL = 1_000_000
 """Parameters of a model that gains nothing from a second thread (with three million a step is 1.3
@@ -226,16 +225,12 @@ def teacher_of(recipe: Recipe, policy: Policy) -> Teacher:
     elif settings.servers:
         teacher, servers = policy, ScoringServers(settings.servers)
         servers.connect(policy.tokenizer)
-    elif settings.ema == 1.0:
-        teacher = policy
     else:
         teacher = frozen_copy(policy)
     return Teacher(
         policy=teacher,
         servers=servers,
         hint=_hint(settings.hint, policy),
-        ema=settings.ema,
-        demonstrations=_shown(recipe, policy),
     )
 
 
@@ -261,32 +256,6 @@ def hint_of(text: str, row: Mapping[str, Any]) -> str:
         return formatted(text, row, "row")
     except DataError:
         return ""
-
-
-def _shown(recipe: Recipe, policy: Policy) -> Demonstrations | None:
-    settings = recipe.teacher.demonstrations
-    if settings is None:
-        return None
-    data = replace(
-        recipe.data,
-        path=settings.path,
-        task=None,
-        task_args={},
-        eval_path=None,
-        eval_fraction=0.0,
-        limit=None,
-    )
-    tokenizer, eos_ids = policy.tokenizer, policy.eos_ids
-    rows = load_records(
-        DEMONSTRATIONS, data, tokenizer, context=policy.context, eos_ids=eos_ids, seed=recipe.seed
-    ).train
-    return Demonstrations(
-        rows=rows,
-        count=settings.rows,
-        seed=recipe.seed,
-        lm=settings.lm,
-        divergence=settings.divergence,
-    )
 
 
 def parameter_count(blueprint: Blueprint) -> int:

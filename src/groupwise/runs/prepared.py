@@ -337,8 +337,8 @@ def _check_sections(recipe: Recipe, algorithm: Algorithm, wrong: Findings) -> No
     what it reads of one.
     """
     for section, plain, needed in (
-        ("critic", CriticSettings(), algorithm.needs_value),
-        ("teacher", TeacherSettings(), algorithm.needs_teacher),
+        ("critic", CriticSettings(), algorithm.needs.critic),
+        ("teacher", TeacherSettings(), algorithm.needs.teacher),
     ):
         with wrong.of(section):
             if not needed and getattr(recipe, section) != plain:
@@ -346,7 +346,7 @@ def _check_sections(recipe: Recipe, algorithm: Algorithm, wrong: Findings) -> No
                     f"{section}: nothing that is learnt from reads one: leave the section out"
                 )
     with wrong.of("teacher.path"):
-        if algorithm.needs_teacher and (message := without_teacher(recipe.teacher)):
+        if algorithm.needs.teacher and (message := without_teacher(recipe.teacher)):
             raise ConfigError(message)
     with wrong.of("teacher.servers"):
         if recipe.teacher.servers and (message := beyond_servers(algorithm)):
@@ -409,7 +409,7 @@ def _make_rewards(
     """The reward functions; None where nothing is judged.   awaited: reward models are still to be
     trained.
     """
-    if algorithm is not None and not recipe.rewards and not algorithm.needs_reward:
+    if algorithm is not None and not recipe.rewards and not algorithm.needs.reward:
         return no_rewards()
     columns = (
         []
@@ -429,7 +429,7 @@ def _check_credit(
     """Raises ConfigError if a part reads rewards of steps and there are none: of functions, or of
     an environment's turns.
     """
-    if algorithm is not None and algorithm.needs_steps and not rewards.process and runtime is None:
+    if algorithm is not None and algorithm.needs.steps and not rewards.process and runtime is None:
         by = (
             "group.credit"
             if "process" in fact(algorithm.credit, "reads")

@@ -1,4 +1,4 @@
-"""What an optimizer step's loss says of log-probs that are known, without a model: its value, its
+"""The loss of optimizer steps from log-probs that are known, without a model: its value, its
 ratios, what it cuts, and its gradient with respect to every log-prob.
 
 Metrics and recorded columns are computed so after a step, and all of a replay.  The loss is the one
@@ -20,17 +20,18 @@ import torch
 from torch import Tensor
 
 from groupwise.algorithms.losses import Terms
-from groupwise.algorithms.parts import called, checked_loss, fact, name_of
+from groupwise.algorithms.parts import name_of
 from groupwise.algorithms.table import Algorithm
 from groupwise.errors import DataError
 from groupwise.records import Sample, place_of
-from groupwise.training.samples import SIGNALS, entropy_tokens, with_forking, with_gradient
+from groupwise.training.loss_terms import loss_terms
+from groupwise.training.samples import entropy_tokens, with_forking, with_gradient
 
 if TYPE_CHECKING:
     from groupwise.training.passes import Assessment
 
 Tokens = Mapping[tuple[str, int], np.ndarray]
-"""By group and index of a completion: a number per token (n,)."""
+"""A number per token (n,), by group and index of a completion."""
 
 
 class RecordedLoss:
@@ -48,109 +49,85 @@ class RecordedLoss:
 
     @classmethod
     def of(cls, algorithm: Algorithm, updates: Sequence[Assessment]) -> RecordedLoss:
-        """What updates saw of rollouts; demonstrations are left out."""
-        every = [
-            row
-            for one in updates
-            for row in zip(one.samples, one.seen, one.entropy, strict=True)
-            if row[0].index >= 0
-        ]
-        return cls(
-            algorithm,
-            [one for one, _, _ in every],
-            [logp for _, logp, _ in every],
-            [entropy for _, _, entropy in every],
-        )
+        """Build the loss of all samples that updates saw."""
+        samples: list[Sample] = []
+        logp: list[np.ndarray] = []
+        entropy: list[np.ndarray] = []
+        for update in updates:
+            samples += update.samples
+            logp += update.seen
+            entropy += update.entropy
+        return cls(algorithm, samples, logp, entropy)
 
-    def column(self, values: Sequence[np.ndarray]) -> Tensor:
-        """Numbers per sample (n,) as those of the trained tokens (N,), float64."""
-        return torch.from_numpy(
-            np.concatenate(
-                [one[s.weight != 0] for one, s in zip(values, self.samples, strict=True)]
-            ).astype(np.float64)
-        )
+    @property
+    def segments(self) -> int:
+        """The number of samples: each is one segment."""
+        return len(self.samples)
+
+    @property
+    def segment_M(self) -> Tensor:
+        """The sample of each trained token, int64 (N,)."""
+        counts = [np.count_nonzero(sample.weight) for sample in self.samples]
+        places = torch.arange(len(counts))
+        return torch.repeat_interleave(places, torch.tensor(counts, dtype=torch.int64))
+
+    def column(self, name: str) -> Tensor | None:
+        """Return a column of the samples at the trained tokens (N,), float64; None where a sample
+        lacks it.
+        """
+        columns = [sample.column(name) for sample in self.samples]
+        known = [column for column in columns if column is not None]
+        return self.at_trained(known) if len(known) == len(columns) else None
+
+    def at_trained(self, values: Sequence[np.ndarray]) -> Tensor:
+        """Return numbers per sample (n,) at the trained tokens (N,), float64."""
+        parts = []
+        for values_n, sample in zip(values, self.samples, strict=True):
+            parts.append(values_n[sample.weight != 0])
+        return torch.from_numpy(np.concatenate(parts).astype(np.float64))
 
     def by_sample(
         self, values_N: Tensor, elsewhere: float = 0.0
     ) -> list[tuple[Sample, np.ndarray]]:
-        """Numbers of the trained tokens as one array (n,) for each sample.   elsewhere: that of
-        tokens that are not trained.
+        """Return numbers of the trained tokens as one array (n,) for each sample.
+
+        elsewhere: the number of tokens that are not trained.
         """
-        ends = np.cumsum([np.count_nonzero(sample.weight) for sample in self.samples])[:-1]
-        columns = []
-        for sample, values in (
-            zip(self.samples, np.split(values_N.numpy(), ends), strict=True) if self.samples else ()
-        ):
-            column = np.full(sample.completion.size, elsewhere, values.dtype)
-            column[sample.weight != 0] = values
+        values, begin, columns = values_N.numpy(), 0, []
+        for sample in self.samples:
+            trained_n = sample.weight != 0
+            end = begin + np.count_nonzero(trained_n)
+            column = np.full(trained_n.size, elsewhere, values.dtype)
+            column[trained_n] = values[begin:end]
             columns.append((sample, column))
+            begin = end
         return columns
 
     @cached_property
     def terms(self) -> Terms:
         """What the loss sees, float64: one segment for a sample."""
-        samples, algorithm = self.samples, self.algorithm
-        logp_N, sampler_N = (
-            self.column(self._logp),
-            self.column([sample.behavior_logp for sample in samples]),
-        )
-        counts = torch.tensor(
-            [np.count_nonzero(sample.weight) for sample in samples], dtype=torch.int64
-        )
-        segment_N = torch.repeat_interleave(torch.arange(len(samples)), counts)
-        before = [
-            sample.extra.get("scored_logp", logp)
-            for sample, logp in zip(samples, self._logp, strict=True)
-        ]
-        old_N, mismatch = algorithm.old_logp(
-            self.column(before), sampler_N, segment_N, len(samples)
-        )
-        references = [
-            sample.reference_logp for sample in samples if sample.reference_logp is not None
-        ]
-        return Terms(
-            logp_M=logp_N,
-            old_logp_M=old_N,
-            sampler_logp_M=sampler_N,
-            mismatch=mismatch,
-            advantage_M=self.column([sample.advantage for sample in samples]),
-            segment_M=segment_N,
-            segments=len(samples),
-            reference_logp_M=self.column(references) if references else None,
-            entropy_M=self.column(self._entropy) if self._entropy else None,
-            forking_M=(
-                self.column([one.extra["forking"] for one in samples]) > 0
-                if algorithm.needs_forking
-                else None
-            ),
-            signals={
-                name: self.column([sample.extra[name] for sample in samples])
-                for name in SIGNALS
-                if all(name in sample.extra for sample in samples)
-            },
-        )
+        entropy_N = self.at_trained(self._entropy) if self._entropy else None
+        return loss_terms(self.algorithm, self, self.at_trained(self._logp), entropy_N)
 
-    @property
+    @cached_property
     def weight_N(self) -> Tensor:
-        """Of each token."""
-        return self.column([sample.weight for sample in self.samples])
+        """The weight of each token."""
+        return self.at_trained([sample.weight for sample in self.samples])
 
-    def added(self, terms: Terms) -> list[tuple[str, Tensor]]:
-        """The extra terms of log-probs: their names, and the loss of each token (N,), which may
+    @cached_property
+    def cut_N(self) -> Tensor:
+        """bool: the tokens whose gradient the surrogate makes 0 (`Algorithm.cut`)."""
+        return self.algorithm.cut(self.terms)
+
+    def extra_losses(self, terms: Terms) -> dict[str, Tensor]:
+        """Return the extra terms of log-probs by name: the loss of each token (N,), which may
         depend on entropies alone.
         """
-        read, logp_N = (
-            [term for term in self.algorithm.of_tokens if not fact(term, "of_demonstrations")],
-            terms.logp_M.detach(),
-        )
-        return [
-            (name_of(term), checked_loss("extra", term, called("extra", term, terms), logp_N))
-            for term in read
-        ]
+        return {name_of(term): term(terms) for term in self.algorithm.token_terms}
 
     def gradient(self) -> tuple[float, Tensor]:
-        """The loss without an entropy bonus, which no log-prob decides, and dLoss / dlog-prob of
-        each token (N,).
+        """Return the loss without an entropy bonus, which no log-prob decides, and dLoss / dlog-prob
+        of each token (N,).
 
         Terms that read a critic's values or a teacher's distributions are no part of it.
         """
@@ -158,12 +135,60 @@ class RecordedLoss:
         logp_N = self.terms.logp_M.detach().requires_grad_()
         with torch.set_grad_enabled(algorithm.reads_tokens):
             terms = replace(self.terms, logp_M=logp_N, log_ratio_M=logp_N - self.terms.old_logp_M)
-            loss_N = sum((term_N for _, term_N in self.added(terms)), algorithm.loss(terms))
+            loss_N = algorithm.loss(terms)
+            for extra_N in self.extra_losses(terms).values():
+                loss_N = loss_N + extra_N
             loss = (self.weight_N * loss_N).sum()
-        (gradient_N,) = (
-            torch.autograd.grad(loss, logp_N) if loss.requires_grad else (torch.zeros_like(logp_N),)
-        )
+        if not loss.requires_grad:
+            return float(loss), torch.zeros_like(logp_N)
+        (gradient_N,) = torch.autograd.grad(loss, logp_N)
         return float(loss.detach()), gradient_N
+
+
+class RecordedStep:
+    """The losses of a step's updates as metrics read them, each built once."""
+
+    def __init__(
+        self, algorithm: Algorithm, updates: Sequence[Assessment], minibatches: int
+    ) -> None:
+        """minibatches: optimizer steps of one pass over the rollout."""
+        self.algorithm, self.updates, self.minibatches = algorithm, updates, minibatches
+
+    @property
+    def first_pass(self) -> Sequence[Assessment]:
+        """The updates of the first pass over the rollout."""
+        return self.updates[: self.minibatches]
+
+    @property
+    def last_pass(self) -> Sequence[Assessment]:
+        """The updates of the last pass over the rollout."""
+        return self.updates[-self.minibatches :]
+
+    @cached_property
+    def all_losses(self) -> RecordedLoss:
+        """The loss of all updates."""
+        return RecordedLoss.of(self.algorithm, self.updates)
+
+    @cached_property
+    def first_pass_loss(self) -> RecordedLoss:
+        """The loss of the first pass."""
+        if len(self.updates) == self.minibatches:
+            return self.all_losses
+        return RecordedLoss.of(self.algorithm, self.first_pass)
+
+    @cached_property
+    def last_pass_loss(self) -> RecordedLoss:
+        """The loss of the last pass."""
+        if len(self.updates) == self.minibatches:
+            return self.all_losses
+        return RecordedLoss.of(self.algorithm, self.last_pass)
+
+    @cached_property
+    def first_update_loss(self) -> RecordedLoss:
+        """The loss of the first update: later ones see a policy that has already moved."""
+        if self.minibatches == 1:
+            return self.first_pass_loss
+        return RecordedLoss.of(self.algorithm, self.updates[:1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -181,75 +206,67 @@ class ClosedForm:
     @property
     def scale(self) -> float:
         """|loss| + the sum of all |gradients|: rounding errors of the loss are proportional to it."""
-        return abs(self.loss) + float(
-            sum(np.abs(values).sum() for values in self.gradient.values())
-        )
+        gradients = float(sum(np.abs(values).sum() for values in self.gradient.values()))
+        return abs(self.loss) + gradients
 
 
 def closed_form(
     algorithm: Algorithm, samples: Sequence[Sample], logp: Tokens, entropy: Tokens | None = None
 ) -> ClosedForm:
-    """The step on `samples`, whose weights are final, by a policy that gives their tokens `logp`
-    (and `entropy`), nats.
+    """Return the step on `samples`, whose weights are final, by a policy that gives their tokens
+    `logp` (and `entropy`), nats.
 
     Raises DataError for a completion of which a log-prob is missing, for missing entropies where
     the loss reads them, and for an adaptive entropy bonus.
     """
-    if algorithm.needs_entropy and entropy is None:
+    if algorithm.needs.entropy and entropy is None:
         raise DataError("the loss reads entropies, and none were recorded: there is no closed form")
     if algorithm.entropy_target is not None:
         raise DataError(
             "the coefficient of an adaptive entropy bonus is the run's own state: there is no"
             " closed form"
         )
+    entropy = entropy or {}
     _check_recorded("log-probs", logp, with_gradient(algorithm, samples))
-    if algorithm.needs_forking:  # of all samples: the quantile is the step's
-        _check_recorded("entropies", entropy or {}, samples)
-        samples = with_forking(
-            algorithm, samples, [_of(entropy or {}, sample) for sample in samples]
-        )
+    if algorithm.needs.forking:  # of all samples: the quantile is the step's
+        _check_recorded("entropies", entropy, samples)
+        samples = with_forking(algorithm, samples, _of_samples(entropy, samples))
     tokens, computed = entropy_tokens(algorithm, samples), with_gradient(algorithm, samples)
     if not computed:
         return ClosedForm(loss=0.0, gradient={}, ratio={})
-    entropies = (
-        [_of(entropy or {}, sample) for sample in computed] if algorithm.needs_entropy else []
-    )
-    recorded = RecordedLoss(
-        algorithm, computed, [_of(logp, sample) for sample in computed], entropies
-    )
+    entropies = _of_samples(entropy, computed) if algorithm.needs.entropy else []
+    recorded = RecordedLoss(algorithm, computed, _of_samples(logp, computed), entropies)
     loss, gradient_N = recorded.gradient()
-    bonus = (
-        float(algorithm.bonus(recorded.terms, tokens)) if algorithm.entropy_bonus != 0.0 else 0.0
-    )
+    if algorithm.entropy_bonus != 0.0:
+        loss -= float(algorithm.bonus(recorded.terms, tokens))
     ratio_N = algorithm.log_ratio(recorded.terms).exp()
     return ClosedForm(
-        loss=loss - bonus,
-        gradient={
-            (sample.group, sample.index): values
-            for sample, values in recorded.by_sample(gradient_N)
-        },
-        ratio={
-            (sample.group, sample.index): values
-            for sample, values in recorded.by_sample(ratio_N, elsewhere=1.0)
-        },
+        loss=loss,
+        gradient=_by_completion(recorded.by_sample(gradient_N)),
+        ratio=_by_completion(recorded.by_sample(ratio_N, elsewhere=1.0)),
     )
 
 
-def _check_recorded(what: str, tokens: Tokens, samples: Sequence[Sample]) -> None:
-    lack = list(
-        dict.fromkeys(
-            place_of(one.group, one.index)
-            for one in samples
-            if _of(tokens, one).size != one.completion.size
-        )
-    )
+def _by_completion(columns: Sequence[tuple[Sample, np.ndarray]]) -> Tokens:
+    return {(sample.group, sample.index): values for sample, values in columns}
+
+
+def _check_recorded(noun: str, tokens: Tokens, samples: Sequence[Sample]) -> None:
+    """Raise DataError if a sample lacks numbers."""
+    lack = []
+    for sample, values_n in zip(samples, _of_samples(tokens, samples), strict=True):
+        place = place_of(sample.group, sample.index)
+        if values_n.size != sample.completion.size and place not in lack:
+            lack.append(place)
     if lack:
         others = f" and {len(lack) - 1:,} more" if len(lack) > 1 else ""
         raise DataError(
-            f"the {what} of completion {lack[0]}{others} were not recorded, because the run did not"
+            f"the {noun} of completion {lack[0]}{others} were not recorded, because the run did not"
             " train them: only a model can say them"
         )
 
 
-def _of(tokens: Tokens, sample: Sample) -> np.ndarray:
-    return tokens.get((sample.group, sample.index), np.zeros(0))
+def _of_samples(tokens: Tokens, samples: Sequence[Sample]) -> list[np.ndarray]:
+    """Return the numbers of each sample; none where they are not known."""
+    nothing = np.zeros(0)
+    return [tokens.get((sample.group, sample.index), nothing) for sample in samples]

@@ -267,7 +267,7 @@ class SampledRollouts:
 
     def _whole(self, group: RolloutGroup) -> RolloutGroup:
         """A scored group with what the credit reads beside its rewards."""
-        return with_turns(group) if self.algorithm.needs_steps else group
+        return with_turns(group) if self.algorithm.needs.steps else group
 
     def collect(
         self, prompts: Sequence[Prompt] = (), own: Callable[[], list[RolloutGroup]] | None = None

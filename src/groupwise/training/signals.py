@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from groupwise.algorithms.table import Algorithm
@@ -29,8 +30,8 @@ def add_signals(
     critic: Critic | None = None,
     max_tokens_per_microbatch: int,
 ) -> list[RolloutGroup]:
-    """The groups with a column of each model that is there, computed packed with shared prompts
-    (`records.RolloutGroup.signals`).
+    """Return the groups with a column of each model that is there, computed packed with shared
+    prompts (`records.RolloutGroup.signals`).
 
     reference: `reference_logp`.   teacher: `teacher_logp`, after its own prompts, where the
         algorithm reads it.
@@ -39,51 +40,53 @@ def add_signals(
         bias is moved, for the passes that follow; `old_value` is the value with that bias.
     """
     samples = [sample_of(rollout) for group in groups for rollout in group.rollouts]
-    columns = {
-        name: score(policy, samples, max_tokens_per_microbatch=max_tokens_per_microbatch).logp
-        for name, policy in (("reference_logp", reference), ("scored_logp", scorer))
-        if policy is not None
-    }
-    if teacher is not None and algorithm.reads_teacher:
-        columns["teacher_logp"] = teacher.logp(samples, max_tokens_per_microbatch)
-    if critic is not None:
-        columns["value"] = assess(
-            critic.policy, critic.read, samples, max_tokens_per_microbatch=max_tokens_per_microbatch
-        ).seen
     groups = list(groups)
-    for name, column in columns.items():
-        values = iter(column)
-        groups = [
-            replace(one, signals={**one.signals, name: tuple(next(values) for _ in one.rollouts)})
-            for one in groups
-        ]
+    if reference is not None:
+        logp = score(reference, samples, max_tokens_per_microbatch=max_tokens_per_microbatch).logp
+        groups = with_signal(groups, "reference_logp", logp)
+    if scorer is not None:
+        logp = score(scorer, samples, max_tokens_per_microbatch=max_tokens_per_microbatch).logp
+        groups = with_signal(groups, "scored_logp", logp)
+    if teacher is not None and algorithm.needs.teacher_logp:
+        groups = with_signal(
+            groups, "teacher_logp", teacher.logp(samples, max_tokens_per_microbatch)
+        )
     if critic is not None:
-        targets = zip(groups, algorithm.returns(groups), strict=True)
-        groups = [
-            replace(one, signals={**one.signals, "return": tuple(target)})
-            for one, target in targets
-        ]
-        groups = critic.centre(groups)
+        read = assess(
+            critic.policy, critic.read, samples, max_tokens_per_microbatch=max_tokens_per_microbatch
+        )
+        groups = with_signal(groups, "value", read.seen)
+        targets = [target_n for of_group in algorithm.returns(groups) for target_n in of_group]
+        groups = critic.centre(with_signal(groups, "return", targets))
     return groups
+
+
+def with_signal(
+    groups: Sequence[RolloutGroup], name: str, columns: Sequence[np.ndarray]
+) -> list[RolloutGroup]:
+    """Return the groups with a signal: columns (n,) of all completions, in the groups' order."""
+    begin, added = 0, []
+    for group in groups:
+        end = begin + len(group.rollouts)
+        added.append(replace(group, signals={**group.signals, name: tuple(columns[begin:end])}))
+        begin = end
+    return added
 
 
 def scores_first(
     algorithm: Algorithm, groups: Sequence[RolloutGroup], group: GroupSettings, policy: Policy
 ) -> bool:
-    """True if the policy must score the completions before its first update, which else computes
-    their log-probs itself.
+    """Return True if the policy must score the completions before its first update, which else
+    computes their log-probs itself.
 
-    That is so where a teacher has helped to sample, and where another engine has sampled and
-    several updates follow, or the credit compares log-probs with a reference's or a teacher's.  In
-    bfloat16 a sampler's log-prob and a reference's differ by more than a KL does, although the
-    weights are the same: both are then taken from one computation.
+    That is so where another engine has sampled and several updates follow, or the credit compares
+    log-probs with a reference's or a teacher's.  In bfloat16 a sampler's log-prob and a reference's
+    differ by more than a KL does, although the weights are the same: both are then taken from one
+    computation.
     """
-    several = group.updates_per_rollout * len(minibatches(groups, group)) > 1
-    in_reward = algorithm.needs_reference and algorithm.kl_place == "reward"
-    low = policy.autocast or policy.dtype == torch.bfloat16
-    elsewhere = algorithm.correction is not None
-    return (
-        algorithm.mix > 0.0
-        or (in_reward and low)
-        or (elsewhere and (several or in_reward or algorithm.reads_teacher))
-    )
+    if algorithm.reward_beta > 0.0 and (policy.autocast or policy.dtype == torch.bfloat16):
+        return True
+    if algorithm.correction is None:
+        return False
+    several_updates = group.updates_per_rollout * len(minibatches(groups, group)) > 1
+    return several_updates or algorithm.reward_beta > 0.0 or algorithm.needs.teacher_logp

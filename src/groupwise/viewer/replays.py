@@ -46,7 +46,7 @@ CHANGE = re.compile(
 what Groupwise has.
 """
 OBJECTIVES = tuple(
-    name for name, row in ALGORITHMS.items() if not (row.needs_value or row.needs_teacher)
+    name for name, row in ALGORITHMS.items() if not (row.needs.critic or row.needs.teacher)
 )
 """Objectives that can be replayed without a model: those with a critic or a teacher are not among
 them.
