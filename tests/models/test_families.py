@@ -18,8 +18,11 @@ import pytest
 import transformers
 from huggingface_hub.errors import StrictDataclassClassValidationError
 
+from groupwise.config.settings import ModelSettings
 from groupwise.models.attention import PackedAttention
+from groupwise.models.loading import make_policy, read_blueprint
 from groupwise.ops.attention import EVERYTHING, Query
+from groupwise.runs.policies import shape_of
 
 spec = importlib.util.spec_from_file_location("families", Path(__file__).with_name("families.py"))
 assert spec is not None
@@ -137,3 +140,21 @@ def test_the_family_comparison_finds_planted_differences(family: str, fault: str
     monkeypatch.setattr(PackedAttention, "__call__", wrong)
     with pytest.raises(families.Different, match="differs by"):
         families.examine(family, proof=False)
+
+
+PROVEN = [name for name in families.FAMILIES if ROWS[name].verdict == "proven"]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "nemotron_h" else pytest.mark.slow) for name in PROVEN])
+def test_a_saved_checkpoint_of_every_proven_family_is_planned_and_loaded(name: str, tmp_path: Path) -> None:
+    tokenizer = families.make_tokenizer("bytes")
+    model = families.model_of(families.config_of(name, len(tokenizer), tokenizer.eos_token_id))
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    attention = "single" if ROWS[name].uses == "single" else "shared"
+    settings = ModelSettings(path=str(tmp_path), attention=attention)
+    blueprint = read_blueprint(settings)
+    shape = shape_of(blueprint)
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+    policy = make_policy(blueprint.load(), blueprint.tokenizer, settings)
+    assert type(policy.model) is type(model)

@@ -124,10 +124,23 @@ def test_a_folder_without_a_tokenizer_says_so(tiny_policy: Callable, tmp_path: P
         load_policy(ModelSettings(path=str(tmp_path)))
 
 
-def test_a_model_without_attention_is_refused_by_its_config() -> None:
-    config = {"model_type": "mamba", "hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 9}
-    with pytest.raises(ConfigError, match="the config of a 'mamba' model names no num_attention_heads"):
-        Shape.of(config, 100, dtype="float32")
+def test_a_shape_is_read_off_every_form_of_a_config() -> None:
+    mamba = {"model_type": "mamba", "hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 9}
+    assert Shape.of(mamba, 100, dtype="float32").heads == 0
+    bart = {
+        "model_type": "bart",
+        "d_model": 8,
+        "decoder_layers": 3,
+        "encoder_layers": 3,
+        "encoder_attention_heads": 2,
+        "vocab_size": 9,
+    }
+    shape = Shape.of(bart | {"decoder_ffn_dim": 24}, 100, dtype="float32")
+    assert (shape.hidden, shape.layers, shape.heads, shape.head_width, shape.intermediate) == (8, 3, 2, 4, 24)
+    unheard = {"model_type": "unheard", "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 9}
+    assert Shape.of(unheard, 100, dtype="float32").head_width == 4
+    with pytest.raises(ConfigError, match="names no hidden_size or num_hidden_layers"):
+        Shape.of({"model_type": "unheard", "vocab_size": 9}, 100, dtype="float32")
 
 
 def test_loading_leaves_transformers_as_it_was(tiny_policy: Callable, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
@@ -181,17 +182,20 @@ def read_blueprint(
 
 
 def language_class(config: PreTrainedConfig) -> Any:
-    """The class of transformers' Auto family that a language model has.
+    """The class that reads a language model's checkpoint: one of transformers' Auto family.
 
     A checkpoint that reads images too is loaded as the class that it names, so that it is saved as
     it was; see `freeze_towers`. transformers would load some without what reads images (Qwen3.5).
+    The text part of one, saved alone, may have a config that no Auto class knows (Emu3, Mllama):
+    then it is the class that the config names.
     """
     whole: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)  # type: ignore[call-overload]
-    if whole is not None and (
-        type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-        or whole.__name__ in (config.architectures or ())
-    ):
+    named = config.architectures or ()
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    if whole is not None and (not known or whole.__name__ in named):
         return AutoModelForImageTextToText
+    if not known and len(named) == 1 and named[0].endswith("ForCausalLM"):
+        return getattr(transformers, named[0], AutoModelForCausalLM)
     return AutoModelForCausalLM
 
 

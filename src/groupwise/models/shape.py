@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import ConfigError
@@ -11,13 +12,37 @@ from groupwise.errors import ConfigError
 if TYPE_CHECKING:
     from groupwise.models.policy import Policy
 
+INTERMEDIATE = (
+    "intermediate_size",
+    "n_inner",
+    "decoder_ffn_dim",
+    "ffn_dim",
+    "ffn_hidden_size",
+    "moe_intermediate_size",
+)
+"""Names of the width of an MLP."""
+
 
 def language_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of a transformers config as a dictionary: what describes the language model, where it stands
-    in a section of its own.
-    """
+    """Return the part of a transformers config (a dictionary) that describes the language model."""
     text = config.get("text_config")
     return text if isinstance(text, Mapping) else config
+
+
+def read_fields(config: Mapping[str, Any]) -> Any:
+    """Make an object of a config in which every family has transformers' common names.
+
+    A config.json may have names of its own (`d_model`) or leave out what follows from others (the
+    number of layers); transformers' class of the family knows them.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = config.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        return SimpleNamespace(**config)
+    fields: Any = CONFIG_MAPPING[kind].from_dict(dict(config))
+    fields.allow_global_per_layer_attribute_access = True  # where layers differ, most of them
+    return getattr(fields, "global_config", fields)  # BLT's, the one between its coders of bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,16 +54,17 @@ class Shape:
     hidden: int
     intermediate: int
     heads: int
+    """Attention heads; 0 in a model without attention."""
     kv_heads: int
     head_width: int
     vocabulary: int
     gated: bool = True
-    """An MLP of three matrices; GPT-2's has two."""
+    """False for an MLP of two matrices, as GPT-2's."""
     bytes_per_weight: int = 4
     bytes_per_product: int = 4
-    """Of activations and keys and values: 2 where products run in bfloat16."""
+    """Bytes of activations, keys and values: 2 where products run in bfloat16."""
     tied: bool = False
-    """The head is the embedding."""
+    """True if the head is the embedding."""
 
     @property
     def outside(self) -> int:
@@ -47,48 +73,60 @@ class Shape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], parameters: int, *, dtype: str) -> Shape:
-        """From a transformers config as a dictionary; `dtype` as in `model.dtype`.
+        """Read the shape off a transformers config (a dictionary); `dtype` as in `model.dtype`.
 
-        Of a model that reads images too the language model counts.   Raises ConfigError for a model
-        without attention."""
-        tied = config.get("tie_word_embeddings", True)
-        config = language_part(config)
-        for names in (
-            ("hidden_size", "n_embd"),
-            ("num_attention_heads", "n_head"),
-            ("num_hidden_layers", "n_layer"),
-        ):
-            if not any(config.get(name) for name in names):
-                raise ConfigError(
-                    f"model.path: the config of a {config.get('model_type')!r} model names no"
-                    f" {names[0]}; what can be trained is a causal language model with attention"
-                )
-        hidden = int(config.get("hidden_size") or config["n_embd"])
-        heads = int(config.get("num_attention_heads") or config["n_head"])
+        The language model counts where a model has further parts.   Raises ConfigError for a config
+        that names no width or depth.
+        """
+        part = language_part(config)
+        fields = read_fields(part)
+        hidden = int(_first(fields, "hidden_size", "n_embd"))
+        layers = int(_first(fields, "num_hidden_layers", "n_layer"))
+        if not hidden or not layers:
+            raise ConfigError(
+                f"model.path: the config of a {config.get('model_type')!r} model names no"
+                " hidden_size or num_hidden_layers: add them, or take another checkpoint"
+            )
+        heads = int(_first(fields, "num_attention_heads", "n_head"))
+        width = 0
+        if heads:
+            width = int(_first(fields, "head_dim")) or hidden // heads
+        intermediate = _first(fields, *INTERMEDIATE) or 4 * hidden
+        if isinstance(intermediate, (list, tuple)):  # layers differ
+            intermediate = max(intermediate)
         return cls(
             parameters=parameters,
-            layers=int(config.get("num_hidden_layers") or config["n_layer"]),
+            layers=layers,
             hidden=hidden,
-            intermediate=int(
-                config.get("intermediate_size") or config.get("n_inner") or 4 * hidden
-            ),
+            intermediate=int(intermediate),
             heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_width=int(config.get("head_dim") or hidden // heads),
-            vocabulary=int(config["vocab_size"]),
-            gated="n_embd" not in config,
+            kv_heads=int(_first(fields, "num_key_value_heads") or heads),
+            head_width=width,
+            vocabulary=int(part.get("vocab_size") or config["vocab_size"]),
+            gated="n_embd" not in part,
             bytes_per_weight=2 if dtype == "bfloat16" else 4,
             bytes_per_product=4 if dtype == "float32" else 2,
-            tied=bool(tied),
+            tied=bool(config.get("tie_word_embeddings", True)),
         )
 
     @classmethod
     def of_policy(cls, policy: Policy) -> Shape:
-        """Of a model that is loaded."""
-        lower = "bfloat16" if "bfloat16" in str(policy.dtype) else "float32"
+        """Read the shape of a model that is loaded."""
+        lower = "float32"
+        if "bfloat16" in str(policy.dtype):
+            lower = "bfloat16"
         parameters = sum(parameter.numel() for parameter in policy.model.parameters())
         return cls.of(
             policy.model.config.to_dict(),
             parameters,
             dtype="autocast" if policy.autocast else lower,
         )
+
+
+def _first(fields: Any, *names: str) -> Any:
+    """The first of these fields that is set, or 0."""
+    for name in names:
+        value = getattr(fields, name, None)
+        if value:
+            return value
+    return 0

@@ -76,12 +76,27 @@ def saved_names(model: PreTrainedModel) -> dict[str, Tensor]:
     return dict(names.values())
 
 
+def modules_of(
+    kind: Any, config: PreTrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """Build a model's modules on the meta device, buffers too.
+
+    kind: one of transformers' Auto classes, or the model's own.
+    """
+    with torch.device("meta"):
+        if issubclass(kind, PreTrainedModel):
+            return kind(config).to(dtype)  # type: ignore[arg-type]
+        return kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+
+
 def empty_model(
     kind: Any, config: PreTrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """A model whose parameters have shapes and no numbers.  `kind`: a transformers Auto class."""
-    with torch.device("meta"):
-        model = kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    """Build a model whose parameters have shapes and no numbers.
+
+    kind: one of transformers' Auto classes, or the model's own.
+    """
+    model = modules_of(kind, config, dtype, trust_remote_code=trust_remote_code)
     # The way `from_pretrained` gets its buffers: placeholders, which the model's own initialisation
     # then computes.
     for module in model.modules():

@@ -36,6 +36,7 @@ from groupwise.models.reward_head import make_scorer
 from groupwise.models.scratch import scratch_model
 from groupwise.models.shape import Shape
 from groupwise.models.sharded import frozen_copy, shard, shard_from_checkpoint
+from groupwise.models.streaming import modules_of
 from groupwise.records import Prompt
 from groupwise.rollout.vllm.scoring import ScoringServers
 from groupwise.training.critics import Critic
@@ -275,8 +276,7 @@ def weightless(blueprint: Blueprint) -> PreTrainedModel:
     keys = {key: value for key, value in blueprint.config.items() if key != "model_type"}
     try:
         config = AutoConfig.for_model(blueprint.config["model_type"], **keys)
-        with torch.device("meta"):
-            model = language_class(config).from_config(config)
+        model = modules_of(language_class(config), config, torch.float32)
         freeze_towers(model)
         return model
     except (ValueError, *UNBUILDABLE) as error:
