@@ -21,7 +21,7 @@ from groupwise.config.settings import EnvironmentSettings
 from groupwise.data.templates import Template
 from groupwise.data.tokenizers import bpe_tokenizer
 from groupwise.environments.conversation import Stream
-from groupwise.environments.tool_episodes import ToolWorld
+from groupwise.environments.tool_episodes import ToolEnvironment
 from groupwise.records import Finish, Prompt
 from groupwise.runs.environments import make_runtime, tools_of
 
@@ -54,7 +54,7 @@ def played(past: str, episodes: int, turns: int, length: int) -> dict[str, float
     runtime = make_runtime(settings)
     assert runtime is not None
     template = Template(tokenizer=tokenizer, chat=True, tools=tools_of(runtime))
-    world = ToolWorld(runtime, settings, template, (tokenizer.convert_tokens_to_ids("<|im_end|>"),))
+    environment = ToolEnvironment(runtime, settings, template, (tokenizer.convert_tokens_to_ids("<|im_end|>"),))
     (question,) = template.ask([template.read({"prompt": QUESTION}, "the question")])
     call = tokenizer(CALL, add_special_tokens=False)["input_ids"]
     rng = np.random.default_rng(0)
@@ -66,7 +66,7 @@ def played(past: str, episodes: int, turns: int, length: int) -> dict[str, float
         for i in range(episodes)
     ]
     begun, clock = time.process_time(), time.perf_counter()
-    talks = [world.begin(stream, seed=0) for stream in streams]
+    talks = [environment.begin(stream, seed=0) for stream in streams]
     replies = [talk.open() for talk in talks]
     for turn in drawn:
         for stream, reply in zip(streams, replies, strict=True):
@@ -79,7 +79,7 @@ def played(past: str, episodes: int, turns: int, length: int) -> dict[str, float
         assert all(one.calls[0].result == "42" for one in talk.close(Finish.LENGTH).turns)
         tokenizer.decode(np.array(stream.tokens), skip_special_tokens=True)
     taken = {"processor": time.process_time() - begun, "clock": time.perf_counter() - clock}
-    world.close()
+    environment.close()
     return taken
 
 

@@ -91,20 +91,20 @@ def disks_are_not_waited_for() -> Iterator[None]:
 
 
 class ScriptedConversation:
-    """One episode of a `ScriptedWorld`; what the engine did with it stands in `heard`, `stream` and `closed`."""
+    """One episode of a `ScriptedEnvironment`; what the engine did with it stands in `heard`, `stream` and `closed`."""
 
-    def __init__(self, world: ScriptedWorld, engines: Stream, seed: int) -> None:
-        self.world, self.engines, self.prompt, self.index = world, engines, engines.prompt, engines.index
+    def __init__(self, environment: ScriptedEnvironment, engines: Stream, seed: int) -> None:
+        self.environment, self.engines, self.prompt, self.index = environment, engines, engines.prompt, engines.index
         self.rng = np.random.default_rng([*self.prompt.id.encode(), self.index, seed])
         self.turns: list[Turn] = []
         self.heard: list[tuple[Sequence[int], Finish, Sequence[float], int]] = []
         self.stream: list[int] = []
         self.branches: list[Branch] = []
         self.closed: list[Finish] = []
-        self.count = int(self.rng.integers(1, world.turns + 1))
+        self.count = int(self.rng.integers(1, environment.turns + 1))
 
     def open(self) -> Future[Reply]:
-        return self.world.later(self, self.reply)
+        return self.environment.later(self, self.reply)
 
     def answer(self) -> Future[Reply]:
         assert not self.closed
@@ -114,20 +114,20 @@ class ScriptedConversation:
         self.stream += tokens
         self.heard.append((tokens, finish, logp, version))  # nobody may change them later
         self.turns.append(Turn(begin=begin, end=len(self.stream), finish=finish, reward=float(len(self.turns))))
-        return self.world.later(self, self.reply)
+        return self.environment.later(self, self.reply)
 
     def reply(self) -> Reply:
-        """The world's next words: a function of prompt, index, seed and turn alone."""
+        """The environment's next words: a function of prompt, index, seed and turn alone."""
         if len(self.turns) == self.count:
             return Reply(tokens=np.zeros(0, np.int64), finish=Finish.TURNS)
-        new = self.rng.integers(4, self.world.vocabulary, size=int(self.rng.integers(0, self.world.longest + 1)))
+        new = self.rng.integers(4, self.environment.vocabulary, size=int(self.rng.integers(0, self.environment.longest + 1)))
         limit = int(self.rng.integers(1, 6)) if self.rng.random() < 0.7 else None
-        if self.turns and self.rng.random() < self.world.cut:
+        if self.turns and self.rng.random() < self.environment.cut:
             context = np.concatenate([self.prompt.tokens, np.array(self.stream, np.int64), new])
-            if self.world.cut_to == "other":
+            if self.environment.cut_to == "other":
                 context = context[self.rng.random(context.size) < 0.6] if self.rng.random() < 0.5 else context[: context.size // 2]
                 context = context if context.size else new[:1] if new.size else self.prompt.tokens
-            elif self.world.cut_to == "same":
+            elif self.environment.cut_to == "same":
                 context = context[: context.size - new.size]
             self.branches.append(Branch(begin=len(self.stream), context=context))
             return Reply(tokens=np.zeros(0, np.int64), context=context, limit=limit)
@@ -139,8 +139,8 @@ class ScriptedConversation:
         return Episode(turns=tuple(self.turns), branches=tuple(self.engines.branches))
 
 
-class ScriptedWorld:
-    """A world whose answers are random ids by a fixed script, some of which come later than others.
+class ScriptedEnvironment:
+    """An environment whose answers are random ids by a fixed script, some of which come later than others.
 
     turns: most of an episode.   longest: ids of an answer.   cut: how often an answer is a context instead; cut_to: `same`, what
     stands there already; `longer`, with the answer behind it; `other`.   delays: seed of how late answers come; None: at once.
@@ -185,17 +185,17 @@ class ScriptedWorld:
 
 
 @pytest.fixture
-def scripted_world() -> Iterator[Callable[..., ScriptedWorld]]:
-    """`scripted_world(...)`: see `ScriptedWorld`."""
-    made: list[ScriptedWorld] = []
+def scripted_environment() -> Iterator[Callable[..., ScriptedEnvironment]]:
+    """`scripted_environment(...)`: see `ScriptedEnvironment`."""
+    made: list[ScriptedEnvironment] = []
 
-    def make(**keywords: Any) -> ScriptedWorld:
-        made.append(ScriptedWorld(**keywords))
+    def make(**keywords: Any) -> ScriptedEnvironment:
+        made.append(ScriptedEnvironment(**keywords))
         return made[-1]
 
     yield make
-    for world in made:
-        world.close()
+    for environment in made:
+        environment.close()
 
 
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "gemma2", "mixtral")

@@ -42,9 +42,9 @@ def credit(groups):
 class Engine(InProcess):
     """Draws by the native engine, and counts."""
 
-    def __init__(self, policy, *, max_rows, keep_special_tokens, note="none", world=None):
-        calls.append(("engine", max_rows, note, world is not None))
-        self.inner = NativeEngine(policy, max_rows=max_rows, keep_special_tokens=keep_special_tokens, world=world)
+    def __init__(self, policy, *, max_rows, keep_special_tokens, note="none", environment=None):
+        calls.append(("engine", max_rows, note, environment is not None))
+        self.inner = NativeEngine(policy, max_rows=max_rows, keep_special_tokens=keep_special_tokens, environment=environment)
 
     def generate(self, prompts, *, group_size, sampling, seed):
         self.inner.set_version(self.version)

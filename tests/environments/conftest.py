@@ -16,7 +16,7 @@ import pytest
 from groupwise.config.settings import EnvironmentSettings
 from groupwise.data.templates import Template
 from groupwise.environments.conversation import Reply, Stream
-from groupwise.environments.tool_episodes import ToolEpisode, ToolWorld
+from groupwise.environments.tool_episodes import ToolEnvironment, ToolEpisode
 from groupwise.records import Finish, Prompt
 from groupwise.runs.environments import make_runtime, tools_of
 
@@ -47,10 +47,10 @@ def _files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Table:
-    """A world, and how a test talks with it."""
+    """An environment, and how a test talks with it."""
 
-    def __init__(self, world: ToolWorld, template: Template) -> None:
-        self.world, self.template, self.tokenizer = world, template, template.tokenizer
+    def __init__(self, environment: ToolEnvironment, template: Template) -> None:
+        self.environment, self.template, self.tokenizer = environment, template, template.tokenizer
         self.streams: dict[ToolEpisode, Stream] = {}
 
     def prompt(self, text: str = "Do it.", name: str = "0/1", **row: Any) -> Prompt:
@@ -60,7 +60,7 @@ class Table:
 
     def open(self, prompt: Prompt, index: int = 0, seed: int = 0) -> tuple[ToolEpisode, Reply]:
         stream = Stream(prompt, index, 1 << 30)
-        talk = self.world.begin(stream, seed=seed)
+        talk = self.environment.begin(stream, seed=seed)
         reply = talk.open().result()
         self.streams[talk] = stream
         stream.take(reply, 0, limit=stream.limit)
@@ -104,7 +104,7 @@ def call(name: str, **arguments: Any) -> str:
 @pytest.fixture
 def table(templates: ModuleType) -> Iterator[Callable[..., Table]]:
     """`table(tools=[...], template="keeps", ...)`: keys of `environment`, and `data.control_tokens`."""
-    made: list[ToolWorld] = []
+    made: list[ToolEnvironment] = []
 
     def make(template: str = "keeps", tokenizer: Any = None, control_tokens: Any = "warn", **settings: Any) -> Table:
         chosen = EnvironmentSettings(**{"tool_timeout": 60.0, **settings})
@@ -112,9 +112,9 @@ def table(templates: ModuleType) -> Iterator[Callable[..., Table]]:
         runtime = make_runtime(chosen)
         assert runtime is not None
         shown = Template(tokenizer=turns.tokenizer, chat=True, tools=tools_of(runtime), control_tokens=control_tokens)
-        made.append(ToolWorld(runtime, chosen, shown, turns.eos_ids))
+        made.append(ToolEnvironment(runtime, chosen, shown, turns.eos_ids))
         return Table(made[-1], shown)
 
     yield make
-    for world in made:
-        world.close()
+    for environment in made:
+        environment.close()

@@ -139,7 +139,7 @@ def test_a_tool_is_called_what_it_is_given_as(table: Callable[..., Any], runs: s
 @BOTH
 def test_methods_of_every_kind_are_tools(table: Callable[..., Any], runs: str) -> None:
     at = table(factory="odd_tools.py:Desk", runs=runs)
-    assert [schema["function"]["name"] for schema in at.world.runtime.kinds[""].schemas] == [
+    assert [schema["function"]["name"] for schema in at.environment.runtime.kinds[""].schemas] == [
         "again", "named", "redone", "twice", "undone",
     ]  # fmt: skip
     found, _, _ = results(at, call("again", a=1), call("named"), call("redone", a=2), call("twice", a=3))

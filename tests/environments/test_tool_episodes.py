@@ -186,10 +186,10 @@ def test_an_environment_that_hangs_ends_its_episode_only(table: Callable[..., An
     at = table(factory="my_tools.py:Counter", runs=runs)
     talk, _ = at.begin(start=1)
     other, _ = at.begin(1, start=1)
-    patient = at.world.settings
-    at.world.settings = replace(patient, tool_timeout=0.3)  # while one call is asked for, which would hang for ever
+    patient = at.environment.settings
+    at.environment.settings = replace(patient, tool_timeout=0.3)  # while one call is asked for, which would hang for ever
     reply = at.say(talk, call("wait_forever") + call("increment", step=1))
-    at.world.settings = patient
+    at.environment.settings = patient
     assert reply.finish is Finish.DEADLINE
     episode = talk.close(reply.finish)
     assert [one.failure for one in episode.turns[0].calls] == ["timeout", "exception"]
@@ -256,7 +256,7 @@ def test_an_episode_ends_in_time_whatever_a_turn_calls(table: Callable[..., Any]
 
     at = table(tools=(ADD,), runs="thread", episode_timeout=0.1)
     talk, _ = at.begin()
-    monkeypatch.setattr(talk, "_environment", SimpleNamespace(call=until_killed, kill=killed.set))
+    monkeypatch.setattr(talk, "_instance", SimpleNamespace(call=until_killed, kill=killed.set))
     assert at.say(talk, call("add", a=1, b=2) * 2).finish is Finish.DEADLINE
     assert killed.is_set()
 
@@ -273,7 +273,7 @@ def test_sampling_takes_no_time_of_an_episode(table: Callable[..., Any], monkeyp
     at = table(tools=(ADD,), runs="thread", episode_timeout=10.0)
     for turns, end in ((0, Finish.EOS), (1, Finish.EOS), (2, Finish.DEADLINE)):
         talk, _ = at.begin()
-        monkeypatch.setattr(talk._environment, "call", slow)
+        monkeypatch.setattr(talk._instance, "call", slow)
         for turn in range(turns):
             now[0] += 1e6
             reply = at.say(talk, call("add", a=1, b=2))
@@ -364,7 +364,7 @@ def test_a_trl_environment_runs_unchanged(
     monkeypatch.setenv("CLOSED", str(closed))
     at = table(factory="my_tools.py:Counter", runs=runs)
     before = len(closed.read_text()) if closed.exists() else 0
-    assert [schema["function"]["name"] for schema in at.world.runtime.kinds[""].schemas] == ["increment", "wait_forever"]
+    assert [schema["function"]["name"] for schema in at.environment.runtime.kinds[""].schemas] == ["increment", "wait_forever"]
     talk, reply = at.begin(start=5)
     assert "Do it. Start at 5.<|im_end|>" in at.text(reply.context)
     answer = at.say(talk, "So." + call("increment", step=2))
@@ -565,14 +565,14 @@ def test_trap_7_a_mask_that_does_not_fit_is_refused_at_birth() -> None:
 
 @pytest.mark.slow
 def test_sampling_that_is_broken_off_leaves_nothing_running(table: Callable[..., Any]) -> None:
-    """Closed while a call hangs: its process is ended, and the world can be closed at once."""
+    """Closed while a call hangs: its process is ended, and the environment can be closed at once."""
     at = table(factory="my_tools.py:Counter", tool_timeout=600.0)
     talk, _ = at.begin(start=1)
     waiting = at.later(talk, call("wait_forever"))
     episode = talk.close(Finish.ERROR)
     assert waiting.result(timeout=60).finish is Finish.ERROR
     assert episode.reward is None
-    assert at.world._broken == 0, "it did not fail"
+    assert at.environment._broken == 0, "it did not fail"
     other, _ = at.begin(1, start=1)
     at.say(other, "done")
     assert other.close(Finish.EOS).reward == 1.0
@@ -590,7 +590,7 @@ def test_environments_end_with_the_process_that_forked_them(table: Callable[...,
     """Whoever above them is killed, with a signal that it does not hear."""
     at = table(factory="my_tools.py:Counter", tool_timeout=600.0)
     talk, _ = at.begin(start=1)
-    supervisor = at.world.runtime._process._process.pid
+    supervisor = at.environment.runtime._process._process.pid
     worker, *forks = filter(running, descendants(supervisor))
     assert len(forks) >= 2, "the supervisor of a fork, and the fork"
     waiting = at.later(talk, call("wait_forever"))

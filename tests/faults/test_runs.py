@@ -472,7 +472,7 @@ def workers_of(run: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("module", "where"), [(job, "make_learner"), (job, "make_engine"), (prepared, "_check_credit"), (prepared, "world_lines")]
+    ("module", "where"), [(job, "make_learner"), (job, "make_engine"), (prepared, "_check_credit"), (prepared, "environment_lines")]
 )
 def test_a_job_that_cannot_be_put_together_leaves_no_worker(
     module: Any, where: str, recipe: Callable, monkeypatch: pytest.MonkeyPatch

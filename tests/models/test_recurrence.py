@@ -335,7 +335,7 @@ def test_a_state_that_is_not_laid_aside_is_found_where_a_world_answers(monkeypat
 
 
 class Parrots:
-    """A world that answers every turn with its last token."""
+    """An environment that answers every turn with its last token."""
 
     def begin(self, stream: Stream, *, seed: int) -> Parrot:
         return Parrot(stream)
@@ -367,7 +367,7 @@ def test_a_turn_that_ends_early_leaves_no_later_token_in_a_state(tokens: int, mo
     # Turns end with half of all tokens, and so at any place.
     policy = replace(make_policy(model_of("qwen3_5"), TOKENIZER), eos_ids=tuple(range(0, len(TOKENIZER), 2)))
     prompts = [Prompt(id=str(i), tokens=np.arange(3, 6 + i), text="") for i in range(3)]
-    found = NativeEngine(policy, max_rows=4, world=Parrots()).generate(
+    found = NativeEngine(policy, max_rows=4, environment=Parrots()).generate(
         prompts, group_size=4, sampling=Sampling(max_new_tokens=40), seed=0
     )
     rollouts = [rollout for group in found for rollout in group]

@@ -100,17 +100,17 @@ def _fresh(policy, rollout):
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", [0.0, 0.4])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "gemma2"])
-def test_episodes_are_what_a_forward_pass_gives(family, cut, policy_of, prompts_of, scripted_world):
+def test_episodes_are_what_a_forward_pass_gives(family, cut, policy_of, prompts_of, scripted_environment):
     options = {"sliding_window": 6} if family in ("mistral", "gemma2") else {}
     policy = policy_of(family, context=128, eos_ids=(1, 2, 3), sharpness=1.0, **options)
     sampling, told = Sampling(max_new_tokens=40), None
     for rows, delays in ((3, 0), (1, None), (16, 1)):
-        world = scripted_world(cut=cut, cut_to="other", delays=delays)
-        engine = TransformersEngine(policy, max_rows=rows, world=world)
+        environment = scripted_environment(cut=cut, cut_to="other", delays=delays)
+        engine = TransformersEngine(policy, max_rows=rows, environment=environment)
         groups = list(engine.generate(prompts_of(9, 30), group_size=3, sampling=sampling, seed=2))
         found = {(rollout.prompt.id, rollout.index): rollout for group in groups for rollout in group}
         for name, rollout in found.items():
-            talk = world.begun[name]
+            talk = environment.begun[name]
             assert talk.closed == [rollout.finish]
             spans = [rollout.tokens[turn.begin : turn.end].tolist() for turn in rollout.episode.turns]
             assert spans == [tokens for tokens, *_ in talk.heard]

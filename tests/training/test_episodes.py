@@ -351,7 +351,7 @@ def remainder(rollout: Rollout) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", [*ALGORITHMS, "process"])
-def test_every_algorithm_trains_on_episodes(preset: str, tiny_policy: Callable, scripted_world: Callable) -> None:
+def test_every_algorithm_trains_on_episodes(preset: str, tiny_policy: Callable, scripted_environment: Callable) -> None:
     """One column for each completion, whatever a completion became on the way; sampled = scored."""
     policy = tiny_policy("llama", dtype=torch.float64, scale=2.0)
     settings = GroupSettings(prompts_per_step=2, group_size=4, updates_per_rollout=2, minibatches=2)
@@ -359,13 +359,13 @@ def test_every_algorithm_trains_on_episodes(preset: str, tiny_policy: Callable, 
     algorithm = replace(algorithm, credit=Process()) if preset == "process" else algorithm
     rng = np.random.default_rng(0)
     prompts = (Prompt(id=f"0/{i}", tokens=rng.integers(6, 50, size=3 + i % 3), text="") for i in range(100))
-    world = scripted_world(cut=0.4, cut_to="other", delays=0)
+    environment = scripted_environment(cut=0.4, cut_to="other", delays=0)
     steps = train_online(
         policy,
         algorithm,
         SampledRollouts(
             algorithm=algorithm,
-            engine=NativeEngine(policy, max_rows=5, world=world),
+            engine=NativeEngine(policy, max_rows=5, environment=environment),
             rewards=RuleRewards(remainder),
             draw=lambda k: [next(prompts) for _ in range(k)],
             sampling=Sampling(max_new_tokens=40),
@@ -403,11 +403,11 @@ def test_every_algorithm_trains_on_episodes(preset: str, tiny_policy: Callable, 
     assert splits > 3
 
 
-def test_a_difference_is_found_in_episodes_too(tiny_policy: Callable, scripted_world: Callable) -> None:
+def test_a_difference_is_found_in_episodes_too(tiny_policy: Callable, scripted_environment: Callable) -> None:
     policy = tiny_policy("llama", scale=2.0)
-    world = scripted_world(cut=0.4, cut_to="other")
+    environment = scripted_environment(cut=0.4, cut_to="other")
     prompts = [Prompt(id=str(i), tokens=np.arange(6, 10 + i), text="") for i in range(3)]
-    engine = NativeEngine(policy, max_rows=5, world=world)
+    engine = NativeEngine(policy, max_rows=5, environment=environment)
     sampling = Sampling(max_new_tokens=40, temperature=0.5)
     rollouts = [r for group in engine.generate(prompts, group_size=3, sampling=sampling, seed=1) for r in group]
     wrong = score_rollouts(

@@ -309,18 +309,18 @@ def test_p3_a_server_whose_engine_stands_still_is_named(
 
 
 def test_episodes_are_sampled_turn_by_turn_as_they_are_scored(
-    serving: Any, prompts: list[Prompt], scripted_world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    serving: Any, prompts: list[Prompt], scripted_environment: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several turns, answers between them and branches; sampled = scored, and every world is told what was recorded."""
+    """Several turns, answers between them and branches; sampled = scored, and every environment is told what was recorded."""
     engine = VllmEngine(serving.policy, servers=[serving.url])
-    world = scripted_world(cut=0.3, cut_to="other", delays=0, turns=5)
-    monkeypatch.setattr(engine, "world", world)
+    environment = scripted_environment(cut=0.3, cut_to="other", delays=0, turns=5)
+    monkeypatch.setattr(engine, "environment", environment)
     rollouts = draw(engine, prompts[:4], Sampling(temperature=0.9, max_new_tokens=24))
     scored = score_rollouts(engine.policy, rollouts, max_tokens_per_microbatch=4096)
     found = np.concatenate([np.abs(s - r.behavior_logp)[r.trained] for s, r in zip(scored, rollouts, strict=True)])
     assert found.size > 50 and found.max() < 1e-4
     for rollout in rollouts:
-        talk = world.begun[rollout.prompt.id, rollout.index]
+        talk = environment.begun[rollout.prompt.id, rollout.index]
         assert talk.closed == [rollout.finish]
         spans = [rollout.tokens[turn.begin : turn.end].tolist() for turn in rollout.episode.turns]
         assert spans == [tokens for tokens, *_ in talk.heard]

@@ -226,9 +226,11 @@ def _evaluated(
         ends.callback(torch.set_num_threads, torch.get_num_threads())
         policy = make_policy(prepared.blueprint.load(), prepared.blueprint.tokenizer, recipe.model)
         fit_threads(policy, recipe.threads)
-        sampler = replace(NATIVE, conversations=prepared.world is not None)
+        sampler = replace(NATIVE, conversations=prepared.environment is not None)
         prove(policy, longest=longest_of(recipe, prepared.prompts), sampler=sampler, train=False)
-        engine = NativeEngine(policy, max_rows=recipe.rollout.max_rows, world=prepared.world)
+        engine = NativeEngine(
+            policy, max_rows=recipe.rollout.max_rows, environment=prepared.environment
+        )
         evaluation = evaluated(prepared, engine, prepared.prompts.held_out, progress)
         assert evaluation is not None
         return prepared.rewards.names, evaluation

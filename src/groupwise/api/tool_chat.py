@@ -17,8 +17,8 @@ from groupwise.records import Prompt, Rollout, Sampling
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.environments import (
     environment_of,
+    make_environment,
     make_runtime,
-    make_world,
     recipe_of_environment,
     tools_of,
 )
@@ -59,13 +59,15 @@ class Answered:
         ends.callback(source.close)
         data = dataclasses.replace(policy.data, chat=True, template=None)
         recipe = dataclasses.replace(recipe_of_environment({}), environment=settings, data=data)
-        world = make_world(recipe, Blueprint.of(policy), source, Sampling(max_new_tokens=length))
-        if world is None:
+        made = make_environment(
+            recipe, Blueprint.of(policy), source, Sampling(max_new_tokens=length)
+        )
+        if made is None:
             return None
-        ends.callback(world.close)
+        ends.callback(made.close)
         prove(policy, sampler=dataclasses.replace(NATIVE, conversations=True), train=False)
         template = Template.build(data, policy.tokenizer, tools_of(source))
-        return cls(policy, NativeEngine(policy, max_rows=1, world=world), template, length)
+        return cls(policy, NativeEngine(policy, max_rows=1, environment=made), template, length)
 
     def turn(self, messages: Sequence[Mapping[str, Any]], temperature: float, seed: int) -> Rollout:
         """One episode after the messages: turns of the policy and answers of its environment."""

@@ -100,7 +100,7 @@ class Turns:
     ) -> Suffix:
         """What follows a completion whose last id is `last`.   tools, variables: as of `Chat`.
 
-        messages: everything that the world says before the policy continues, in order: the results
+        messages: all that the environment says before the policy continues, in order: the results
             of all calls of the turn (`role: tool`, with `name` and `tool_call_id` where the
             template shows them), then messages of the user, if any.  Text of control tokens in them
             is encoded as text: an observation cannot end a turn or begin another.

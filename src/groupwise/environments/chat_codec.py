@@ -154,7 +154,6 @@ class ChatCodec:
         return ParsedTurn(content, reasoning, (), content)
 
     # ---- requests of the endpoint's clients
-    # ----------------------------------------------------------------------------------
 
     def render(self, request: ChatRequest) -> tuple[np.ndarray, str]:
         """Ids and text of a whole conversation.  Raises Refused."""

@@ -1,7 +1,7 @@
 """The stream of one completion, and the protocols between an engine, which draws turns, and
 environments, which answer them.
 
-An engine with an `EpisodeWorld` asks it for a `Conversation` per completion.  It waits for `open`,
+An engine with an `Environment` asks it for a `Conversation` per completion.  It waits for `open`,
 draws a turn into the completion's `Stream`, calls `answer`, and decodes another completion until
 the reply is there; then it appends the reply's ids, which the policy did not write, and draws the
 next turn.  Nothing is decoded and encoded again on the way.
@@ -74,10 +74,10 @@ class Stream:
     """Stretches of tokens that the policy did not write."""
     branches: list[Branch] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
-    """Those that have ended, where a world answers them."""
+    """Those that have ended, where an environment answers them."""
     conversation: Conversation | None = None
     reply: Future[Reply] | None = None
-    """The world's reply, while it is waited for."""
+    """The environment's reply, while it is waited for."""
 
     def __post_init__(self) -> None:
         self.end = self.limit
@@ -185,7 +185,7 @@ class Conversation(Protocol):
         ...
 
 
-class EpisodeWorld(Protocol):
+class Environment(Protocol):
     """The episodes of a run: makes a `Conversation` for each completion.  It may be used by several
     threads at once.
     """

@@ -168,7 +168,6 @@ class _EndpointHandler(Handler):
             self._send(HTTPStatus.NO_CONTENT if answer is None else HTTPStatus.OK, answer)
 
     # ---- who asks, and for what
-    # ----------------------------------------------------------------------------------------------
 
     def _check_origin(self) -> None:
         """Refuses other hosts' names, web pages, and overlong addresses."""
@@ -245,7 +244,6 @@ class _EndpointHandler(Handler):
         return body
 
     # ---- routes
-    # --------------------------------------------------------------------------------------------------------------
 
     def _models(self, episode: str | None) -> Any:
         if episode is not None:
@@ -325,7 +323,6 @@ class _EndpointHandler(Handler):
                     raise ConnectionAbortedError("the client has closed the connection") from None
 
     # ---- answers
-    # -------------------------------------------------------------------------------------------------------------
 
     def _send(self, status: HTTPStatus, body: Any) -> None:
         self._write(

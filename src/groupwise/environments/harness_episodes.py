@@ -1,10 +1,10 @@
 """Episodes that a harness drives: it asks the endpoint for the policy's turns, and its requests
 become a conversation.
 
-The engine uses it like any other `World`; `open` and `answer` are done when the harness asks for
-its next turn.  A request whose ids begin with exactly the ids of the stream continues the stream.
-Any other begins a branch: the harness changed or dropped the past, or several agents share the
-episode.  The episode is over when the harness has ended.
+The engine uses it like any other `Environment`; `open` and `answer` are done when the harness asks
+for its next turn.  A request whose ids begin with exactly the ids of the stream continues the
+stream. Any other begins a branch: the harness changed or dropped the past, or several agents share
+the episode.  The episode is over when the harness has ended.
 
 What the policy wrote is never tokenised again: an assistant's message that a client repeats is
 recognised and replaced by the ids that were sampled; the messages since then are appended as the
@@ -63,8 +63,8 @@ HOPELESS = 16
 """Episodes that fail before one succeeds, after which the harness counts as broken."""
 
 
-class HarnessWorld:
-    """Implements `conversation.EpisodeWorld`: one endpoint, and a harness for each episode."""
+class HarnessEnvironment:
+    """Implements `conversation.Environment`: one endpoint, and a harness for each episode."""
 
     def __init__(
         self,
@@ -199,10 +199,10 @@ class HarnessEpisode:
     changes it holds its lock.
     """
 
-    def __init__(self, world: HarnessWorld, stream: Stream, seed: int) -> None:
-        self.world, self.stream, self.seed = world, stream, seed
+    def __init__(self, environment: HarnessEnvironment, stream: Stream, seed: int) -> None:
+        self.environment, self.stream, self.seed = environment, stream, seed
         self.id = secrets.token_urlsafe(18)
-        self.codec = world.codec
+        self.codec = environment.codec
         self._lock = threading.RLock()
         self._next: Future[Reply] | None = None
         """What the engine waits for; None while it draws."""
@@ -222,13 +222,12 @@ class HarnessEpisode:
         self._failure = ""
 
     # ---- for the engine
-    # ------------------------------------------------------------------------------------------------------
 
     def open(self) -> Future[Reply]:
         """Start the harness; done when it asks for its first turn."""
         with self._lock:
             first = self._next = Future()
-        self.world.want(self)
+        self.environment.want(self)
         return first
 
     def answer(self) -> Future[Reply]:
@@ -251,7 +250,7 @@ class HarnessEpisode:
     def close(self, finish: Finish) -> Episode:
         """Break the harness off and refuse what it still asks for; the episode as a record."""
         self.end(finish, None)
-        self.world.forget(self)
+        self.environment.forget(self)
         with self._lock:
             if self._drawing is not None:
                 self._drawing.sampled.set_exception(self._refusal())
@@ -263,7 +262,7 @@ class HarnessEpisode:
                 messages=self._messages,
                 branches=tuple(self.stream.branches),
                 reward=self._ending.reward,
-                environment=self.world.settings.verifiers or "",
+                environment=self.environment.settings.verifiers or "",
                 prompt_text=self._prompt_text(),
             )
 
@@ -275,7 +274,6 @@ class HarnessEpisode:
         return self.codec.decode(branches[0].context)
 
     # ---- for the harness
-    # -----------------------------------------------------------------------------------------------------
 
     def start(self, harness: Harness) -> None:
         """Let the harness run, unless the episode is over by now."""
@@ -284,7 +282,7 @@ class HarnessEpisode:
         request = EpisodeRequest(
             id=self.id,
             row=self.stream.prompt.row,
-            base_url=f"{self.world.endpoint.url}/episodes/{self.id}/v1",
+            base_url=f"{self.environment.endpoint.url}/episodes/{self.id}/v1",
             api_key=self.id,
             model=MODEL,
             index=self.stream.index,
@@ -338,7 +336,7 @@ class HarnessEpisode:
             self._waiting.clear()
             stop = self._stop
         stop()
-        self.world.ended(self, failure and self._failure)
+        self.environment.ended(self, failure and self._failure)
         with self._lock:
             self._advance()
 
@@ -347,21 +345,20 @@ class HarnessEpisode:
         with self._lock:
             if self._drawing is None and not self._waiting:
                 self._spent += seconds
-        if self._spent > self.world.settings.episode_timeout:
+        if self._spent > self.environment.settings.episode_timeout:
             self.end(
                 Finish.DEADLINE,
-                f"the harness took more than {self.world.settings.episode_timeout:g} s",
+                f"the harness took more than {self.environment.settings.episode_timeout:g} s",
             )
 
     # ---- for the endpoint
-    # ----------------------------------------------------------------------------------------------------
 
     def render(self, request: ChatRequest) -> TurnRequest:
         """The turn that a chat request asks for.
 
         Raises Refused for sampling that differs from the run's, for a conversation that no context
         can hold, and where the chat template has no text for it."""
-        request.check_against(self.world.sampling)
+        request.check_against(self.environment.sampling)
         self._check_size(request)
         after = self._recognised(request)
         if after is not None:
@@ -377,7 +374,7 @@ class HarnessEpisode:
                 pass
             else:
                 ids = np.concatenate([ids, tokens])
-                if self.world.settings.past == "split":
+                if self.environment.settings.past == "split":
                     whole, text = self.codec.render(request)
                     ids = ids if text == self.codec.decode(ids) else whole
                 return TurnRequest(ids, request, opens_thinking(text), new, after)
@@ -389,14 +386,14 @@ class HarnessEpisode:
 
         All episodes share one tokenizer and its lock: such a text must not be rendered.
         """
-        most = self.world.context * self.codec.longest_token
+        most = self.environment.context * self.codec.longest_token
         if request.size <= most:
             return
         with self._lock:
             self._full = Finish.LENGTH
         raise Refused(
             f"no room for a turn: the request has {request.size} characters, and a context of"
-            f" {self.world.context} tokens holds at most {most}",
+            f" {self.environment.context} tokens holds at most {most}",
             code="context_length_exceeded",
         )
 
@@ -421,7 +418,7 @@ class HarnessEpisode:
 
         Raises Refused for other sampling than the run's, or an episode that is over.
         """
-        request.sampling.check_against(self.world.sampling)
+        request.sampling.check_against(self.environment.sampling)
         with self._lock:
             if self._over is not None:
                 raise self._refusal()
@@ -433,7 +430,7 @@ class HarnessEpisode:
         """The turn as a message, which is from now on recognised, with its calls noted for the
         record.
         """
-        response = self.codec.read(sampled, request, thinking, self.world.sampling.stop)
+        response = self.codec.read(sampled, request, thinking, self.environment.sampling.stop)
         with self._lock:
             turn, drawn = self.stream.turns[sampled.turn], self._drawn[sampled.turn]
             drawn.call_ids, drawn.setting = [call.id for call in response.calls], request.setting
@@ -451,7 +448,6 @@ class HarnessEpisode:
         return response
 
     # ---- inside; the lock is held
-    # --------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
         """Answer the engine, if it waits and there is something to continue with."""
@@ -459,7 +455,7 @@ class HarnessEpisode:
             return
         if self._over is not None:
             following, self._next = self._next, None
-            if self._failure and self.world.hopeless():
+            if self._failure and self.environment.hopeless():
                 why = f"the first {HOPELESS} episodes failed, the last one so: {self._failure}"
                 following.set_exception(EnvironmentFailure(why))
             else:
@@ -480,10 +476,10 @@ class HarnessEpisode:
         """The reply with which the engine continues for a request.  Raises Refused where there is
         no room for a turn.
         """
-        context, stream, world, first = (
+        context, stream, environment, first = (
             request.context,
             self.stream.ids(),
-            self.world,
+            self.environment,
             not self.stream.turns,
         )
         follows = context.size >= stream.size and np.array_equal(context[: stream.size], stream)
@@ -492,15 +488,15 @@ class HarnessEpisode:
         follows = follows and (context.size == stream.size or not first)
         new = context[stream.size :] if follows else NOTHING
         room = self._room(context.size, new.size)
-        if len(self.stream.turns) >= world.settings.max_turns:
+        if len(self.stream.turns) >= environment.settings.max_turns:
             self._full = Finish.TURNS
             raise self._refusal()
         if room < 1:
             self._full = Finish.LENGTH
             raise Refused(
-                f"no room for a turn: its context has {context.size} tokens of {world.context}, and"
+                f"no room for a turn: its context has {context.size} tokens of {environment.context}, and"
                 f" the episode {len(self.stream.tokens) + new.size} of"
-                f" {world.sampling.max_new_tokens}",
+                f" {environment.sampling.max_new_tokens}",
                 code="context_length_exceeded",
             )
         self._note_answer(request, new)
@@ -514,8 +510,8 @@ class HarnessEpisode:
     def _room(self, context: int, new: int = 0) -> int:
         """Tokens that the next turn may have behind a context, of which so many are new."""
         return min(
-            self.world.sampling.max_new_tokens - len(self.stream.tokens) - new,
-            self.world.context - context,
+            self.environment.sampling.max_new_tokens - len(self.stream.tokens) - new,
+            self.environment.context - context,
         )
 
     def _note_answer(self, request: TurnRequest, new: np.ndarray) -> None:
@@ -545,7 +541,7 @@ class HarnessEpisode:
 
     def _refusal(self) -> Refused:
         if self._full is Finish.TURNS:
-            turns = counted(self.world.settings.max_turns, "turn")
+            turns = counted(self.environment.settings.max_turns, "turn")
             return Refused(
                 f"the episode has had {turns} (environment.max_turns)", code="too_many_turns"
             )

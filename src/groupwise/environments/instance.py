@@ -193,7 +193,6 @@ class Instance:
         return reward, state, unclosed
 
     # ---- inside
-    # --------------------------------------------------------------------------------------------------------------
 
     def _tool(self, name: str) -> Callable[..., Any]:
         return self._functions[name] if name in self._functions else getattr(self._object, name)

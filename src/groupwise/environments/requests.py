@@ -77,7 +77,6 @@ class SampledTokens:
 
 
 # ---- the forms of bodies
-# -----------------------------------------------------------------------------------------------------
 
 
 def _wrong(words: str) -> PydanticCustomError:
@@ -399,7 +398,6 @@ class TurnRequest:
 
 
 # ---- token ids
-# ---------------------------------------------------------------------------------------------------------------
 
 
 def read_token_request(
@@ -457,7 +455,6 @@ def token_answer(name: str, sampled: SampledTokens) -> dict[str, Any]:
 
 
 # ---- messages
-# ----------------------------------------------------------------------------------------------------------------
 
 
 def read_chat_request(body: Mapping[str, Any]) -> ChatRequest:

@@ -139,7 +139,6 @@ def read_turn(
 
 
 # ---- reasoning
-# ---------------------------------------------------------------------------------------------------------------
 
 
 def split_thinking(text: str, thinking: bool) -> tuple[str | None, str]:
@@ -167,7 +166,6 @@ _Kinds = Mapping[str, Sequence[str]]
 
 
 # ---- <tool_call>
-# -------------------------------------------------------------------------------------------------------------
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
@@ -278,7 +276,6 @@ _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
 # ---- a turn that is a call
-# ---------------------------------------------------------------------------------------------------
 
 
 _MEANT = re.compile(
@@ -319,7 +316,6 @@ def _bare(text: str) -> tuple[str, str, _Calls]:
 
 
 # ---- channels
-# ----------------------------------------------------------------------------------------------------------------
 
 _HEADER_END, _BODY_END = "<|message|>", re.compile(r"<\|(end|call|return)\|>")
 
@@ -375,7 +371,6 @@ def _channel_call(name: str, body: str | None, end: str | None) -> ParsedCall:
 
 
 # ---- JSON
-# --------------------------------------------------------------------------------------------------------------------
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

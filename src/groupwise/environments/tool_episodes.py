@@ -57,8 +57,8 @@ trained in.
 """
 
 
-class ToolWorld:
-    """An `EpisodeWorld` of tools and environments, for one tokenizer."""
+class ToolEnvironment:
+    """An `Environment` of tools and environments, for one tokenizer."""
 
     def __init__(
         self,
@@ -130,15 +130,17 @@ class _Outcome:
 class ToolEpisode:
     """One episode: a `Conversation`."""
 
-    def __init__(self, world: ToolWorld, stream: Stream, kind: EnvironmentKind, seed: int) -> None:
-        """Use `ToolWorld.begin`."""
-        self._world, self._stream, self._kind, self._seed = world, stream, kind, seed
+    def __init__(
+        self, environment: ToolEnvironment, stream: Stream, kind: EnvironmentKind, seed: int
+    ) -> None:
+        """Use `ToolEnvironment.begin`."""
+        self._environment, self._stream, self._kind, self._seed = environment, stream, kind, seed
         self._prompt = stream.prompt
-        self._environment = world.runtime.make(kind)
+        self._instance = environment.runtime.make(kind)
         self._schemas = {name_of(schema): schema for schema in kind.schemas}
         self._tools, self._variables = (
             kind.schemas or None,
-            world.prompts.with_own(variables_in(stream.prompt.row, "row")),
+            environment.prompts.with_own(variables_in(stream.prompt.row, "row")),
         )
         self._written: Messages = []
         """The whole conversation, with marks around what is encoded as text."""
@@ -155,7 +157,7 @@ class ToolEpisode:
         self._state: Mapping[str, Any] | None = None
         self._broken_off = False
         """True if it was ended from outside: what fails then is no failure."""
-        self._unused, self._deadline = world.settings.episode_timeout, 0.0
+        self._unused, self._deadline = environment.settings.episode_timeout, 0.0
         """Seconds that the environment has left, and when they end; while the policy samples the
         clock stands still.
         """
@@ -177,7 +179,7 @@ class ToolEpisode:
         """
         if self._pending is not None and not self._pending.done():
             self._broken_off = True
-            self._environment.kill()
+            self._instance.kill()
         elif not self._ended:
             self._end(judged=finish is not Finish.ERROR)
         reward, turns = self._reward, tuple(self._stream.turns)
@@ -197,12 +199,13 @@ class ToolEpisode:
         )
 
     # ---- inside
-    # --------------------------------------------------------------------------------------------------------------
 
     @property
     def _left(self) -> float:
         """Seconds that a call may take."""
-        return max(0.0, min(self._world.settings.tool_timeout, self._deadline - time.monotonic()))
+        return max(
+            0.0, min(self._environment.settings.tool_timeout, self._deadline - time.monotonic())
+        )
 
     def _timed(self, stage: Callable[[], Reply]) -> Reply:
         self._deadline = time.monotonic() + self._unused
@@ -211,17 +214,19 @@ class ToolEpisode:
         return reply
 
     def _open(self) -> Reply:
-        codec = self._world.codec
+        codec = self._environment.codec
         if self._prompt.messages is None:
             raise EnvironmentFailure(
                 "conversations are chat messages, and the prompt is a plain string: set data.chat:"
                 " true"
             )
-        content = self._world.prompts.marked([dict(message) for message in self._prompt.messages])
+        content = self._environment.prompts.marked(
+            [dict(message) for message in self._prompt.messages]
+        )
         assert not isinstance(content, str)
         self._written = content
         try:
-            observation = self._environment.reset(
+            observation = self._instance.reset(
                 self._prompt.row, seed=self._seed, seconds=self._left
             )
         except EnvironmentBroken as broken:
@@ -241,9 +246,11 @@ class ToolEpisode:
         )
 
     def _answer(self) -> Reply:
-        began, settings, turn = time.monotonic(), self._world.settings, self._stream.turns[-1]
+        began, settings, turn = time.monotonic(), self._environment.settings, self._stream.turns[-1]
         tokens = self._stream.tokens[turn.begin : turn.end]
-        parsed = self._world.codec.parse(tokens, self._tools, thinking=opens_thinking(self._text))
+        parsed = self._environment.codec.parse(
+            tokens, self._tools, thinking=opens_thinking(self._text)
+        )
         message = parsed.message()
         self._messages.append(message)
         self._written.append(message)
@@ -292,7 +299,7 @@ class ToolEpisode:
         if not self._kind.steps:
             return _Outcome(finish=finish)
         try:
-            observation, reward, done = self._environment.step(parsed.content, seconds=self._left)
+            observation, reward, done = self._instance.step(parsed.content, seconds=self._left)
         except EnvironmentBroken as broken:
             return _Outcome(finish=broken.finish, failure=str(broken))
         return _Outcome(texts=[observation], reward=reward, finish=Finish.DONE if done else None)
@@ -337,15 +344,15 @@ class ToolEpisode:
         have the episode's, too.
         """
         if len(calls) < 2:
-            return self._environment.call(calls, seconds=self._left)
+            return self._instance.call(calls, seconds=self._left)
         late = threading.Event()
         end = threading.Timer(
-            self._deadline - time.monotonic(), lambda: (late.set(), self._environment.kill())
+            self._deadline - time.monotonic(), lambda: (late.set(), self._instance.kill())
         )
         end.daemon = True
         end.start()
         try:
-            results, over = self._environment.call(calls, seconds=self._left)
+            results, over = self._instance.call(calls, seconds=self._left)
         finally:
             end.cancel()
             end.join()
@@ -353,13 +360,13 @@ class ToolEpisode:
 
     def _continue(self, answers: Messages) -> Reply:
         """The reply after which the next turn is drawn."""
-        codec, turn, tokens = self._world.codec, self._stream.turns[-1], self._stream.tokens
+        codec, turn, tokens = self._environment.codec, self._stream.turns[-1], self._stream.tokens
         self._messages += answers
         self._written += [codec.template.shielded(answer) for answer in answers]
         suffix = codec.after(
             tokens[-1] if turn.end > turn.begin else -1, answers, self._tools, self._variables
         )
-        if self._world.settings.past == "keep":
+        if self._environment.settings.past == "keep":
             self._text = suffix.text
             return Reply(suffix.tokens)
         ids = self._stream.ids()[
@@ -373,7 +380,7 @@ class ToolEpisode:
         """The whole conversation as the template writes it; None where that is the text of the
         stream, or it refuses.
         """
-        codec = self._world.codec
+        codec = self._environment.codec
         try:
             text = codec.written(self._written, self._tools, self._variables)
         except (
@@ -404,8 +411,8 @@ class ToolEpisode:
         """Ask the environment for its reward, and close it; False if it failed."""
         self._ended = True
         try:
-            self._reward, self._state = self._environment.end(
-                judged, seconds=self._world.settings.tool_timeout
+            self._reward, self._state = self._instance.end(
+                judged, seconds=self._environment.settings.tool_timeout
             )
         except EnvironmentBroken as broken:
             self._break(str(broken), counts=judged)
@@ -414,15 +421,15 @@ class ToolEpisode:
     def _break(self, why: str, *, counts: bool) -> None:
         """The environment has failed.  Raises EnvironmentFailure if too many have."""
         self._ended = self._failed = True
-        self._environment.kill()
+        self._instance.kill()
         if counts and not self._broken_off:
-            self._world.broken(why)
+            self._environment.broken(why)
 
     def _cut(self, texts: Sequence[str]) -> tuple[list[str], bool]:
         """Texts within the budget of one answer, and whether something is missing.  They share it
         evenly if it is too small.
         """
-        settings, count = self._world.settings, self._world.codec.count
+        settings, count = self._environment.settings, self._environment.codec.count
         texts = [
             text.encode("utf-8", "replace").decode() for text in texts
         ]  # half of a character has no ids

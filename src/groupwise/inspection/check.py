@@ -27,7 +27,7 @@ from groupwise.data.turns import Turns
 from groupwise.environments.procedural import rows_of
 from groupwise.environments.runtime import EnvironmentBroken, EnvironmentKind
 from groupwise.environments.schemas import name_of
-from groupwise.environments.tool_episodes import ToolWorld
+from groupwise.environments.tool_episodes import ToolEnvironment
 from groupwise.errors import ConfigError, DataError, GroupwiseError
 from groupwise.models.loading import embedding_rows
 from groupwise.models.policy import Policy
@@ -133,8 +133,8 @@ def _check_job(job: Job) -> Iterator[Finding]:
         return
     yield from _procedural(recipe)
     assert rewards is not None
-    if isinstance(job.prepared.world, ToolWorld):
-        yield from _world(recipe, job.prepared.world, job.prompts)
+    if isinstance(job.prepared.environment, ToolEnvironment):
+        yield from _environments(recipe, job.prepared.environment, job.prompts)
     episodes = rewards.asks("environments", "environment_rewards")  # a gold answer has none
     if rewards.golds and not episodes:
         graded: set[str | None] = {rewards.verdict}
@@ -279,9 +279,9 @@ def _procedural(recipe: Recipe) -> Iterator[Finding]:
         yield _good("scorer", text)
 
 
-def _world(recipe: Recipe, world: ToolWorld, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+def _environments(recipe: Recipe, environment: ToolEnvironment, prompts: Sequence[Prompt]) -> Iterator[Finding]:
     """Show the tools, and try each environment for an episode in which the policy does nothing."""
-    for kind in world.runtime.kinds.values():
+    for kind in environment.runtime.kinds.values():
         for schema in kind.schemas:
             function = schema["function"]
             properties = (function.get("parameters") or {}).get("properties") or ()
@@ -289,36 +289,36 @@ def _world(recipe: Recipe, world: ToolWorld, prompts: Sequence[Prompt]) -> Itera
             yield _good("tool", f"{name_of(schema)}({', '.join(properties)}): {described}")
         if not kind.resets:
             continue
-        asking = [one for one in prompts if world.runtime.kind_of(one.row, one.place) == kind]
+        asking = [one for one in prompts if environment.runtime.kind_of(one.row, one.place) == kind]
         if asking:
-            yield _try_environment(recipe, world, kind, asking[0])
+            yield _try_environment(recipe, environment, kind, asking[0])
         else:
             yield _note("environment", f"{kind.name or kind.title}: no row asks for it")
 
 
 def _try_environment(
-    recipe: Recipe, world: ToolWorld, kind: EnvironmentKind, prompt: Prompt
+    recipe: Recipe, environment: ToolEnvironment, kind: EnvironmentKind, prompt: Prompt
 ) -> Finding:
     name, seconds = kind.name or kind.title, recipe.environment.tool_timeout
-    environment = world.runtime.make(kind)
+    instance = environment.runtime.make(kind)
     began = time.monotonic()
     try:
-        greeting = environment.reset(prompt.row, seed=recipe.seed, seconds=seconds)
+        greeting = instance.reset(prompt.row, seed=recipe.seed, seconds=seconds)
         text = f"{name}: reset() says nothing"
         if greeting:
             text = f"{name}: reset() says {greeting!r:.80}"
         if kind.steps:
-            observation, reward, done = environment.step("", seconds=seconds)
+            observation, reward, done = instance.step("", seconds=seconds)
             text += f"; to an empty turn it answers {observation!r:.80}, reward {reward}"
             text += f", done {done}"
-        reward, _ = environment.end(True, seconds=seconds)
+        reward, _ = instance.end(True, seconds=seconds)
         if not kind.steps and kind.rewarded:
             text += f"; reward of an episode without actions: {reward}"
         return _good("environment", f"{text} ({time.monotonic() - began:.2f} s)")
     except EnvironmentBroken as broken:
         return _wrong("environment", f"{name}: {broken}")
     finally:
-        environment.kill()
+        instance.kill()
 
 
 # ---------------------------------------------------------------- rewards

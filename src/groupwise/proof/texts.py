@@ -32,13 +32,13 @@ class Sampler:
     """What samples in a run."""
 
     make: Callable[..., Engine]
-    """(policy, max_rows=..., world=...) -> engine."""
+    """(policy, max_rows=..., environment=...) -> engine."""
     name: str
     remedy: str
     """What to do if it differs."""
     path: str = "sampling"
     conversations: bool = False
-    """A world answers its turns."""
+    """An environment answers its turns."""
 
 
 NATIVE = Sampler(make=NativeEngine, name="native", remedy="set rollout.engine to 'transformers'")
@@ -152,14 +152,14 @@ def written(policy: Policy, size: Size, longest: int, seed: int = 0) -> list[Sam
 def drawn(
     policy: Policy, sampler: Sampler, size: Size, longest: int, seed: int = 0
 ) -> list[Sample]:
-    """What an engine draws, in turns where a world answers."""
+    """What an engine draws, in turns where an environment answers."""
     no_text: Any = SimpleNamespace(decode=lambda ids, **_: "")
     endless = replace(policy, eos_ids=(), context=longest, tokenizer=no_text)
-    world = SimpleNamespace(
+    environment = SimpleNamespace(
         begin=lambda stream, *, seed: _RandomReplies(policy.vocabulary, stream, seed)
     )
     engine = sampler.make(
-        endless, max_rows=size.rows, world=world if sampler.conversations else None
+        endless, max_rows=size.rows, environment=environment if sampler.conversations else None
     )
     sampling = Sampling(max_new_tokens=LAST if sampler.conversations else min(LAST, size.tokens))
     columns = prompts_of(policy, size, longest, seed)

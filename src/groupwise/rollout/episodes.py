@@ -1,9 +1,9 @@
-"""The completions of one call of `generate`: the conversations whose turns a world answers, which
-every engine shares, and groups.
+"""The completions of one call of `generate`: the conversations whose turns an environment answers,
+which every engine shares, and groups.
 
 An engine begins conversations (`Conversations.begin`), draws a turn and hands it over (`turn`).
-When the world has answered, `heard` puts the reply into the completion's stream: more tokens before
-the next turn, another context, or the end of the episode."""
+When the environment has answered, `heard` puts the reply into the completion's stream: more tokens
+before the next turn, another context, or the end of the episode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from groupwise.environments.conversation import NOTHING, Conversation, EpisodeWorld, Reply, Stream
+from groupwise.environments.conversation import NOTHING, Conversation, Environment, Reply, Stream
 from groupwise.errors import EngineError
 from groupwise.models.policy import Policy
 from groupwise.records import Finish, Rollout, Sampling
@@ -54,7 +54,7 @@ class Conversations(Generic[One]):
     def __init__(
         self,
         policy: Policy,
-        world: EpisodeWorld | None,
+        environment: Environment | None,
         sampling: Sampling,
         seed: int,
         streams: Iterable[One] = (),
@@ -63,17 +63,22 @@ class Conversations(Generic[One]):
         keep_special_tokens: bool = False,
         replied: Callable[[], None] = lambda: None,
     ) -> None:
-        """streams: the completions that a world answers.   rows: completions that the engine
+        """streams: the completions that an environment answers.   rows: completions that the engine
         decodes at a time.
 
         replied: called, in any thread, when a reply is there.
         """
-        self.policy, self.world, self.sampling, self.seed = policy, world, sampling, seed
+        self.policy, self.environment, self.sampling, self.seed = (
+            policy,
+            environment,
+            sampling,
+            seed,
+        )
         self.rows, self.keep_special_tokens, self._replied = rows, keep_special_tokens, replied
         self.unbegun = deque(streams)
         """Completions whose conversations have not been begun."""
         self.listening: list[One] = []
-        """Those that wait for the world."""
+        """Those that wait for the environment."""
         self._open: dict[Stream, Conversation] = {}
 
     def __enter__(self) -> Conversations[One]:
@@ -91,18 +96,20 @@ class Conversations(Generic[One]):
         return bool(self.unbegun or self._open)
 
     def begin(self, most: float = math.inf) -> None:
-        """Begin at most so many conversations, as many as may be open; the world says what stands
-        before their first turns.
+        """Begin at most so many conversations, as many as may be open; the environment says what
+        stands before their first turns.
         """
-        assert self.world is not None
+        assert self.environment is not None
         while self.unbegun and most > 0 and len(self._open) < CONVERSATIONS_PER_ROW * self.rows:
             stream = self.unbegun.popleft()
-            stream.conversation = self._open[stream] = self.world.begin(stream, seed=self.seed)
+            stream.conversation = self._open[stream] = self.environment.begin(
+                stream, seed=self.seed
+            )
             self._listen(stream, stream.conversation.open())
             most -= 1
 
     def turn(self, stream: One, finish: Finish) -> None:
-        """The turn has ended; the world says how the completion continues."""
+        """The turn has ended; the environment says how the completion continues."""
         assert stream.conversation is not None and stream.reply is None
         stream.end_turn(finish)
         self._listen(stream, stream.conversation.answer())
@@ -117,8 +124,8 @@ class Conversations(Generic[One]):
         None of one that continues.
 
         version: of the weights at the moment.   wait: until a reply is there.
-        Raises what the world failed with, and EngineError for a reply behind which nothing can be
-        drawn.
+        Raises what the environment failed with, and EngineError for a reply behind which nothing
+        can be drawn.
         """
         if wait:
             await_one(self.listening)
@@ -139,7 +146,7 @@ class Conversations(Generic[One]):
             return reply.finish
         have, name = (
             len(stream.tokens),
-            f"the world's reply to completion {stream.index} of {stream.prompt.place}",
+            f"the environment's reply to completion {stream.index} of {stream.prompt.place}",
         )
         for ids in (reply.tokens, NOTHING if reply.context is None else reply.context):
             if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.policy.vocabulary:

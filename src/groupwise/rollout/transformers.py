@@ -7,7 +7,7 @@ Slow and independent: it shares no line of the native engine's prefill, attentio
     torch, so they depend on what else is in the batch: there are no random streams per completion.
     A batch's seed names its first completion, whose prompt has another id at every visit.
 
-With a world turns are drawn one after another, each by a generator of its own, so that no
+With an environment turns are drawn one after another, each by a generator of its own, so that no
 interleaving changes an episode.  Every turn begins with a pass over all that stands before it.
 
 R rows of a batch   V vocabulary   T new tokens
@@ -37,7 +37,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from groupwise.environments.conversation import EpisodeWorld, Stream
+from groupwise.environments.conversation import Environment, Stream
 from groupwise.errors import EngineError
 from groupwise.models.attention import plain_attention
 from groupwise.models.moe import router_coefficient
@@ -64,15 +64,15 @@ class TransformersEngine(InProcess):
         *,
         max_rows: int = 256,
         keep_special_tokens: bool = False,
-        world: EpisodeWorld | None = None,
+        environment: Environment | None = None,
     ) -> None:
-        """world: that answers the turns of completions; the caller closes it."""
+        """environment: that answers the turns of completions; the caller closes it."""
         if max_rows < 1:
             raise EngineError(f"max_rows must be at least 1, got {max_rows}")
         self.policy = policy
         self.max_rows = max_rows
         self.keep_special_tokens = keep_special_tokens
-        self.world = world
+        self.environment = environment
 
     def generate(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: Sampling, seed: int
@@ -81,7 +81,7 @@ class TransformersEngine(InProcess):
         length, so none is padded.
         """
         check_request(self.policy, prompts, group_size, sampling)
-        if self.world is not None:
+        if self.environment is not None:
             yield from self._episodes(prompts, group_size, sampling, seed)
             return
         rows = [
@@ -141,7 +141,9 @@ class TransformersEngine(InProcess):
             for index in range(group_size)
         ]
         how = {"rows": self.max_rows, "keep_special_tokens": self.keep_special_tokens}
-        with Conversations(policy, self.world, sampling, seed, streams, **how) as conversations:
+        with Conversations(
+            policy, self.environment, sampling, seed, streams, **how
+        ) as conversations:
             while conversations.unfinished:
                 conversations.begin()
                 for stream, rollout in conversations.heard(self.version, wait=True):

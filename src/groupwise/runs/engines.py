@@ -9,7 +9,7 @@ from dataclasses import replace
 from groupwise.algorithms.table import Algorithm
 from groupwise.config.settings import RolloutSettings, engine_traits
 from groupwise.data.encoding import visit
-from groupwise.environments.conversation import EpisodeWorld
+from groupwise.environments.conversation import Environment
 from groupwise.errors import ConfigError, EngineError
 from groupwise.models.policy import Policy
 from groupwise.proof.texts import NATIVE, TRANSFORMERS, Sampler
@@ -24,24 +24,24 @@ from groupwise.training.groups import PrefetchedRollouts
 from groupwise.utils.imports import demand_attributes, imported, own_code
 from groupwise.utils.spelling import counted
 
-Make = Callable[[Policy, RolloutSettings, EpisodeWorld | None], Engine]
+Make = Callable[[Policy, RolloutSettings, Environment | None], Engine]
 
 
 def _in_process(engine: Callable[..., Engine]) -> Make:
-    def make(policy: Policy, settings: RolloutSettings, world: EpisodeWorld | None) -> Engine:
+    def make(policy: Policy, settings: RolloutSettings, environment: Environment | None) -> Engine:
         if policy.sharded:
-            return GatheredEngine(policy, lambda plain: make(plain, settings, world))
+            return GatheredEngine(policy, lambda plain: make(plain, settings, environment))
         return engine(
             policy,
             max_rows=settings.max_rows,
             keep_special_tokens=settings.keep_special_tokens,
-            world=world,
+            environment=environment,
         )
 
     return make
 
 
-def _vllm(policy: Policy, settings: RolloutSettings, world: EpisodeWorld | None) -> Engine:
+def _vllm(policy: Policy, settings: RolloutSettings, environment: Environment | None) -> Engine:
     engine = settings.engine
     return VllmEngine(
         policy,
@@ -51,7 +51,7 @@ def _vllm(policy: Policy, settings: RolloutSettings, world: EpisodeWorld | None)
         in_flight=engine.ahead > 0,
         max_rows=settings.max_rows,
         keep_special_tokens=settings.keep_special_tokens,
-        world=world,
+        environment=environment,
     )
 
 
@@ -64,21 +64,21 @@ ENGINES: dict[str, Make] = {
 
 
 def make_engine(
-    policy: Policy, settings: RolloutSettings, world: EpisodeWorld | None = None
+    policy: Policy, settings: RolloutSettings, environment: Environment | None = None
 ) -> Engine:
-    """The rollout engine that a recipe names.   world: who answers the policy.
+    """The rollout engine that a recipe names.   environment: who answers the policy.
 
     One's own, `module:function`, is made by `function(policy, max_rows=...,
-    keep_special_tokens=..., **rollout.engine.args)`, with `world` beside them in runs that have an
+    keep_special_tokens=..., **rollout.engine.args)`, with `environment` beside them in runs that have an
     environment.
     Raises ConfigError if it cannot be imported, or does not take these arguments.
     """
     engine = settings.engine
     if engine.name in ENGINES:
-        return ENGINES[engine.name](policy, settings, world)
+        return ENGINES[engine.name](policy, settings, environment)
     make = imported("rollout.engine", engine.name, callable_only=True)
     keywords = (
-        engine.args if world is None else {**engine.args, "world": world}
+        engine.args if environment is None else {**engine.args, "environment": environment}
     )  # it need not know of any
     try:
         inspect.signature(make).bind(policy, max_rows=0, keep_special_tokens=False, **keywords)
@@ -106,14 +106,14 @@ def sampler_of(settings: RolloutSettings, *, conversations: bool = False) -> Sam
     """What a proof asks to sample, with the recipe's engine; None for one that samples elsewhere,
     or is one's own.
 
-    conversations: a world answers the policy's turns.
+    conversations: an environment answers the policy's turns.
     """
     known = {"native": NATIVE, "transformers": TRANSFORMERS}.get(settings.engine.name)
     if known is None:
         return None
 
-    def make(policy: Policy, *, max_rows: int, world: EpisodeWorld | None) -> Engine:
-        return make_engine(policy, replace(settings, max_rows=max_rows), world)
+    def make(policy: Policy, *, max_rows: int, environment: Environment | None) -> Engine:
+        return make_engine(policy, replace(settings, max_rows=max_rows), environment)
 
     return replace(known, make=make, conversations=conversations)
 

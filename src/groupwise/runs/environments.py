@@ -20,12 +20,12 @@ from groupwise.data.templates import Template, Tools
 from groupwise.distributed import comm
 from groupwise.environments import procedural
 from groupwise.environments.chat_codec import ChatCodec
-from groupwise.environments.conversation import EpisodeWorld
+from groupwise.environments.conversation import Environment
 from groupwise.environments.harness import FunctionHarness, Harness, OutsideHarness, ProgramHarness
-from groupwise.environments.harness_episodes import HarnessWorld
+from groupwise.environments.harness_episodes import HarnessEnvironment
 from groupwise.environments.runtime import ToolRuntime
 from groupwise.environments.schemas import name_of
-from groupwise.environments.tool_episodes import ToolWorld
+from groupwise.environments.tool_episodes import ToolEnvironment
 from groupwise.environments.verifiers import VerifiersHarness
 from groupwise.models.loading import Blueprint
 from groupwise.records import Sampling
@@ -117,9 +117,9 @@ def tools_of(runtime: ToolRuntime | None) -> Tools | None:
     return lambda row: runtime.kind_of(row, "a row").schemas if some else ()
 
 
-def make_world(
+def make_environment(
     recipe: Recipe, blueprint: Blueprint, runtime: ToolRuntime | None, sampling: Sampling
-) -> EpisodeWorld | None:
+) -> Environment | None:
     """What engines ask for conversations; None if nobody answers.  sampling: of the run.   Raises
     ConfigError.
     """
@@ -132,14 +132,14 @@ def make_world(
         host, _, port = settings.listen.rpartition(":")
         listen = f"{host}:{int(port) and int(port) + comm.world().rank}"  # each process has its own
         codec = ChatCodec(blueprint.tokenizer, blueprint.eos_ids, recipe.data.chat_template_kwargs)
-        return HarnessWorld(
+        return HarnessEnvironment(
             _harness(settings), codec, replace(settings, listen=listen), sampling, context=blueprint.context,
             vocabulary=vocabulary, token=os.environ.get(TOKEN) or None,
         )  # fmt: skip
     if runtime is None:
         return None
     template = Template.build(recipe.data, blueprint.tokenizer, tools_of(runtime))
-    return ToolWorld(runtime, settings, template, tuple(blueprint.eos_ids))
+    return ToolEnvironment(runtime, settings, template, tuple(blueprint.eos_ids))
 
 
 def _harness(settings: EnvironmentSettings) -> Harness:
@@ -170,7 +170,7 @@ def with_own_reward(recipe: Recipe, runtime: ToolRuntime | None) -> Recipe:
     return replace(recipe, rewards=(RewardSettings(function="environment"),))
 
 
-def world_lines(recipe: Recipe, runtime: ToolRuntime | None) -> Lines:
+def environment_lines(recipe: Recipe, runtime: ToolRuntime | None) -> Lines:
     """What answers the policy and what ends its episodes, for the plan."""
     settings = recipe.environment
     turns = counted(settings.max_turns, "turn")

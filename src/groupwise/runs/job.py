@@ -222,7 +222,7 @@ def make_job(recipe: Recipe, *, resume: Path | None = None, reference: Path | No
 
 def _engine(prepared: Prepared, policy: Policy) -> Engine:
     """What samples; it is closed with the rest of the job."""
-    engine = make_engine(policy, prepared.recipe.rollout, prepared.world)
+    engine = make_engine(policy, prepared.recipe.rollout, prepared.environment)
     prepared.started.callback(engine.close)
     return engine
 
@@ -423,7 +423,7 @@ def _proofs(
     recipe = prepared.recipe
     assert prepared.prompts is not None
     longest, again = longest_of(recipe, prepared.prompts), recipe.model.gradient_checkpointing
-    sampler = sampler_of(recipe.rollout, conversations=prepared.world is not None)
+    sampler = sampler_of(recipe.rollout, conversations=prepared.environment is not None)
     proofs = [("policy", prove(policy, longest=longest, sampler=sampler, recompute=again))]
     if critic is not None and not critic.shared:
         proofs.append(("critic", prove(critic.policy, longest=longest, recompute=again)))
@@ -456,7 +456,7 @@ def _dataset_job(prepared: Prepared, reference: Path | None, resume: Path | None
     batch_size = min(recipe.batch_size, len(rows))
     sampler, longest = None, max((len(row) for part in (rows, held_out) for row in part), default=1)
     if kind.samples and prepared.prompts is not None:
-        sampler = sampler_of(recipe.rollout, conversations=prepared.world is not None)
+        sampler = sampler_of(recipe.rollout, conversations=prepared.environment is not None)
         longest = max(longest, longest_of(recipe, prepared.prompts))
     proof = prove(
         policy, longest=longest, sampler=sampler, recompute=recipe.model.gradient_checkpointing

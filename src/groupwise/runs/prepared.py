@@ -28,7 +28,7 @@ from groupwise.data.encoding import columns_of, prompt_limit
 from groupwise.data.load import Data, load_data
 from groupwise.data.sources import read_rows
 from groupwise.distributed import comm
-from groupwise.environments.conversation import EpisodeWorld
+from groupwise.environments.conversation import Environment
 from groupwise.environments.runtime import ToolRuntime
 from groupwise.errors import ConfigError, DataError, Findings
 from groupwise.models.loading import Blueprint, context_length
@@ -40,12 +40,12 @@ from groupwise.runs.engines import (
     sampled_elsewhere,
 )
 from groupwise.runs.environments import (
+    environment_lines,
+    make_environment,
     make_runtime,
-    make_world,
     tools_of,
     with_environment_data,
     with_own_reward,
-    world_lines,
 )
 from groupwise.runs.plan import (
     Lines,
@@ -138,7 +138,7 @@ class Prepared:
     """None of a data-set objective and of an evaluation."""
     steps: int
     plan: Lines
-    world: EpisodeWorld | None
+    environment: Environment | None
     started: ExitStack
     """Closes reward workers, the environment, and what a job adds."""
 
@@ -213,9 +213,11 @@ class Prepared:
                 *(("warning", text) for text in rows.report.warnings),
                 *hints,
             ]
-            plan += world_lines(recipe, runtime)
+            plan += environment_lines(recipe, runtime)
             if (
-                answering := make_world(recipe, blueprint, runtime, sampling_of(recipe.rollout))
+                answering := make_environment(
+                    recipe, blueprint, runtime, sampling_of(recipe.rollout)
+                )
             ) is not None:
                 started.callback(answering.close)
             return cls(
@@ -227,7 +229,7 @@ class Prepared:
                 algorithm=algorithm,
                 steps=steps,
                 plan=plan,
-                world=answering,
+                environment=answering,
                 started=started.pop_all(),
             )
 

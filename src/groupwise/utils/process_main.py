@@ -277,8 +277,6 @@ def descendants(root: int) -> list[int]:
     return below
 
 
-#
-# -------------------------------------------------------------------------------------------------------------
 # serving
 
 
@@ -440,8 +438,6 @@ def raised_at(error: BaseException) -> str:
     return f"{frames[0].filename}, line {frames[0].lineno}: {frames[0].line}" if frames else ""
 
 
-#
-# ------------------------------------------------------------------------------------------------------------
 # messages
 
 

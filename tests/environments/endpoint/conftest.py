@@ -13,7 +13,7 @@ from groupwise.data.tokenizers import byte_tokenizer
 from groupwise.environments.chat_codec import ChatCodec
 from groupwise.environments.conversation import Stream
 from groupwise.environments.harness import FunctionHarness
-from groupwise.environments.harness_episodes import HarnessWorld
+from groupwise.environments.harness_episodes import HarnessEnvironment
 from groupwise.records import Episode, Finish, Prompt, Sampling
 
 TEMPLATE = (
@@ -51,10 +51,10 @@ class Played:
     limits: list[int | None]
 
 
-def play(world, prompt: Prompt, script: Callable[[int], tuple[Sequence[int], Finish]], *, index: int = 0) -> Played:
+def play(environment, prompt: Prompt, script: Callable[[int], tuple[Sequence[int], Finish]], *, index: int = 0) -> Played:
     """Hold a conversation: turn k is `script(k)`; its tokens have the log-probs -0.5, -1.5, ... by their place in the turn."""
     stream = Stream(prompt, index, 1 << 30)
-    conversation = world.begin(stream, seed=7)
+    conversation = environment.begin(stream, seed=7)
     sampled, behind, limits = [], [], []
     reply = conversation.open().result(WAIT)
     while reply.finish is None:
@@ -85,8 +85,8 @@ def end_id(chat_tokenizer) -> int:
 
 
 @pytest.fixture
-def worlds(chat_tokenizer, end_id) -> Iterable[Callable[..., HarnessWorld]]:
-    """`worlds(harness, **settings)`: a world of a function, or of any harness; closed with the test."""
+def worlds(chat_tokenizer, end_id) -> Iterable[Callable[..., HarnessEnvironment]]:
+    """`worlds(harness, **settings)`: an environment of a function, or of any harness; closed with the test."""
     made = []
 
     def make(harness, *, sampling: Sampling | None = None, context: int = 8192, token=None, **settings):
@@ -94,12 +94,12 @@ def worlds(chat_tokenizer, end_id) -> Iterable[Callable[..., HarnessWorld]]:
         sampling, codec = sampling or Sampling(max_new_tokens=4096), ChatCodec(chat_tokenizer, (end_id,))
         chosen = EnvironmentSettings(verifiers="own", **settings)
         size = {"context": context, "vocabulary": len(chat_tokenizer)}
-        made.append(HarnessWorld(harness, codec, chosen, sampling, **size, token=token))
+        made.append(HarnessEnvironment(harness, codec, chosen, sampling, **size, token=token))
         return made[-1]
 
     yield make
-    for world in made:
-        world.close()
+    for environment in made:
+        environment.close()
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from groupwise.environments.conversation import Stream
 from groupwise.environments.harness import FunctionHarness, OutsideHarness, ProgramHarness
 from groupwise.errors import ConfigError, EnvironmentFailure
 from groupwise.records import Finish, Prompt, Sampling
-from groupwise.runs.environments import recipe_of_environment, world_lines
+from groupwise.runs.environments import environment_lines, recipe_of_environment
 from groupwise.utils.processes import Pool
 
 from .conftest import ADD, WAIT, play
@@ -292,9 +292,9 @@ HI = {"role": "user", "content": "x"}
 )
 def test_a_request_that_no_context_can_hold_is_not_rendered(worlds, says, a_prompt, monkeypatch, body):
     refused = []
-    world = worlds(lambda base_url: refused.append(httpx.post(f"{base_url}/chat/completions", json=body)), context=200)
-    monkeypatch.setattr(world.codec, "written", lambda *_: pytest.fail("it was rendered"))
-    played = play(world, a_prompt, says())
+    environment = worlds(lambda base_url: refused.append(httpx.post(f"{base_url}/chat/completions", json=body)), context=200)
+    monkeypatch.setattr(environment.codec, "written", lambda *_: pytest.fail("it was rendered"))
+    played = play(environment, a_prompt, says())
     (answer,) = refused
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert played.finish is Finish.LENGTH
@@ -326,11 +326,11 @@ def test_a_harness_that_only_fails_ends_the_run(worlds, says, a_prompt):
     def harness(base_url):
         raise OSError("no such tool")
 
-    world = worlds(harness)
+    environment = worlds(harness)
 
     def run():
         for _ in range(64):
-            play(world, a_prompt, says("a"))
+            play(environment, a_prompt, says("a"))
 
     with pytest.raises(EnvironmentFailure, match="no such tool"):
         run()
@@ -356,8 +356,10 @@ def test_a_harness_that_never_returns_meets_its_deadline_and_others_finish(world
             held.wait()
         return 1
 
-    world, played = worlds(harness, episode_timeout=8.0), {}
-    players = [threading.Thread(target=lambda i=i: played.update({i: play(world, a_prompt, says("a"), index=i)})) for i in range(4)]
+    environment, played = worlds(harness, episode_timeout=8.0), {}
+    players = [
+        threading.Thread(target=lambda i=i: played.update({i: play(environment, a_prompt, says("a"), index=i)})) for i in range(4)
+    ]
     for thread in players:
         thread.start()
     for thread in players:
@@ -404,8 +406,8 @@ def test_an_async_harness_that_exits_ends_its_episode_alone(worlds, says, a_prom
             raise SystemExit("no licence")
         return 1
 
-    world = worlds(harness)
-    assert [play(world, a_prompt, says(), index=i).finish for i in (0, 1)] == [Finish.ERROR, Finish.DONE]
+    environment = worlds(harness)
+    assert [play(environment, a_prompt, says(), index=i).finish for i in (0, 1)] == [Finish.ERROR, Finish.DONE]
     assert "SystemExit: no licence" in caplog.text
 
 
@@ -421,8 +423,8 @@ def test_at_most_so_many_harnesses_run(worlds, says, a_prompt):
             now[0] -= 1
         return 1
 
-    world = worlds(harness, at_once=2)
-    players = [threading.Thread(target=lambda i=i: play(world, a_prompt, says("a"), index=i)) for i in range(6)]
+    environment = worlds(harness, at_once=2)
+    players = [threading.Thread(target=lambda i=i: play(environment, a_prompt, says("a"), index=i)) for i in range(6)]
     for thread in players:
         thread.start()
     for thread in players:
@@ -440,8 +442,8 @@ def test_an_engine_that_breaks_off_frees_the_client(worlds, a_prompt):
         except openai.APIStatusError as error:
             heard.append(error.status_code)
 
-    world = worlds(harness)
-    conversation = world.begin(Stream(a_prompt, 0, 100), seed=0)
+    environment = worlds(harness)
+    conversation = environment.begin(Stream(a_prompt, 0, 100), seed=0)
     conversation.open().result(WAIT)
     assert conversation.close(Finish.ERROR).turns == ()
     for _ in range(100):
@@ -554,21 +556,21 @@ def test_a_secret_of_a_harness_is_in_no_plan_and_no_record(worlds, says, a_promp
     key = "sk-abcdefghijkl1mnop"
     monkeypatch.setenv("JUDGE_API_KEY", key)
     command = [sys.executable, "agent.py", key]
-    shown = str(world_lines(recipe_of_environment({"harness": command}), None))
+    shown = str(environment_lines(recipe_of_environment({"harness": command}), None))
     assert "agent.py [redacted]" in shown and key not in shown
     file = tmp_path / "agent.py"
     file.write_text(PROGRAM + "import sys; sys.exit(f'{sys.argv[1]} is refused')")
     played = play(worlds(ProgramHarness([sys.executable, str(file), key])), a_prompt, says("5"))
     assert "[redacted] is refused" in played.episode.turns[-1].answer
-    assert "GROUPWISE_TOKEN" in str(world_lines(recipe_of_environment({"harness": "outside"}), None))
+    assert "GROUPWISE_TOKEN" in str(environment_lines(recipe_of_environment({"harness": "outside"}), None))
     monkeypatch.setenv("GROUPWISE_TOKEN", "sesame-1234")
-    assert "GROUPWISE_TOKEN" not in str(world_lines(recipe_of_environment({"harness": "outside"}), None))
+    assert "GROUPWISE_TOKEN" not in str(environment_lines(recipe_of_environment({"harness": "outside"}), None))
 
 
 def test_a_process_of_somebody_else_fetches_episodes(worlds, says, a_prompt):
-    world = worlds(OutsideHarness())
-    root, done = world.endpoint.url, {}
-    thread = threading.Thread(target=lambda: done.update(found=play(world, a_prompt, says("5"))))
+    environment = worlds(OutsideHarness())
+    root, done = environment.endpoint.url, {}
+    thread = threading.Thread(target=lambda: done.update(found=play(environment, a_prompt, says("5"))))
     thread.start()
     request = httpx.post(f"{root}/episodes", json={}, timeout=WAIT).json()
     assert request["row"] == {"question": "2+3", "answer": 5}
@@ -592,14 +594,14 @@ def test_a_process_that_has_hung_up_is_given_no_episode(worlds, a_prompt):
             asked.set()
             return super().claim(seconds, there)
 
-    world = worlds(Outside())
-    with socket.create_connection(("127.0.0.1", world.endpoint.port)) as gone:
-        head = f"POST /episodes HTTP/1.1\r\nHost: 127.0.0.1:{world.endpoint.port}\r\nContent-Type: application/json\r\n"
+    environment = worlds(Outside())
+    with socket.create_connection(("127.0.0.1", environment.endpoint.port)) as gone:
+        head = f"POST /episodes HTTP/1.1\r\nHost: 127.0.0.1:{environment.endpoint.port}\r\nContent-Type: application/json\r\n"
         gone.sendall(f"{head}Content-Length: 2\r\n\r\n{{}}".encode())
         assert asked.wait(WAIT)
-    conversation = world.begin(Stream(a_prompt, 0, 100), seed=7)
+    conversation = environment.begin(Stream(a_prompt, 0, 100), seed=7)
     conversation.open()
-    assert httpx.post(f"{world.endpoint.url}/episodes", json={}, timeout=WAIT).json()["id"] == conversation.id
+    assert httpx.post(f"{environment.endpoint.url}/episodes", json={}, timeout=WAIT).json()["id"] == conversation.id
 
 
 def test_async_harnesses_clean_up_when_everything_is_closed(worlds, a_prompt):
@@ -613,10 +615,10 @@ def test_async_harnesses_clean_up_when_everything_is_closed(worlds, a_prompt):
             await asyncio.sleep(0)
             ended.append(base_url)
 
-    world = worlds(harness)
-    world.begin(Stream(a_prompt, 0, 100), seed=7).open()
+    environment = worlds(harness)
+    environment.begin(Stream(a_prompt, 0, 100), seed=7).open()
     assert began.wait(WAIT)
-    world.close()
+    environment.close()
     assert len(ended) == 1
 
 
@@ -711,12 +713,12 @@ def test_whatever_harnesses_and_engines_do_every_episode_ends_and_none_is_left(w
             held.wait(WAIT)
         return 1
 
-    world = worlds(harness, at_once=3, episode_timeout=1.0)
+    environment = worlds(harness, at_once=3, episode_timeout=1.0)
 
     def engine(first: int) -> None:
         for index in range(first, 48, 6):
             stream = Stream(a_prompt, index, 1 << 30)
-            episode = world.begin(stream, seed=0)
+            episode = environment.begin(stream, seed=0)
             reply, finish = episode.open(), None
             while finish is None and (finish := reply.result(WAIT).finish) is None:
                 stream.take(reply.result(), 0, limit=1 << 30)
@@ -738,4 +740,4 @@ def test_whatever_harnesses_and_engines_do_every_episode_ends_and_none_is_left(w
         assert (reward == 1.0) == (finish is Finish.DONE), (index, finish)
         assert finish is not Finish.DONE or kinds[index % len(kinds)] not in ("fails", "hangs"), index
     assert any(finish is Finish.DONE for finish, _ in found.values())
-    assert not world._live and not world._queue and not world._running
+    assert not environment._live and not environment._queue and not environment._running

@@ -13,7 +13,7 @@ from websockets.sync.server import serve
 
 from groupwise.environments.openenv import OpenEnv
 from groupwise.errors import ConfigError, EnvironmentFailure
-from groupwise.runs.environments import make_runtime, recipe_of_environment, world_lines
+from groupwise.runs.environments import environment_lines, make_runtime, recipe_of_environment
 
 
 class Server:
@@ -77,7 +77,7 @@ def test_a_recipe_names_it_by_its_key_or_as_a_factory(server, keys):
     (kind,) = runtime.kinds.values()
     runtime.close()
     assert (kind.title, kind.steps, kind.rewarded) == ("OpenEnv", True, True)
-    assert "at most 1 turn and 600 s without sampling" in dict(world_lines(recipe, runtime))["episodes"]
+    assert "at most 1 turn and 600 s without sampling" in dict(environment_lines(recipe, runtime))["episodes"]
 
 
 def test_an_episode(server):

@@ -16,7 +16,7 @@ from groupwise.data.rendering import Chat, render_chats
 from groupwise.data.tokenizers import byte_tokenizer
 from groupwise.environments.chat_codec import ChatCodec
 from groupwise.environments.harness import FunctionHarness
-from groupwise.environments.harness_episodes import HarnessWorld
+from groupwise.environments.harness_episodes import HarnessEnvironment
 from groupwise.models.attention import plain_attention
 from groupwise.records import Finish, Prompt, Sampling
 from groupwise.rollout.native.engine import NativeEngine
@@ -67,12 +67,12 @@ def talking(tiny_policy):
         policy = tiny_policy("llama", dtype=torch.float64, tokenizer=tokenizer, context=2048, scale=2.0)
         drawn = Sampling(**{"max_new_tokens": 120, "temperature": 0.8} | sampling)
         codec, size = ChatCodec(tokenizer, policy.eos_ids), {"context": policy.context, "vocabulary": policy.vocabulary}
-        made.append(HarnessWorld(FunctionHarness(harness), codec, EnvironmentSettings(at_once=8), drawn, **size))
-        return policy, NativeEngine(policy, max_rows=4, world=made[-1]), drawn
+        made.append(HarnessEnvironment(FunctionHarness(harness), codec, EnvironmentSettings(at_once=8), drawn, **size))
+        return policy, NativeEngine(policy, max_rows=4, environment=made[-1]), drawn
 
     yield make
-    for world in made:
-        world.close()
+    for environment in made:
+        environment.close()
 
 
 def forward(policy, behind: np.ndarray, tokens: np.ndarray, temperature: float) -> np.ndarray:

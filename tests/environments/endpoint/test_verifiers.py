@@ -64,12 +64,12 @@ def test_an_episode_is_verifiers_and_its_turn_is_ours(worlds, says, sums, a_prom
     harness = VerifiersHarness(sums)
     rows = harness.rows()
     assert rows[3] == {"prompt": "3+3", "task": 3}
-    world = worlds(harness)
+    environment = worlds(harness)
     for text, reward in (("4", 0.0), ("42", 2.0)):
-        found = play(world, replace(a_prompt, row=rows[3]), says(text))
+        found = play(environment, replace(a_prompt, row=rows[3]), says(text))
         assert (found.finish, found.episode.reward) == (Finish.DONE, reward)
         assert [message["role"] for message in found.episode.messages] == ["system", "user", "assistant"]
-    assert play(world, replace(a_prompt, row={"task": 99}), says("4")).finish is Finish.ERROR
+    assert play(environment, replace(a_prompt, row={"task": 99}), says("4")).finish is Finish.ERROR
 
 
 POKER = """

@@ -41,8 +41,8 @@ FAMILIES = {
 EOS = (1, 2, 3)
 
 
-def drawn(policy, world, prompts, *, rows=3, group_size=3, seed=5, **sampling):
-    engine = NativeEngine(policy, max_rows=rows, world=world)
+def drawn(policy, environment, prompts, *, rows=3, group_size=3, seed=5, **sampling):
+    engine = NativeEngine(policy, max_rows=rows, environment=environment)
     sampling = Sampling(**{"max_new_tokens": 40, **sampling})
     groups = list(engine.generate(prompts, group_size=group_size, sampling=sampling, seed=seed))
     assert sorted(group[0].prompt.id for group in groups) == sorted(prompt.id for prompt in prompts)
@@ -74,10 +74,10 @@ def fresh(policy, rollout):
     return np.array(found)
 
 
-def check(policy, world, rollouts, tolerance):
-    """Sampled = scored, and everything that a world is told is what was recorded."""
+def check(policy, environment, rollouts, tolerance):
+    """Sampled = scored, and everything that an environment is told is what was recorded."""
     for name, rollout in rollouts.items():
-        talk = world.begun[name]
+        talk = environment.begun[name]
         assert len(talk.closed) == 1
         assert rollout.finish is talk.closed[0]
         assert rollout.finish in (Finish.TURNS, Finish.LENGTH)
@@ -109,23 +109,23 @@ def check(policy, world, rollouts, tolerance):
         for cut_to in ("none", kind)
     ],
 )
-def test_what_was_sampled_is_what_a_forward_pass_gives(family, cut_to, policy_of, prompts_of, scripted_world):
+def test_what_was_sampled_is_what_a_forward_pass_gives(family, cut_to, policy_of, prompts_of, scripted_environment):
     policy = policy_of(family, context=128, eos_ids=EOS, sharpness=2.0, **FAMILIES[family])
-    world = scripted_world(cut=0.0 if cut_to == "none" else 0.5, cut_to=cut_to, delays=0)
-    rollouts = drawn(policy, world, prompts_of(5, 9, 2, 16))
-    check(policy, world, rollouts, 2e-4)  # transformers normalises in float32 whatever the weights are
+    environment = scripted_environment(cut=0.0 if cut_to == "none" else 0.5, cut_to=cut_to, delays=0)
+    rollouts = drawn(policy, environment, prompts_of(5, 9, 2, 16))
+    check(policy, environment, rollouts, 2e-4)  # transformers normalises in float32 whatever the weights are
     assert any((~rollout.trained).any() or cut_to != "none" for rollout in rollouts.values())
     assert max(len(rollout.episode.turns) for rollout in rollouts.values()) > 2
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
 @pytest.mark.parametrize("cut_to", ["none", "other"])
-def test_to_ten_digits_in_float64(family, cut_to, tiny_policy, scripted_world):
+def test_to_ten_digits_in_float64(family, cut_to, tiny_policy, scripted_environment):
     policy = tiny_policy(family, dtype=torch.float64, scale=3.0, context=128)
     rng = np.random.default_rng(2)
     prompts = [Prompt(id=str(n), tokens=rng.integers(4, policy.vocabulary, size=n), text="") for n in (3, 8, 12)]
-    world = scripted_world(cut=0.0 if cut_to == "none" else 0.5, cut_to=cut_to, delays=1, vocabulary=policy.vocabulary)
-    rollouts = drawn(policy, world, prompts, temperature=0.8)
+    environment = scripted_environment(cut=0.0 if cut_to == "none" else 0.5, cut_to=cut_to, delays=1, vocabulary=policy.vocabulary)
+    rollouts = drawn(policy, environment, prompts, temperature=0.8)
     for name, rollout in rollouts.items():
         difference = np.abs(fresh(policy, rollout) - rollout.behavior_logp)[rollout.trained]
         assert difference.max(initial=0.0) < 1e-10, name
@@ -142,7 +142,7 @@ def test_to_ten_digits_in_float64(family, cut_to, tiny_policy, scripted_world):
         )
     ],
 )
-def test_the_short_ways_through_a_model(family, kernel, dtype, cut_to, policy_of, prompts_of, scripted_world, monkeypatch):
+def test_the_short_ways_through_a_model(family, kernel, dtype, cut_to, policy_of, prompts_of, scripted_environment, monkeypatch):
     """Heads as wide as a vector, so that the compiled kernels take them, and what takes their place."""
     if kernel == "torch":
         monkeypatch.setattr(kernels, "absence", lambda: "as on a GPU")
@@ -150,21 +150,21 @@ def test_the_short_ways_through_a_model(family, kernel, dtype, cut_to, policy_of
     options |= {"sliding_window": 6} if family == "mistral" else {}
     policy = policy_of(family, dtype=dtype, context=256, eos_ids=EOS, sharpness=1.0, **options)
     assert NativeEngine(policy, max_rows=1).path == "specialised"
-    world = scripted_world(turns=6, longest=40, cut=0.0 if cut_to == "none" else 0.3, cut_to=cut_to, delays=3)
-    rollouts = drawn(policy, world, prompts_of(5, 9, 2, 40), rows=4, max_new_tokens=150)
-    check(policy, world, rollouts, 2e-4 if dtype is torch.float32 else 0.3)
+    environment = scripted_environment(turns=6, longest=40, cut=0.0 if cut_to == "none" else 0.3, cut_to=cut_to, delays=3)
+    rollouts = drawn(policy, environment, prompts_of(5, 9, 2, 40), rows=4, max_new_tokens=150)
+    check(policy, environment, rollouts, 2e-4 if dtype is torch.float32 else 0.3)
     assert max(len(rollout) for rollout in rollouts.values()) > 64
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mistral"])
-def test_several_tokens_before_anybody_looks_as_on_a_gpu(family, policy_of, prompts_of, scripted_world, monkeypatch):
+def test_several_tokens_before_anybody_looks_as_on_a_gpu(family, policy_of, prompts_of, scripted_environment, monkeypatch):
     """Rows draw behind their ends."""
     monkeypatch.setattr(kernels, "absence", lambda: "as on a GPU")
     monkeypatch.setitem(scheduler.TOKENS_PER_SYNC, "cpu", scheduler.TOKENS_PER_SYNC["cuda"])
     options = {"sliding_window": 6} if family == "mistral" else {}
     policy = policy_of(family, dtype=torch.float32, context=128, eos_ids=EOS, sharpness=2.0, **options)
-    world = scripted_world(cut=0.3, cut_to="other", delays=3)
-    check(policy, world, drawn(policy, world, prompts_of(5, 9, 2, 16), rows=5), 2e-4)
+    environment = scripted_environment(cut=0.3, cut_to="other", delays=3)
+    check(policy, environment, drawn(policy, environment, prompts_of(5, 9, 2, 16), rows=5), 2e-4)
 
 
 @pytest.mark.slow
@@ -173,14 +173,14 @@ def test_several_tokens_before_anybody_looks_as_on_a_gpu(family, policy_of, prom
     [({}, 0.0), ({}, 0.4), ({"stop": ("A", "7B")}, 0.4), ({"top_k": 5}, 0.4), ({"temperature": 0.0}, 0.4)],
     ids=str,
 )
-def test_no_interleaving_changes_a_transcript(cut, sampling, policy_of, prompts_of, scripted_world):
+def test_no_interleaving_changes_a_transcript(cut, sampling, policy_of, prompts_of, scripted_environment):
     policy, prompts = policy_of("llama", context=128, eos_ids=EOS, sharpness=1.0), prompts_of(5, 9, 5)
     expected = None
     for rows, delays in ((1, None), (2, 0), (5, 2), (64, 3), (64, None)):
-        world = scripted_world(cut=cut, cut_to="other", delays=delays)
-        found = drawn(policy, world, prompts, rows=rows, **sampling)
+        environment = scripted_environment(cut=cut, cut_to="other", delays=delays)
+        found = drawn(policy, environment, prompts, rows=rows, **sampling)
         told = {
-            name: (rollout.tokens.tolist(), rollout.finish, rollout.trained.tolist(), world.begun[name].closed)
+            name: (rollout.tokens.tolist(), rollout.finish, rollout.trained.tolist(), environment.begun[name].closed)
             for name, rollout in found.items()
         }
         assert expected is None or told == expected, (rows, delays)
@@ -190,12 +190,12 @@ def test_no_interleaving_changes_a_transcript(cut, sampling, policy_of, prompts_
                 np.testing.assert_allclose(
                     fresh(policy, rollout)[rollout.trained], rollout.behavior_logp[rollout.trained], atol=2e-5
                 )
-    finishes = {turn[1] for talk in world.begun.values() for turn in talk.heard}
+    finishes = {turn[1] for talk in environment.begun.values() for turn in talk.heard}
     assert finishes >= ({Finish.STOP} if "stop" in sampling else set()) | {Finish.LENGTH}
 
 
 @pytest.mark.parametrize("cut", [0.0, 0.4])
-def test_how_many_turns_are_drawn_at_a_time_changes_none(cut, policy_of, prompts_of, scripted_world, monkeypatch):
+def test_how_many_turns_are_drawn_at_a_time_changes_none(cut, policy_of, prompts_of, scripted_environment, monkeypatch):
     """Where a model is compiled as a whole, a thread draws a few turns at a time."""
     shape = {"hidden_size": 64, "head_dim": 32}
     policy = policy_of("llama", dtype=torch.float32, context=128, eos_ids=EOS, sharpness=1.0, **shape)
@@ -203,28 +203,28 @@ def test_how_many_turns_are_drawn_at_a_time_changes_none(cut, policy_of, prompts
     told = []
     for turns, delays in ((1, None), (2, 0), (3, 1), (16, 2)):
         monkeypatch.setattr(scheduler, "TURNS", turns)
-        world = scripted_world(cut=cut, cut_to="other", delays=delays)
-        found = drawn(policy, world, prompts_of(5, 9, 5), rows=9)
-        check(policy, world, found, 2e-4)
+        environment = scripted_environment(cut=cut, cut_to="other", delays=delays)
+        found = drawn(policy, environment, prompts_of(5, 9, 5), rows=9)
+        check(policy, environment, found, 2e-4)
         told.append({name: (rollout.tokens.tolist(), rollout.finish, rollout.trained.tolist()) for name, rollout in found.items()})
         assert told[-1] == told[0], (turns, delays)
 
 
-def test_rows_are_given_away_while_a_world_answers(policy_of, prompts_of, scripted_world):
+def test_rows_are_given_away_while_a_world_answers(policy_of, prompts_of, scripted_environment):
     """One reply never comes: with a single row all other completions end, and the group that waits is not told of."""
     policy, prompts = policy_of("llama", context=128, eos_ids=EOS, sharpness=1.0), prompts_of(5, 9, 5)
-    world = scripted_world(never=[("p1", 1)], delays=0)
-    engine = NativeEngine(policy, max_rows=1, world=world)
+    environment = scripted_environment(never=[("p1", 1)], delays=0)
+    engine = NativeEngine(policy, max_rows=1, environment=environment)
     groups = engine.generate(prompts, group_size=3, sampling=Sampling(max_new_tokens=30), seed=5)
     assert {next(groups)[0].prompt.id, next(groups)[0].prompt.id} == {"p0", "p2"}
     groups.close()
-    assert len(world.begun) == 9
-    assert all(len(talk.closed) == 1 for talk in world.begun.values())
-    assert world.begun["p1", 1].closed == [Finish.ERROR]
+    assert len(environment.begun) == 9
+    assert all(len(talk.closed) == 1 for talk in environment.begun.values())
+    assert environment.begun["p1", 1].closed == [Finish.ERROR]
 
 
 class Clocked:
-    """A world whose answers come after so much decoding, measured in tokens, and a clock of what was decoded.
+    """An environment whose answers come after so much decoding, measured in tokens, and a clock of what was decoded.
 
     length: of a turn, by its number.   seconds: that an answer takes.
     """
@@ -264,52 +264,52 @@ class Clocked:
 class Timed:
     """One of its episodes: turns of given lengths."""
 
-    def __init__(self, world, stream):
-        self.world, self.stream = world, stream
+    def __init__(self, environment, stream):
+        self.environment, self.stream = environment, stream
 
     def reply(self):
-        self.began, turns = self.world.now, len(self.stream.turns)
-        return Reply(np.full(3 if turns else 0, 5), limit=self.world.length(self.stream.index, turns))
+        self.began, turns = self.environment.now, len(self.stream.turns)
+        return Reply(np.full(3 if turns else 0, 5), limit=self.environment.length(self.stream.index, turns))
 
     def open(self):
-        return self.world.later(self.reply(), 0)
+        return self.environment.later(self.reply(), 0)
 
     def answer(self):
         assert self.stream.turns[-1].finish is Finish.LENGTH
-        self.world.longest = max(self.world.longest, self.world.now - self.began)
-        if len(self.stream.turns) == self.world.turns:
-            return self.world.later(Reply(np.zeros(0, np.int64), finish=Finish.TURNS), 0)
-        return self.world.later(self.reply(), self.world.now + self.world.seconds)
+        self.environment.longest = max(self.environment.longest, self.environment.now - self.began)
+        if len(self.stream.turns) == self.environment.turns:
+            return self.environment.later(Reply(np.zeros(0, np.int64), finish=Finish.TURNS), 0)
+        return self.environment.later(self.reply(), self.environment.now + self.environment.seconds)
 
     def close(self, finish):
         return Episode(turns=tuple(self.stream.turns))
 
 
-def clocked(world, policy_of, monkeypatch):
-    """An engine of 32 rows, four of them decoded at a time, whose tokens move the world's clock."""
+def clocked(environment, policy_of, monkeypatch):
+    """An engine of 32 rows, four of them decoded at a time, whose tokens move the environment's clock."""
     if kernels.absence() is not None:
         pytest.skip("a step of many rows takes as long as one of few")
     monkeypatch.setattr(scheduler, "TURNS", 4)
     commit = scheduler.Scheduler._commit
 
     def committed(run, first, tokens, *rest, **options):
-        world.decoded(sum(map(len, tokens)))
+        environment.decoded(sum(map(len, tokens)))
         return commit(run, first, tokens, *rest, **options)
 
     monkeypatch.setattr(scheduler.Scheduler, "_commit", committed)
-    monkeypatch.setattr(episodes, "await_one", world.wait)
+    monkeypatch.setattr(episodes, "await_one", environment.wait)
     policy = replace(policy_of("llama", dtype=torch.float32, context=512, hidden_size=64, head_dim=32), eos_ids=())
-    return NativeEngine(policy, max_rows=32, world=world)
+    return NativeEngine(policy, max_rows=32, environment=environment)
 
 
 def test_no_conversation_waits_while_others_begin(policy_of, prompts_of, monkeypatch):
     """512 episodes, answered at once: none waits longer for its turn than all that are open at a time take for theirs."""
-    world = Clocked(4, lambda index, turn: 12, 0)
-    engine = clocked(world, policy_of, monkeypatch)
+    environment = Clocked(4, lambda index, turn: 12, 0)
+    engine = clocked(environment, policy_of, monkeypatch)
     for group in engine.generate(prompts_of(*(5,) * 16), group_size=32, sampling=Sampling(max_new_tokens=400), seed=1):
         assert all(rollout.finish is Finish.TURNS for rollout in group)
-    assert world.now == 512 * 4 * 12
-    assert world.longest <= episodes.CONVERSATIONS_PER_ROW * 32 * 12, world.longest
+    assert environment.now == 512 * 4 * 12
+    assert environment.longest <= episodes.CONVERSATIONS_PER_ROW * 32 * 12, environment.longest
 
 
 @pytest.mark.parametrize("lengths", ["equal", "unequal"])
@@ -321,23 +321,23 @@ def test_some_are_decoded_while_others_wait(lengths, share, policy_of, prompts_o
     drawn_lengths = rng.integers(4, 21, size=(32, 9))
     length = (lambda index, turn: 12) if lengths == "equal" else (lambda index, turn: int(drawn_lengths[index, turn]))
     decoding_alone = sum(length(index, turn) for index in range(32) for turn in range(9))
-    world = Clocked(9, length, int(share * decoding_alone / 8))
-    engine = clocked(world, policy_of, monkeypatch)
+    environment = Clocked(9, length, int(share * decoding_alone / 8))
+    engine = clocked(environment, policy_of, monkeypatch)
     (group,) = engine.generate(prompts_of(5), group_size=32, sampling=Sampling(max_new_tokens=400), seed=1)
     assert all(rollout.finish is Finish.TURNS for rollout in group)
-    assert world.now == decoding_alone + world.idle
-    bound = max(decoding_alone, 8 * world.seconds)
-    assert world.now <= 1.1 * bound, (world.now, world.idle, bound)
+    assert environment.now == decoding_alone + environment.idle
+    bound = max(decoding_alone, 8 * environment.seconds)
+    assert environment.now <= 1.1 * bound, (environment.now, environment.idle, bound)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["closed", "forgotten", "failing"])
-def test_every_conversation_is_closed_once(how, policy_of, prompts_of, scripted_world):
+def test_every_conversation_is_closed_once(how, policy_of, prompts_of, scripted_environment):
     policy, prompts = policy_of("llama", context=128, eos_ids=EOS, sharpness=1.0), prompts_of(5, 9, 5)
-    world = scripted_world(delays=0)
+    environment = scripted_environment(delays=0)
     if how == "failing":
         answers = iter(range(9))
-        later = world.later
+        later = environment.later
 
         def fails(who, reply):
             said = Future()
@@ -346,8 +346,8 @@ def test_every_conversation_is_closed_once(how, policy_of, prompts_of, scripted_
                 return said
             return later(who, reply)
 
-        world.later = fails
-    groups = NativeEngine(policy, max_rows=4, world=world).generate(
+        environment.later = fails
+    groups = NativeEngine(policy, max_rows=4, environment=environment).generate(
         prompts, group_size=3, sampling=Sampling(max_new_tokens=30), seed=5
     )
     if how == "failing":
@@ -355,17 +355,17 @@ def test_every_conversation_is_closed_once(how, policy_of, prompts_of, scripted_
             list(groups)
     else:
         next(groups)
-        assert any(not talk.closed for talk in world.begun.values())
+        assert any(not talk.closed for talk in environment.begun.values())
         if how == "closed":
             groups.close()
         del groups
         gc.collect()
-    assert all(len(talk.closed) == 1 for talk in world.begun.values())
+    assert all(len(talk.closed) == 1 for talk in environment.begun.values())
 
 
-def test_a_limit_of_a_turn_ends_the_turn_and_not_the_episode(policy_of, prompts_of, scripted_world):
-    policy, world = policy_of("llama", context=128, sharpness=0.1), scripted_world(turns=5)
-    rollouts = drawn(policy, world, prompts_of(5, 9), max_new_tokens=100)
+def test_a_limit_of_a_turn_ends_the_turn_and_not_the_episode(policy_of, prompts_of, scripted_environment):
+    policy, environment = policy_of("llama", context=128, sharpness=0.1), scripted_environment(turns=5)
+    rollouts = drawn(policy, environment, prompts_of(5, 9), max_new_tokens=100)
     cut = [turn for rollout in rollouts.values() for turn in rollout.episode.turns[:-1] if turn.finish is Finish.LENGTH]
     assert cut
     assert all(turn.end - turn.begin <= 5 for turn in cut)
@@ -379,41 +379,41 @@ def test_a_limit_of_a_turn_ends_the_turn_and_not_the_episode(policy_of, prompts_
     (Reply(tokens=np.zeros(0, np.int64), context=np.zeros(0, np.int64)), "belongs into the context"),
     (Reply(tokens=np.zeros(0, np.int64), limit=0), "at least 1"),
 ])  # fmt: skip
-def test_a_reply_that_nothing_can_be_drawn_behind(reply, says, policy_of, prompts_of, scripted_world):
-    policy, world = policy_of("llama"), scripted_world()
+def test_a_reply_that_nothing_can_be_drawn_behind(reply, says, policy_of, prompts_of, scripted_environment):
+    policy, environment = policy_of("llama"), scripted_environment()
     said: Future[Reply] = Future()
     said.set_result(reply)
-    world.later = lambda who, _: said
+    environment.later = lambda who, _: said
     with pytest.raises(EngineError, match=says):
-        drawn(policy, world, prompts_of(5))
-    assert all(talk.closed == [Finish.ERROR] for talk in world.begun.values())
+        drawn(policy, environment, prompts_of(5))
+    assert all(talk.closed == [Finish.ERROR] for talk in environment.begun.values())
 
 
-def test_no_room_for_a_reply_ends_the_episode_as_it_is(policy_of, prompts_of, scripted_world):
+def test_no_room_for_a_reply_ends_the_episode_as_it_is(policy_of, prompts_of, scripted_environment):
     """Also where the reply would leave no room for a token of the policy's, and where a context is as long as may be."""
-    policy, world = policy_of("llama", context=32, sharpness=0.1, eos_ids=EOS), scripted_world(turns=50, longest=12)
-    rollouts = drawn(policy, world, prompts_of(5, 20), max_new_tokens=30)
+    policy, environment = policy_of("llama", context=32, sharpness=0.1, eos_ids=EOS), scripted_environment(turns=50, longest=12)
+    rollouts = drawn(policy, environment, prompts_of(5, 20), max_new_tokens=30)
     for rollout in rollouts.values():
         assert rollout.finish is Finish.LENGTH
         assert rollout.trained[-1]
         assert len(rollout) <= 32 - rollout.prompt.tokens.size
-    world = scripted_world(turns=50, longest=12, cut=1.0, cut_to="longer")
-    assert all(r.finish is Finish.LENGTH for r in drawn(policy, world, prompts_of(5, 20), max_new_tokens=30).values())
+    environment = scripted_environment(turns=50, longest=12, cut=1.0, cut_to="longer")
+    assert all(r.finish is Finish.LENGTH for r in drawn(policy, environment, prompts_of(5, 20), max_new_tokens=30).values())
 
 
-def test_an_episode_may_be_over_before_it_begins(policy_of, prompts_of, scripted_world):
-    policy, world = policy_of("llama"), scripted_world()
+def test_an_episode_may_be_over_before_it_begins(policy_of, prompts_of, scripted_environment):
+    policy, environment = policy_of("llama"), scripted_environment()
     over: Future[Reply] = Future()
     over.set_result(Reply(tokens=np.zeros(0, np.int64), finish=Finish.DONE))
-    world.later = lambda *_: over
-    for rollout in drawn(policy, world, prompts_of(5)).values():
+    environment.later = lambda *_: over
+    for rollout in drawn(policy, environment, prompts_of(5)).values():
         assert len(rollout) == 0
         assert rollout.finish is Finish.DONE
 
 
-def test_completions_go_on_by_newer_weights_and_say_so(policy_of, prompts_of, scripted_world):
-    policy, world = policy_of("llama", context=128, sharpness=1.0, eos_ids=EOS), scripted_world(delays=0, turns=6)
-    engine = NativeEngine(policy, max_rows=4, world=world)  # of several groups: those that end together come together
+def test_completions_go_on_by_newer_weights_and_say_so(policy_of, prompts_of, scripted_environment):
+    policy, environment = policy_of("llama", context=128, sharpness=1.0, eos_ids=EOS), scripted_environment(delays=0, turns=6)
+    engine = NativeEngine(policy, max_rows=4, environment=environment)  # of several groups: those that end together come together
     groups = engine.generate(prompts_of(5, 9, 5, 7, 3, 8), group_size=3, sampling=Sampling(max_new_tokens=40), seed=5)
     found = list(next(groups))
     engine.set_version(7)
@@ -421,7 +421,7 @@ def test_completions_go_on_by_newer_weights_and_say_so(policy_of, prompts_of, sc
     assert {0, 7} == set(np.concatenate([rollout.version for rollout in found]).tolist())
     for rollout in found:
         assert (np.diff(rollout.version) >= 0).all()
-        for turn, heard in zip(rollout.episode.turns, world.begun[rollout.prompt.id, rollout.index].heard, strict=True):
+        for turn, heard in zip(rollout.episode.turns, environment.begun[rollout.prompt.id, rollout.index].heard, strict=True):
             assert rollout.version[turn.end - 1] == heard[3]
 
 

@@ -306,7 +306,7 @@ def test_who_leaves_early_hangs_up(server, engine_of, prompts_of) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", [0.0, 0.5])
-def test_every_turn_is_a_request_with_all_ids_so_far(server, engine_of, prompts_of, scripted_world, cut) -> None:
+def test_every_turn_is_a_request_with_all_ids_so_far(server, engine_of, prompts_of, scripted_environment, cut) -> None:
     other, prompts = FakeServer(), prompts_of(4, 7, 2)
     engine = engine_of(server, other)
     engine.set_version(3)
@@ -314,13 +314,13 @@ def test_every_turn_is_a_request_with_all_ids_so_far(server, engine_of, prompts_
     for delays in (None, 0, 1):
         for fake in (server, other):
             fake.requests.clear()
-        engine.world = world = scripted_world(cut=cut, cut_to="other", delays=delays)
+        engine.environment = environment = scripted_environment(cut=cut, cut_to="other", delays=delays)
         groups = draw(engine, prompts, Sampling(max_new_tokens=40))
         assert set(groups) == {prompt.id for prompt in prompts}
         rollouts = {(r.prompt.id, r.index): r for group in groups.values() for r in group}
         asked = []
         for name, rollout in rollouts.items():
-            talk = world.begun[name]
+            talk = environment.begun[name]
             assert talk.closed == [rollout.finish]
             branches = {branch.begin: branch.context for branch in rollout.episode.branches}
             context, begin = rollout.prompt.tokens, 0
@@ -342,13 +342,13 @@ def test_every_turn_is_a_request_with_all_ids_so_far(server, engine_of, prompts_
 
 
 @pytest.mark.slow
-def test_a_world_that_waits_does_not_stop_other_turns(server, engine_of, prompts_of, scripted_world) -> None:
+def test_a_world_that_waits_does_not_stop_other_turns(server, engine_of, prompts_of, scripted_environment) -> None:
     engine = engine_of(server)
-    engine.world = world = scripted_world(never=[("p1", 1)], delays=0)
+    engine.environment = environment = scripted_environment(never=[("p1", 1)], delays=0)
     groups = engine.generate(prompts_of(4, 7, 2), group_size=3, sampling=Sampling(max_new_tokens=40), seed=5)
     assert {next(groups)[0].prompt.id, next(groups)[0].prompt.id} == {"p0", "p2"}
     groups.close()
-    assert all(len(talk.closed) == 1 for talk in world.begun.values())
+    assert all(len(talk.closed) == 1 for talk in environment.begun.values())
     alive = [thread for thread in threading.enumerate() if thread.name.startswith("rollout-request")]
     for thread in alive:
         thread.join(60)
@@ -370,9 +370,9 @@ def test_a_model_whose_text_part_has_a_section_of_its_own_is_known(policy_of) ->
     assert list(body["sampling_params"]["logit_bias"]) == list(range(40, 48))
 
 
-def test_a_colocated_vllm_holds_no_conversations(policy_of, scripted_world) -> None:
+def test_a_colocated_vllm_holds_no_conversations(policy_of, scripted_environment) -> None:
     with pytest.raises(EngineError, match="holds no conversations"):
-        VllmEngine(policy_of(dtype=torch.float32), colocated=True, world=scripted_world())
+        VllmEngine(policy_of(dtype=torch.float32), colocated=True, environment=scripted_environment())
 
 
 # ---- weights

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from groupwise.environments.conversation import EpisodeWorld
+from groupwise.environments.conversation import Environment
 from groupwise.errors import EngineError
 from groupwise.models.attention import Attend
 from groupwise.models.backbone import hidden
@@ -62,10 +62,10 @@ class NativeEngine(InProcess):
         *,
         max_rows: int,
         keep_special_tokens: bool = False,
-        world: EpisodeWorld | None = None,
+        environment: Environment | None = None,
     ) -> None:
-        """max_rows: completions decoded at the same time.   world: that answers their turns; the
-        caller closes it.
+        """max_rows: completions decoded at the same time.   environment: that answers their turns;
+        the caller closes it.
 
         Raises EngineError for a policy that cannot run packed streams.
         """
@@ -79,7 +79,7 @@ class NativeEngine(InProcess):
         self.policy = policy
         self.max_rows = max_rows
         self.keep_special_tokens = keep_special_tokens
-        self.world = world
+        self.environment = environment
 
     @property
     def path(self) -> str:

@@ -4,11 +4,11 @@ The waiting sequences are sorted by their prompts' lengths, so that those decode
 alike.  A prompt is prefilled when the first of its sequences gets a place.  A sequence that ends is
 computed no further, and the next waiting one takes its place.
 
-With a world a completion is a conversation.  While it waits for an answer its keys and values are
-saved aside, and another sequence has its place.  Then the answer is computed in one pass behind
-them, and the next turn is drawn.  Nobody waits for anybody else's turn.  Where a step costs what
-its rows cost, only a few turns are drawn at a time (`TURNS`), so that some are drawn while others
-wait.
+With an environment a completion is a conversation.  While it waits for an answer its keys and
+values are saved aside, and another sequence has its place.  Then the answer is computed in one pass
+behind them, and the next turn is drawn.  Nobody waits for anybody else's turn.  Where a step costs
+what its rows cost, only a few turns are drawn at a time (`TURNS`), so that some are drawn while
+others wait.
 
 R live sequences   T tokens
 """
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.environments.conversation import EpisodeWorld
+from groupwise.environments.conversation import Environment
 from groupwise.errors import EngineError
 from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Rollout, Sampling
@@ -61,7 +61,7 @@ class ModelRunner(Protocol):
     policy: Policy
     max_rows: int
     keep_special_tokens: bool
-    world: EpisodeWorld | None
+    environment: Environment | None
     version: int
 
     def prepared(self, positions: int) -> RolloutForward:
@@ -74,8 +74,8 @@ class ModelRunner(Protocol):
 
 
 class Scheduler:
-    """One call of `generate`: sequences wait for a place, live, and with a world listen to it
-    between turns.
+    """One call of `generate`: sequences wait for a place, live, and with an environment listen to
+    it between turns.
     """
 
     forward: RolloutForward
@@ -96,7 +96,7 @@ class Scheduler:
         """Put `group_size` sequences for each prompt into the queue."""
         self.engine = engine
         self.policy = engine.policy
-        self.world = engine.world
+        self.environment = engine.environment
         self.device = engine.policy.device
         self.sampling = sampling
         self.seed = seed
@@ -112,13 +112,13 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         """Sequences that wait for a place."""
         streams: list[Sequence] = []
-        if self.world is None:
+        if self.environment is None:
             self.waiting.extend(sequences)
         else:
             streams = sequences
         self.conversations = Conversations(
             self.policy,
-            self.world,
+            self.environment,
             sampling,
             seed,
             streams,
@@ -149,7 +149,7 @@ class Scheduler:
         self.positions = max(sequence.prompt.tokens.size + sequence.limit for sequence in sequences)
         """Longest sequence that `forward` is prepared for, in tokens."""
         most_own, most_of_prompt = longest_own, longest_prompt
-        if self.world is not None:
+        if self.environment is not None:
             # Behind a shorter context there may be more own tokens, and one may be longer than all
             # prompts.
             most_own = max(longest_own, min(self.sampling.max_new_tokens, self.policy.context))
@@ -168,7 +168,7 @@ class Scheduler:
             self._prepare()
         finished: list[tuple[Rollout, ...]] = []
         while not finished and self.unfinished:
-            if self.world is not None:
+            if self.environment is not None:
                 finished += self._listen()
             while not finished and self.waiting and len(self.rows.live) < self.places:
                 finished += self._admit()
@@ -201,7 +201,9 @@ class Scheduler:
         return finished
 
     def _follow(self, sequence: Sequence) -> None:
-        """Move a sequence behind the context that the world has named, if it has named another."""
+        """Move a sequence behind the context that the environment has named, if it has named
+        another.
+        """
         if sequence.behind is sequence.prefix.tokens:
             return
         sequence.prefix.users -= 1
@@ -236,7 +238,7 @@ class Scheduler:
             vocabulary=self.policy.vocabulary,
         )
         self.places = self.engine.max_rows
-        if self.world is not None and self.forward.decoder is not None:
+        if self.environment is not None and self.forward.decoder is not None:
             self.places = min(self.places, TURNS * torch.get_num_threads())
         self._arrange()
         self.prepared_version = self.engine.version
@@ -253,14 +255,14 @@ class Scheduler:
         """Give free places to waiting sequences and draw their first tokens, or the first of their
         next turns.
         """
-        if self.world is not None and not self.conversations.unbegun:
+        if self.environment is not None and not self.conversations.unbegun:
             # Once all conversations have begun, the shortest go first, so that they end together
             # with the long ones.  Until then they are served in the order in which they came: the
             # shortest first would let new ones overtake the long ones.
             self.waiting = deque(sorted(self.waiting, key=lambda sequence: len(sequence.tokens)))
         free = min(self.places - len(self.rows.live), len(self.waiting))
         new = [self.waiting.popleft() for _ in range(free)]
-        # Those with the most to be computed come first; all are alike without a world.
+        # Those with the most to be computed come first; all are alike without an environment.
         new.sort(key=lambda sequence: -sequence.uncached)
         prefixes = dict.fromkeys(sequence.prefix for sequence in new)
         unread = [prefix for prefix in prefixes if prefix.entry < 0]
@@ -315,7 +317,7 @@ class Scheduler:
         Truncation reads back at every token, and a state that is saved aside holds all tokens that
         were drawn.  Nobody may draw beyond its limit, where capacity ends.
         """
-        saves_states = self.world is not None and bool(self.prompts.store.states)
+        saves_states = self.environment is not None and bool(self.prompts.store.states)
         if self.sampling.truncates or saves_states:
             return 1
         most = TOKENS_PER_SYNC["cpu" if self.device.type == "cpu" else "cuda"]
@@ -324,8 +326,8 @@ class Scheduler:
     def _draw_many(self) -> list[tuple[Rollout, ...]]:
         """Draw several tokens for every live sequence in one call.
 
-        Sequences that end draw no more; if others wait for their place, or a world to answer,
-        nobody does.
+        Sequences that end draw no more; if others wait for their place, or an environment to
+        answer, nobody does.
         """
         rows = self.rows
         count = 1
@@ -339,7 +341,7 @@ class Scheduler:
             rows.uniform_RT,
             count,
             ending=self.policy.eos_ids,
-            until_one_ends=bool(self.waiting) or self.world is not None,
+            until_one_ends=bool(self.waiting) or self.environment is not None,
         )
         rows.token_R = drawn.token_RN.gather(1, drawn.count_R[:, None] - 1)[:, 0]
         counts = drawn.count_R.tolist()
@@ -364,7 +366,7 @@ class Scheduler:
             if finish is None:
                 continue
             ended.append(place)
-            if self.world is None:
+            if self.environment is None:
                 sequence.prefix.users -= 1
                 finished += self.groups.add(self.conversations.end(sequence, finish))
             else:

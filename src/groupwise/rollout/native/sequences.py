@@ -32,7 +32,9 @@ activations.
 
 @dataclass(slots=True, eq=False)
 class Prefix:
-    """The tokens that sequences are decoded behind: a prompt, or a context that a world named."""
+    """The tokens that sequences are decoded behind: a prompt, or a context that an environment
+    named.
+    """
 
     tokens: np.ndarray
     users: int

@@ -7,8 +7,8 @@ are in flight, to several servers if there are, and a group is handed on as soon
 while others are still being sampled.  No answer is taken on trust: versions, log-probs, lengths and
 endings are checked here, and the trainer compares the log-probs with its own (`mismatch`).
 
-With a world each turn is a request of its own, with all ids so far: the server's prefix cache knows
-what stands before it, and other turns are on their way meanwhile.
+With an environment each turn is a request of its own, with all ids so far: the server's prefix
+cache knows what stands before it, and other turns are on their way meanwhile.
 
 A completion's random numbers are seeded by (seed, prompt, index).  What else is in a server's batch
 can still change the last bits of a log-prob, and so once in a while a token.
@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from groupwise.distributed import comm
-from groupwise.environments.conversation import EpisodeWorld, Stream
+from groupwise.environments.conversation import Environment, Stream
 from groupwise.errors import ConfigError, EngineError
 from groupwise.models.policy import Policy
 from groupwise.models.shape import Shape
@@ -70,7 +70,7 @@ class VllmEngine:
         keep_special_tokens: bool = False,
         in_flight: bool = False,
         colocated: bool = False,
-        world: EpisodeWorld | None = None,
+        environment: Environment | None = None,
     ) -> None:
         """servers: `http://host:port` of running ones (`groupwise serve`).  None: one of its own
         starts, and ends with `close`.
@@ -80,16 +80,16 @@ class VllmEngine:
         in_flight: `generate` may run in other threads while `set_version` sends weights;
             completions go on with the new ones, and each token carries the version that drew it.
         colocated: no servers, but vLLM in this process.
-        world: that answers the turns of completions; the caller closes it.
-        Raises ConfigError if no server can be started, EngineError for a world with a colocated
-        vLLM.  A server is waited for at the first `set_version` or `generate`.
+        environment: that answers the turns of completions; the caller closes it.
+        Raises ConfigError if no server can be started, EngineError for an environment with a
+        colocated vLLM.  A server is waited for at the first `set_version` or `generate`.
         """
-        if colocated and world is not None:
+        if colocated and environment is not None:
             raise EngineError(
                 "a colocated vLLM holds no conversations: leave rollout.engine.colocated out (a"
                 " server then samples), or set rollout.engine to 'native'"
             )
-        self.world = world
+        self.environment = environment
         self.policy, self.keep_special_tokens, self.version = policy, keep_special_tokens, 0
         self._own: OwnServer | None = None
         self._in_flight, self._pools = in_flight, set[RequestPool]()
@@ -210,9 +210,9 @@ class VllmEngine:
         if self._held is None:
             self.set_version(self.version)
         oldest = self._held or 0
-        self._check(prompts, group_size if self.world is None else 1, sampling)
-        if self.world is not None:
-            yield from self._episodes(self.world, prompts, group_size, sampling, seed, oldest)
+        self._check(prompts, group_size if self.environment is None else 1, sampling)
+        if self.environment is not None:
+            yield from self._episodes(self.environment, prompts, group_size, sampling, seed, oldest)
             return
         by_id = {prompt.id: prompt for prompt in prompts}
         count, bodies = 1 if sampling.greedy else group_size, {}
@@ -227,7 +227,7 @@ class VllmEngine:
 
     def _episodes(
         self,
-        world: EpisodeWorld,
+        environment: Environment,
         prompts: Sequence[Prompt],
         group_size: int,
         sampling: Sampling,
@@ -253,7 +253,7 @@ class VllmEngine:
             self._pool(urls[: len(streams)]) as pool,
             Conversations(
                 self.policy,
-                world,
+                environment,
                 sampling,
                 seed,
                 streams.values(),
