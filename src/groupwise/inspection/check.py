@@ -279,7 +279,9 @@ def _procedural(recipe: Recipe) -> Iterator[Finding]:
         yield _good("scorer", text)
 
 
-def _environments(recipe: Recipe, environment: ToolEnvironment, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+def _environments(
+    recipe: Recipe, environment: ToolEnvironment, prompts: Sequence[Prompt]
+) -> Iterator[Finding]:
     """Show the tools, and try each environment for an episode in which the policy does nothing."""
     for kind in environment.runtime.kinds.values():
         for schema in kind.schemas:
