@@ -69,8 +69,8 @@ def make_engine(
     """The rollout engine that a recipe names.   environment: who answers the policy.
 
     One's own, `module:function`, is made by `function(policy, max_rows=...,
-    keep_special_tokens=..., **rollout.engine.args)`, with `environment` beside them in runs that have an
-    environment.
+    keep_special_tokens=..., **rollout.engine.args)`, with `environment` beside them in runs that
+    have an environment.
     Raises ConfigError if it cannot be imported, or does not take these arguments.
     """
     engine = settings.engine
