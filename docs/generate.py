@@ -27,7 +27,6 @@ from groupwise.cli.commands import COMMANDS, parsers
 from groupwise.config.resolve import resolve
 from groupwise.config.schema import reference
 from groupwise.config.settings import REWARDS, GroupSettings
-from groupwise.config.trl import FATES, STEPS, TABLE
 from groupwise.inspection.explain import render, work
 from groupwise.models import gguf_config, gguf_tokenizer
 from groupwise.models.shape import Shape
@@ -36,6 +35,7 @@ from groupwise.proof.texts import ACROSS, FULL, LARGE
 from groupwise.rewards.registry import builtin_function
 from groupwise.runs.plan import Load, prepared_weights, process_memory
 from groupwise.training.metric_table import FLAGGED, METRICS
+from groupwise.trl.table import FATES, STEPS, TABLE
 
 DOCS = Path(__file__).parent
 
@@ -161,8 +161,7 @@ def metrics_page() -> str:
 METRICS_INTRO = """\
 # The metrics
 
-Every step writes a line of `metrics.jsonl` with these keys, an evaluation after it a further line of the same step. A metric that
-was not computed has no key. Words in capitals are
+Every step writes one line of `metrics.jsonl` with these keys. A metric that was not computed has no key. Words in capitals are
 placeholders. "Yours" is the unit of your rewards. Italics are rules of thumb for reasoning tasks with a checker. [How to read a
 run](monitoring.md) explains which metrics to read first.
 """
@@ -210,23 +209,22 @@ def cell(text: str) -> str:
 
 
 def trl_table() -> str:
-    """TRL's arguments by what becomes of each.  Those that have a key of ours are rows, the others a list."""
+    """TRL's arguments by what becomes of each.  Those that are not needed are a list, the others rows."""
     lines: list[str] = []
     for fate, title in FATES.items():
         rows: dict[tuple[str | None, str], list[str]] = {}
-        for name, found in sorted(TABLE.items()):
-            if found.fate == fate:
-                rows.setdefault((found.key, found.says), []).append(f"`{name}`")
+        for name, argument in sorted(TABLE.items()):
+            if argument.fate == fate:
+                rows.setdefault((argument.key, argument.detail), []).append(f"`{name}`")
         lines += ["", f"### {title[0].upper()}{title[1:]}", ""]
-        if fate in ("unneeded", "missing"):
-            names = sorted(name for names in rows.values() for name in names)
-            prints = "the reason" if fate == "unneeded" else "what Groupwise does instead"
-            lines += [f"Omit these. `groupwise config NAME` prints {prints}: {', '.join(names)}."]
+        if fate == "unneeded":
+            lines += [f"{detail}: {', '.join(names)}." for (_, detail), names in rows.items()]
             continue
         lines += ["| TRL | here |", "|---|---|"]
-        for (key, says), names in rows.items():
-            short_says = cell(says.replace(STEPS, "counts optimizer steps, ours rollouts"))
-            here = f"`{key}` ({short_says})" if short_says else f"`{key}`"
+        for (key, detail), names in rows.items():
+            here = cell(detail.replace(STEPS, "counts optimizer steps, ours rollouts"))
+            if key is not None:
+                here = f"`{key}` ({here})" if here else f"`{key}`"
             lines.append(f"| {', '.join(names)} | {here} |")
     return "\n".join(lines[1:])
 

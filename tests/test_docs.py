@@ -14,8 +14,9 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ import torch
 import yaml
 from rich.console import Console
 from steps import improve
+from trl_objects import config
 
 import groupwise as gw
 from groupwise import errors
@@ -175,6 +177,16 @@ def as_command(block: Block) -> None:
             commands._parse(words[1:])
 
 
+def a_small_model(folder: Path) -> None:
+    """A checkpoint with a tokenizer in the place of the reader's own."""
+    tokenizer = make_tokenizer("bytes")
+    settings = ScratchSettings(hidden=32, layers=1, heads=2, context=64)
+    ids = {"eos_ids": (tokenizer.eos_token_id,), "pad_id": tokenizer.pad_token_id, "bos_id": tokenizer.bos_token_id}
+    model = scratch_model(settings, vocabulary=len(tokenizer), **ids)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 @pytest.mark.parametrize("path", pages())
 def test_every_code_block_of_a_page_is_true(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -186,6 +198,9 @@ def test_every_code_block_of_a_page_is_true(
         (tmp_path / name).write_text(text, encoding="utf-8")
     (tmp_path / MODEL).mkdir(parents=True)
     (tmp_path / MODEL / "config.json").write_text('{"model_type": "qwen3"}', encoding="utf-8")
+    if path.name == "from-trl.md":
+        a_small_model(tmp_path / "my-model")
+        monkeypatch.setitem(sys.modules, "trl", SimpleNamespace(GRPOConfig=partial(config, "GRPOConfig")))  # type: ignore[arg-type]
     names: dict[str, Any] = {"__name__": "page"}
     for block in blocks(path):
         if block.file is not None:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from groupwise.algorithms.table import ALGORITHMS
     from groupwise.api.evaluate import EvalReport, evaluate
-    from groupwise.api.from_trl import from_trl
     from groupwise.api.loaded_policy import LoadedPolicy, load_policy, make_policy
     from groupwise.api.train import Training, train
     from groupwise.config import settings
@@ -45,11 +44,12 @@ if TYPE_CHECKING:
     from groupwise.training.online import train_online
     from groupwise.training.optimizer import Optimizer
     from groupwise.training.passes import score, update
+    from groupwise.trl.live import from_trl
 
 _WHERE = {
     "train": "api.train",
     "Training": "api.train",
-    "from_trl": "api.from_trl",
+    "from_trl": "trl.live",
     "settings": "config",
     "load_recipe": "config.recipes",
     "load_stages": "config.recipes",

@@ -26,7 +26,6 @@ from groupwise.models.sharded import frozen_copy
 from groupwise.records import Prompt, Sampling
 from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.runs.metrics_log import read_metrics
 from groupwise.runs.prepared import plan_of
 from groupwise.runs.run import train
 from groupwise.training.groups import SampledRollouts
@@ -81,7 +80,7 @@ def stages_of(recipe: str, *overrides: str) -> dict[str, Any]:
 
 
 def metrics(tmp_path: Path, run: str) -> list[dict[str, Any]]:
-    return read_metrics(tmp_path / "runs" / run)
+    return [json.loads(line) for line in (tmp_path / "runs" / run / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow

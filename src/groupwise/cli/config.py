@@ -23,12 +23,21 @@ def arguments(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print."""
-    from groupwise.config.schema import describe, first_sentence, knobs, reference, settings_table
+    from groupwise.config.schema import (
+        describe,
+        first_sentence,
+        knobs,
+        lookup,
+        reference,
+        settings_table,
+    )
+    from groupwise.trl.table import TABLE, explain
 
     if options.markdown:
         print(reference(), end="")
     elif options.key is not None:
-        print(describe(options.key))
+        foreign = options.key in TABLE and lookup(options.key) is None
+        print(explain(options.key) if foreign else describe(options.key))
     else:
         width = max(map(len, knobs()))
         for key in knobs():

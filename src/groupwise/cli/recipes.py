@@ -22,9 +22,7 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "action", nargs="?", default="list", metavar="NAME | copy | show | import-trl", help=action
     )
-    name = (
-        "with copy or show: a bundled recipe; with import-trl: a YAML, JSON, Python or shell file"
-    )
+    name = "with copy or show: a bundled recipe; with import-trl: a YAML, JSON or Python file"
     command.add_argument("name", nargs="?", metavar="NAME", help=name)
     command.add_argument(
         "to",
@@ -98,12 +96,12 @@ def _write(target: Path, content: bytes, action: str) -> None:
 
 
 def _import(name: str | None, to: str | None, devices: int, kind: str | None) -> int:
-    from groupwise.config.import_trl import import_trl
+    from groupwise.trl.recipe import import_trl
 
     if name is None:
         raise ConfigError(
-            "groupwise recipes import-trl needs a file: TRL's YAML or JSON, a script that makes a"
-            " GRPOConfig, or the shell script that starts TRL"
+            "groupwise recipes import-trl needs a file: TRL's YAML or JSON, or a script that makes"
+            " a GRPOConfig"
         )
     imported = import_trl(name, devices=devices, kind=kind)
     if to is None:

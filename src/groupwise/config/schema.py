@@ -2,7 +2,7 @@
 
 Nothing is written down twice: keys, types, ranges and defaults come from the dataclasses in
 `settings.py` (and one of `algorithms/losses.py`), meanings from the text below each field there,
-TRL's names from `trl.py`.
+TRL's names from `trl_names.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from groupwise.algorithms import losses
 from groupwise.algorithms.table import PARTS
 from groupwise.config import settings
-from groupwise.config.trl import FATES, TABLE
+from groupwise.config.trl_names import TRL_KEYS, TRL_NAMES
 from groupwise.errors import ConfigError
 from groupwise.utils.spelling import nearest
 
@@ -81,7 +81,7 @@ class Setting:
     @property
     def trl(self) -> tuple[str, ...]:
         """TRL's names for it."""
-        return tuple(name for name, row in TABLE.items() if row.key == self.key)
+        return tuple(TRL_NAMES.get(self.key, "").split())
 
 
 def _members(hint: Any) -> tuple[list[Any], bool]:
@@ -248,11 +248,6 @@ def _ends(names: Iterable[str]) -> dict[str, str]:
     return {name.rsplit(".", 1)[-1]: name for name in reversed(list(names))}
 
 
-def _trl_keys() -> dict[str, str]:
-    """TRL's argument -> our key, of those that have one."""
-    return {name: row.key for name, row in TABLE.items() if row.key is not None}
-
-
 def key_meant(name: str) -> str | None:
     """The key that a name without its section means: its own last part, or TRL's name for it; else
     the nearest one.
@@ -262,7 +257,7 @@ def key_meant(name: str) -> str | None:
     """
     if name in knobs():
         return name
-    meant = _trl_keys() | _ends(key for key in knobs() if ".N." not in key)
+    meant = TRL_KEYS | _ends(key for key in knobs() if ".N." not in key)
     return meant.get(nearest(name.rsplit(".", 1)[-1].lower(), meant, cutoff=0.7) or "")
 
 
@@ -278,12 +273,9 @@ def suggestion(key: str) -> str:
     section, _, leaf = key.lower().rpartition(".")
     everywhere, inside = _ends(settings_table()), normal(section)
     here = _ends(name for name in settings_table() if name.rpartition(".")[0] == inside)
-    theirs = TABLE.get(leaf)
-    if theirs is not None and theirs.key not in (None, normal(key)) and leaf not in everywhere:
-        return f" (TRL name; here it is {theirs.key}{': ' + theirs.says if theirs.says else ''})"
-    if theirs is not None and (leaf not in everywhere or not (section or theirs.key)):
-        return f" (TRL name: {theirs.says})"
-    for names in (everywhere if leaf in everywhere else {}, here, everywhere, _trl_keys()):
+    if TRL_KEYS.get(leaf, normal(key)) != normal(key) and leaf not in everywhere:
+        return f" (TRL name; here it is {TRL_KEYS[leaf]})"
+    for names in (everywhere if leaf in everywhere else {}, here, everywhere, TRL_KEYS):
         if (near := nearest(leaf, names, cutoff=0.7)) is not None:
             return f" (did you mean {names[near]}?)"
     for names in (here, everywhere) if section else (everywhere,):
@@ -337,11 +329,8 @@ def describe(key: str) -> str:
     if key == "stages" or key.startswith("stages."):
         return f"stages\n  {STAGES}"
     setting = lookup(key)
-    theirs = TABLE.get(key) if setting is None else None
-    if theirs is not None and theirs.key is None:
-        return f"{key} (an argument of TRL's)\n  {FATES[theirs.fate]}: {theirs.says}"
-    if theirs is not None:
-        setting = settings_table()[str(theirs.key)]
+    if setting is None and key in TRL_KEYS:
+        setting = settings_table()[TRL_KEYS[key]]
     if setting is None:
         raise ConfigError(f"there is no setting {key!r}{suggestion(key)}")
     lines = [setting.key, f"  {setting.meaning}"]
@@ -360,9 +349,7 @@ def describe(key: str) -> str:
         "none, it must be said" if setting.default is dataclasses.MISSING else show(setting.default)
     )
     lines += [f"  value    {setting.expected}", f"  default  {default}"]
-    for name in setting.trl:
-        how = TABLE[name].says
-        lines.append(f"  TRL      {name}" + (f" ({how})" if how else ""))
+    lines += [f"  TRL      {name}" for name in setting.trl]
     return "\n".join(lines)
 
 

@@ -14,8 +14,8 @@ from transformers import TrainingArguments
 from trl_objects import FIELDS, config
 
 import groupwise as gw
-from groupwise.config.import_trl import import_trl
 from groupwise.errors import ConfigError
+from groupwise.trl.recipe import import_trl
 
 ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(32)]
 
@@ -114,7 +114,8 @@ def test_what_is_lost_is_said(caplog: pytest.LogCaptureFixture) -> None:
     training = gw.from_trl(args, model="m/m", reward_funcs=length, train_dataset=ROWS, peft_config=adapter, **lost)
     fates = {line.name: line.fate for line in training.imported.lines}
     missing = {name for name, fate in fates.items() if fate == "missing"}
-    assert missing == {"repetition_penalty", "callbacks", "rollout_func", "lora_dropout", "peft_config.use_dora"}
+    assert missing == {"repetition_penalty", "rollout_func", "lora_dropout", "peft_config.use_dora"}
+    assert fates["callbacks"] == "elsewhere" and "not done here: callbacks" in training.summary()
     assert fates["nonsense"] is None and "optimizers" not in fates
     assert "repetition_penalty: 1.1" in caplog.text and "use_dora" in caplog.text
 
