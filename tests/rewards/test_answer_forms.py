@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.rewards.accuracy import accuracy, as_text, check_gold, exact, number
-from groupwise.rewards.answers import find_gold
-from groupwise.rewards.verdicts import Undecided, decide
+from groupwise.rewards.answers import find_answer, find_gold
+from groupwise.rewards.equality import Undecided, decide
 
 HERE = Path(__file__).parent
 VERDICTS = {"1": 1.0, "0": 0.0, "-": None}
@@ -188,3 +188,81 @@ def test_a_gold_in_words_gives_none_and_a_warning(caplog):
     caplog.clear()
     accuracy([r"\boxed{silent}"], ["the word listen"])
     assert caplog.text == ""
+
+
+def short_answers() -> list[list[str]]:
+    lines = (HERE / "short_answers.tsv").read_text(encoding="utf-8").splitlines()
+    return [line.split("\t") for line in lines if not line.startswith("#")]
+
+
+def test_letters_factorials_powers_and_roots_are_neither_multiplied_nor_rounded():
+    rows = short_answers()
+    assert len({(gold, answer) for _, gold, answer, _ in rows}) == len(rows) >= 300
+    verdicts = accuracy([rf"\boxed{{{answer}}}" for _, _, answer, _ in rows], [gold for _, gold, _, _ in rows])
+    assert [row for row, verdict in zip(rows, verdicts, strict=True) if verdict != VERDICTS[row[0]]] == []
+
+
+HARMONY = "<|channel|>analysis<|message|>{0}<|end|><|start|>assistant<|channel|>final<|message|>{1}<|return|>"
+REASONING = {
+    "most families": "<think>{0}</think>{1}", "opened by the prompt": "{0}</think>{1}", "EXAONE": "<thought>{0}</thought>{1}",
+    "Mistral": "[THINK]{0}[/THINK]{1}", "Seed-OSS": "<seed:think>{0}</seed:think>{1}", "Kimi": "◁think▷{0}◁/think▷{1}",
+    "Gemma 4": "<|channel>thought\n{0}<channel|>{1}", "Apertus": "<|inner_prefix|>{0}<|inner_suffix|>{1}",
+    "Command": "<|START_THINKING|>{0}<|END_THINKING|><|START_RESPONSE|>{1}<|END_RESPONSE|>",
+    "LongCat": "<longcat_think>{0}</longcat_think>{1}",
+    "Granite": "Here is my thought process: {0} Here is my response: {1}", "Apriel": "{0}\n[BEGIN FINAL RESPONSE]\n{1}",
+    "gpt-oss": HARMONY, "gpt-oss, a format": HARMONY.replace("final<|message|>", "final <|constrain|>json<|message|>"),
+    "gpt-oss, a tool": "<|channel|>commentary to=functions.add <|constrain|>json<|message|>{{}}<|call|>" + HARMONY,
+    "gpt-oss, no special tokens": "analysis{0}assistantfinal{1}",
+}  # fmt: skip
+"""How families part reasoning from the final message."""
+GUESS, RIGHT = r"Maybe \boxed{5}. The answer is 5.", r"It is \boxed{7}."
+
+
+@pytest.mark.parametrize("function", [accuracy, exact, number])
+@pytest.mark.parametrize("family", REASONING)
+def test_the_final_message_is_judged_whatever_marks_part_it_from_reasoning(function, family):
+    marks = REASONING[family]
+    both, only_thought, plain = marks.format(GUESS, RIGHT), marks.format(GUESS, ""), marks.format(GUESS, "7")
+    assert function([both, both, plain, plain, only_thought], ["7", "5", "7", "5", "5"]) == [1.0, 0.0, 1.0, 0.0, 0.0]
+
+
+UNFINISHED = (
+    "<think>{0}", "[THINK]{0}", "<seed:think>{0}", "◁think▷{0}", "<|channel>thought\n{0}", "<|inner_prefix|>{0}",
+    "<|channel|>analysis<|message|>{0}", "analysis{0}",
+    "<|channel|>analysis<|message|>x<|end|><|start|>assistant<|channel|>commentary<|message|>{0}",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("function", [accuracy, exact, number])
+@pytest.mark.parametrize("marks", UNFINISHED)
+def test_a_guess_in_reasoning_that_does_not_end_is_no_answer(function, marks):
+    text = marks.format(GUESS)
+    assert function([text, text], ["5", "5"], finish_reasons=["eos", "length"]) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "text", ["analysis of the data: 7", "finally 7", "Here is my thought process: 3 + 4. The answer is 7", "final answer: 7"]
+)
+def test_words_that_only_resemble_marks_of_reasoning_are_read(text):
+    assert number([text], ["7"]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "gold"),
+    [
+        (r"\boxed{\text{5 apples}}", "5"), (r"\boxed{\mathrm{5\ apples}}", "5"), (r"\boxed{\text{x = 5}}", "5"),
+        (r"$\boxed 5$", "5"),
+        (r"\boxed 5.", "5"), (r"so \boxed \frac{1}{2}.", "0.5"), (r"\(\boxed 5\)", "5"), (r"\boxed5", "5"), (r"\boxed -5", "-5"),
+        (r"\boxed{\varnothing}", r"\emptyset"), (r"\boxed{\{\}}", r"\emptyset"), ("\\boxed{\u2205}", r"\varnothing"),
+        (r"\boxed{\textbf{\$5}}", "5"), (r"\boxed{5}", r"\text{5 apples}"), (r"\boxed{\text{5 and 6}}", "5, 6"),
+        (r"\boxed{\frac{1}{2^{10}}}", r"\frac{1}{1024}"),
+    ],
+)  # fmt: skip
+def test_a_box_is_read_in_the_forms_that_TeX_has_for_it(text, gold):
+    assert accuracy([text], [gold]) == [1.0]
+    assert accuracy([text.replace("5", "4").replace("2", "3").replace("arnothing", "arphi")], ["7"]) == [0.0]
+
+
+def test_a_box_without_braces_that_the_limit_cut_may_have_gone_on():
+    assert accuracy([r"\boxed 4", r"\boxed 4 apples"], ["4", "4"], finish_reasons=["length"] * 2) == [0.0, 1.0]
+    assert find_answer(r"use the \boxed command") == r"use the \boxed command"

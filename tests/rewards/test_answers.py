@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.rewards.answers import boxes, final_number, find_answer, find_gold, last_number
-from groupwise.rewards.verdicts import Undecided, decide, restated
+from groupwise.rewards.equality import Undecided, decide
+from groupwise.rewards.restatement import restated
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def test_a_comparison_that_something_else_has_ended_is_made_again(checker, monke
         return [ended for _ in calls] if len(asked) == 1 else real(calls)
 
     monkeypatch.setattr(checker.pool, "map", first_ends)
-    pair = (rf"\frac{{x+1}}{{{below}}}", rf"\frac{{1+x}}{{{below}}}")
+    pair = (rf"\frac{{(x+1)^2}}{{{below}}}", rf"\frac{{x^2+2x+1}}{{{below}}}")
     assert [checker.compare([pair]) for _ in range(2)] == [[1.0]] * 2
     assert asked[:2] == [1, 1]
 

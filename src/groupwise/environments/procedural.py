@@ -22,7 +22,8 @@ from groupwise.config.settings import Recipe, RewardSettings
 from groupwise.data.sources import live_rows
 from groupwise.data.tasks.base import text_of
 from groupwise.errors import ConfigError
-from groupwise.rewards.answers import after_thinking, boxes
+from groupwise.rewards.answers import boxes
+from groupwise.rewards.final_message import final_message
 
 IGNORANCE = "I do not know."
 """Earns nothing where a scorer means what it says."""
@@ -155,7 +156,7 @@ def answer_in(text: str) -> str:
     """
     if tagged := re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL):
         return tagged[-1].strip()
-    rest = after_thinking(text)
+    rest = final_message(text)
     boxed = [content for _, _, content, _ in boxes(rest)]
     return (boxed[-1] if boxed else rest).strip()
 

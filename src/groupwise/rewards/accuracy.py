@@ -8,7 +8,6 @@ from decimal import Decimal
 from typing import Any
 
 from groupwise.rewards.answers import (
-    after_thinking,
     alike,
     final_number,
     find_answer,
@@ -16,8 +15,10 @@ from groupwise.rewards.answers import (
     last_number,
     tidy,
 )
+from groupwise.rewards.final_message import final_message
+from groupwise.rewards.gold_forms import is_words
 from groupwise.rewards.math_checker import shared_checker
-from groupwise.rewards.verdicts import is_words, restated
+from groupwise.rewards.restatement import restated
 from groupwise.utils.built_in import built_in
 from groupwise.utils.terminal import logger
 
@@ -40,7 +41,7 @@ def accuracy(
     r"""1.0 if the completion's answer is mathematically equal to the gold answer, else 0.0.  None
     if the gold answer is unreadable, or words.
 
-    The answer is what `answers.find_answer` finds: the last `\boxed{}` after the last `</think>`,
+    The answer is what `answers.find_answer` finds: the last `\boxed{}` of the final message,
     `####` or `<answer>`, else what follows "answer is".  A truncated completion has an answer only
     if it is marked.  Numbers, sets, intervals, units, options and dates are compared by rules of
     our own (`verdicts.decide`): a number wants a number, with no operation left to do, and an
@@ -89,7 +90,7 @@ def exact(
     else 0.0.  None if the gold answer is empty.
 
     A completion without a marked answer (a box, `####`, `<answer>`, "answer is") is compared as a
-    whole, from its last `</think>` on; one that is truncated is not.  How quotes, accents, line
+    whole, without its reasoning; one that is truncated is not.  How quotes, accents, line
     ends and minus signs are encoded makes no difference.
 
     >>> exact(["<think>sort</think>1 2 3", "The answer is B."], ["1 2 3", "b"])
@@ -106,7 +107,7 @@ def exact(
             answer,
             answer.strip("$ "),
             answer.rstrip(" !?"),
-            "" if cut else after_thinking(text).strip(),
+            "" if cut else final_message(text).strip(),
         } - {""}
         rights = (
             {right, tidy(right)} | ({str(row)} if isinstance(row, float) else set())

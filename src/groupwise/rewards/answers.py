@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from decimal import Decimal
 from fractions import Fraction
 
+from groupwise.rewards.final_message import final_message
+
 LONGEST_ANSWER = 2_000
 """Characters.  A longer one is compared as text only: nothing that is still an answer is that long,
 much that is hostile is.
@@ -22,9 +24,11 @@ MINUS = str.maketrans(dict.fromkeys("−﹣－‒", "-"))
 _QUOTES_ALIKE = str.maketrans(dict.fromkeys("“”„‟«»", '"') | dict.fromkeys("‘’‚‛‹›", "'"))
 
 _LINE_ENDS = re.compile(r"\r\n?|[\v\f\x85\u2028\u2029]")
-_THOUGHT = re.compile(r"</(?:think|thinking|thought|reasoning)>", re.IGNORECASE)
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
-_BOXES = re.compile(r"\\(?:f?boxed|fbox)\s*\{")
+_DEPTH = {"{": 1, "}": -1}
+_BARE = r"(?:[-+.(\d]|\\[dt]?frac|\\sqrt|\\pi|[A-Za-z](?![A-Za-z]))[^\s$]*"
+_BOXES = re.compile(rf"\\(?:f?boxed|fbox)(?:\s*\{{|(?:\s+|(?=[-\d]))(?P<bare>{_BARE}))")
+"""With braces, or as TeX has it without: `\\boxed 5`, up to the next space."""
 _GAP = r"(?:[\s$]|\\q?quad|\\[,; ()\[\]])*"
 _BETWEEN_BOXES = re.compile(
     rf"{_GAP}(?:[,;]|[,;]?\s*(?:and|or|\\text\s*\{{\s*,?\s*(?:and|or)\s*\}})){_GAP}", re.IGNORECASE
@@ -105,14 +109,6 @@ def alike(text: str) -> str:
     )
 
 
-def after_thinking(text: str) -> str:
-    """What follows the last `</think>`; the whole text if there is none."""
-    end = 0
-    for mark in _THOUGHT.finditer(text):
-        end = mark.end()
-    return text[end:]
-
-
 def boxes(text: str) -> Iterator[tuple[int, int, str, bool]]:
     r"""Start, end and content of every `\boxed{...}` in order, braces balanced, and whether it is
     closed.
@@ -124,19 +120,26 @@ def boxes(text: str) -> Iterator[tuple[int, int, str, bool]]:
     for match in _BOXES.finditer(text):
         if match.start() < end:
             continue  # a box inside a box
+        if match["bare"]:
+            content = match["bare"].rstrip(".,;:!?").removesuffix(r"\)").removesuffix(r"\]")
+            end = match.start("bare") + len(content)
+            yield match.start(), end, content, end < len(text)
+            continue
         depth, end = 1, len(text)
         for brace in _BRACES.finditer(text, match.end()):
-            depth += {"{": 1, "}": -1}.get(brace.group(), 0)
+            depth += _DEPTH.get(brace.group(), 0)
             if depth == 0:
                 end = brace.end()
                 break
-        yield match.start(), end, text[match.end() : end - (depth == 0)], depth == 0
+        closed = depth == 0
+        content = text[match.end() : end - 1] if closed else text[match.end() :]
+        yield match.start(), end, content, closed
 
 
 def find_answer(text: str, *, cut: bool = False) -> str | None:
     r"""The final answer that a completion gives, as text; None if it gives none.
 
-    Looked for after the last `</think>`.  A marked answer comes first: the last of `\boxed{}`
+    It is looked for in the final message.  A marked answer comes first: the last of `\boxed{}`
     (several in a row, joined by commas or "and", are one set of answers), `####` and `<answer>`;
     else what follows the last "answer is", "answer:" or heading "Answer"; else a last line that is
     all bold or code.  Without a mark the whole text is the answer if it is one line of at most 100
@@ -157,7 +160,7 @@ def find_answer(text: str, *, cut: bool = False) -> str | None:
     >>> find_answer("The answer is 4", cut=True), find_answer("The answer is 42. So", cut=True)
     (None, '42')
     """
-    text = after_thinking(_LINE_ENDS.sub("\n", text))
+    text = final_message(_LINE_ENDS.sub("\n", text))
     answer = marked(text, cut=cut)
     if answer is not None:
         return answer.rstrip(" .\t\r\n").strip() or None
@@ -383,4 +386,4 @@ def final_number(text: str, *, cut: bool = False) -> Decimal | Fraction | None:
     if answer is not None and _NEGATION.match(answer):
         return None
     number = None if answer is None else last_number(answer)
-    return last_number(after_thinking(text)) if number is None and not cut else number
+    return last_number(final_message(text)) if number is None and not cut else number

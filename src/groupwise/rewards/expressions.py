@@ -26,7 +26,7 @@ LARGEST = 20_000
 
 _LETTERS = """
 alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi pi rho sigma tau upsilon phi varphi chi
-psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar infty
+psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar infty emptyset
 """
 _FUNCTIONS = """
 sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh asin acos atan log ln lg exp max min gcd lcm det arg mod
@@ -38,7 +38,7 @@ NAMES = GREEK | frozenset(_FUNCTIONS.split())
 _CLOSING = {"(": ")", "{": "}", "[": "]", r"\{": r"\}"}
 _BEGINNING = {*_CLOSING, r"\sqrt", r"\frac"}
 """What begins a factor, beside numbers and symbols."""
-CONSTANTS = frozenset({"pi", "e", "i", "infty"})
+CONSTANTS = frozenset({"pi", "e", "i", "infty", "emptyset"})
 
 _UNICODE = str.maketrans(
     {
@@ -51,6 +51,7 @@ _UNICODE = str.maketrans(
 )  # fmt: skip
 _SAME = [(rf"\{letter}frac", r"\frac") for letter in "dtc"]
 _SAME += [(mark, "") for mark in (r"\$", "$", r"\(", r"\)", r"\[", r"\]")]
+_SAME += [(r"\varnothing", r"\emptyset"), (r"\{\}", r"\emptyset"), (r"\{ \}", r"\emptyset")]
 _SAME += [(r"\lbrace", r"\{"), (r"\rbrace", r"\}"), (r"\langle", "("), (r"\rangle", ")")]
 _SAME += [(r"\leqslant", r"\le"), (r"\geqslant", r"\ge"), (r"\leq", r"\le"), (r"\geq", r"\ge")]
 _TABULAR = re.compile(r"\\begin\{(?:\wmatrix|array|cases|aligned?)")
@@ -447,17 +448,14 @@ def _product(factors: list[Node]) -> Node:
 
 
 def _quotient(above: Node, below: Node) -> Node:
-    value = None
-    if above.value is not None and below.value:
-        value = _small(above.value / below.value)
-    whole = all(part.kind == "number" and part.decimals < 0 for part in (above, below))
+    args, undone = (above, below), above.undone or below.undone
+    if above.value is None or below.value is None:
+        return Node("quotient", args, undone=undone)
+    value = _small(above.value / below.value) if below.value else None
+    whole = all(part.kind == "number" and part.decimals < 0 for part in args)
     literal = whole and value is not None and value.denominator > 1
-    undone = (
-        above.undone
-        or below.undone
-        or (above.value is not None and below.value is not None and not literal)
-    )
-    return Node("quotient", (above, below), value, literal=literal, undone=undone)
+    reduced = value is not None and value.denominator == below.value > 1  # 1/2^10
+    return Node("quotient", args, value, literal=literal, undone=undone or not (literal or reduced))
 
 
 def _power(base: Node, exponent: Node) -> Node:

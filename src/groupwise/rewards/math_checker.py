@@ -16,7 +16,8 @@ from typing import Any
 
 from groupwise.errors import RewardError
 from groupwise.rewards.answers import LONGEST_ANSWER
-from groupwise.rewards.verdicts import Undecided, decide, form_of
+from groupwise.rewards.equality import Undecided, decide
+from groupwise.rewards.gold_forms import form_of
 from groupwise.utils.processes import Died, NotStarted, Pool
 
 CPU_SECONDS = 2.0
@@ -24,6 +25,8 @@ CPU_SECONDS = 2.0
 WALL_SECONDS = 5.0
 """Wall-clock deadline of one comparison, for what waits instead of computing."""
 MEMORY = 2 << 30
+DIGITS = 30
+"""Of constants that are compared."""
 MAX_CALLS = 2_000
 """Comparisons after which a worker retires: sympy's caches only grow (Math-Verify #63)."""
 CACHED = 100_000
@@ -200,19 +203,26 @@ def judge() -> Callable[[str, str | None], float | None]:
 
 
 def _apart(gold: Any, answer: Any) -> bool:
-    """Whether two sympy objects are constants that differ by more than rounding: math-verify rounds
-    both to six decimals.
+    """Return True if two sympy objects are constants that differ by more than rounding: math-verify
+    rounds both to six decimals.
 
     A float is as exact as it is written, with six decimals at least and four digits that count.
+    sympy's own numbers take the place of Python's: 1/2006! is no 0.
     """
+    from sympy import Float
+
     if not (getattr(gold, "is_number", False) and getattr(answer, "is_number", False)):
         return False
-    left, right = (complex(side.evalf(30)) for side in (gold, answer))
-    step = max((10.0 ** -_decimals(side) for side in (gold, answer) if side.is_Float), default=0.0)
+    left, right = gold.evalf(DIGITS), answer.evalf(DIGITS)
     size = max(abs(left), abs(right))
-    return abs(left - right) > max(size * 1e-12, min(step / 2, 5e-7, size * 1e-4))
+    difference = abs(left - right).evalf(DIGITS)
+    if not gold.has(Float) and not answer.has(Float):
+        return bool(difference > size * 1e-25)
+    floats = [side for side in (gold, answer) if side.is_Float]
+    step = max((10.0 ** -_decimals(side) for side in floats), default=0.0)
+    return bool(difference > max(size * 1e-12, min(step / 2, 5e-7, size * 1e-4)))
 
 
 def _decimals(number: Any) -> int:
-    """Digits behind the point of a sympy Float, as it was written."""
+    """Return the digits behind the point of a sympy Float, as it was written."""
     return len(str(number).partition(".")[2].rstrip("0"))
