@@ -22,7 +22,8 @@ _RELATION = re.compile(
 _APPROXIMATION = re.compile(rf"{_BRACKET}|(?P<mark>\\approx(?![A-Za-z]))")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d)")
 _SIGNS = {
-    r"\lt": "<", r"\gt": ">", "<=": r"\le", ">=": r"\ge", "!=": r"\ne", r"\neq": r"\ne", "==": "=", r"\approx": "=",
+    r"\lt": "<", r"\gt": ">", "<=": r"\le", ">=": r"\ge", "!=": r"\ne", r"\neq": r"\ne",
+    "==": "=", r"\approx": "=",
     r"\implies": "=", r"\Rightarrow": "=", r"\to": "=", r"\rightarrow": "=",
 }  # fmt: skip
 _MIRRORED = {">": "<", r"\ge": r"\le"}
@@ -144,7 +145,7 @@ def labelled(text: str) -> Labelled:
 
 
 def is_name(side: str) -> bool:
-    """Return True if a side of an equation names the other: x, f(2), AB, the area, and not 2x + 1."""
+    """Return True if a side of an equation names the other: x, f(2), the area, and not 2x + 1."""
     if not any(char.isalpha() for char in side) or _NOT_IN_A_NAME.search(_INDEX.sub(" ", side)):
         return False
     node = parse(side)
@@ -160,7 +161,7 @@ def exact_side(text: str) -> str | None:
 
 
 def as_interval(shape: AnswerShape) -> AnswerShape:
-    r"""Return an inequality as the interval that it is: `-2 \le x < 7`; other relations as they are."""
+    r"""Return an inequality as an interval: `-2 \le x < 7`; other relations as they are."""
     parts, marks = shape.parts, shape.marks
     if marks[0] in (">", r"\ge"):
         parts = parts[::-1]

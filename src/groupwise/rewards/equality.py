@@ -47,8 +47,8 @@ Library = Callable[[str, str | None], float | None]
 """math-verify's verdict on (gold, answer): 1.0, 0.0, None where it cannot read the gold."""
 
 _WORD_OR_NUMERAL = re.compile(
-    r"ad|ah|am|an|as|at|be|by|do|go|ha|he|hi|id|if|in|is|it|me|my|no|of|oh|ok|on|or|ox|so|to|up|us|we"
-    r"|[ivx]{2}",
+    r"ad|ah|am|an|as|at|be|by|do|go|ha|he|hi|id|if|in|is|it|me|my|no|of|oh|ok|on|or|ox|so"
+    r"|to|up|us|we|[ivx]{2}",
     re.IGNORECASE,
 )
 _CAPITALS = re.compile(r"[A-Z]{2}")
@@ -80,8 +80,10 @@ def decide(gold: str, answer: str | None, library: Library = no_library) -> floa
 
     answer: None: there is none.
 
-    >>> decide("95", r"95.0"), decide("95", "81 + 14"), decide(r"\frac{1}{2}", "0.5"), decide("listen", "silent")
-    (1.0, 0.0, 1.0, None)
+    >>> decide("95", r"95.0"), decide("95", "81 + 14"), decide(r"\frac{1}{2}", "0.5")
+    (1.0, 0.0, 1.0)
+    >>> decide("the word listen", "silent") is None
+    True
     >>> decide("no", "on"), decide("xy", "yx"), decide("5", r"\text{5 apples}")
     (0.0, 1.0, 1.0)
     """
@@ -216,7 +218,7 @@ class _Comparison:
         return not wordy(a.rest, g.rest) and self._library(g.rest, a.rest) == 1.0
 
     def _is_number(self, g: Quantity, left: Node, a: Quantity, answer: str) -> bool:
-        """Compare with a gold that is a plain number, which wants a number with nothing left to do."""
+        """Compare with a gold that is a plain number: the answer leaves nothing to do."""
         if a.node is None or a.node.symbols:
             number = _number_of_a_sentence(answer)
             if number is not None:
@@ -268,7 +270,7 @@ def _brackets_agree(g: AnswerShape, a: AnswerShape) -> bool:
 
 
 def _contradictory(sides: Sequence[str]) -> bool:
-    """Return True if an equation equals two numbers that differ by more than rounding: `6 * 9 = 42`."""
+    """Return True if the sides of an equation are numbers that differ: `6 * 9 = 42`."""
     nodes = [parse(side) for side in sides]
     values = [node.value for node in nodes if node is not None and node.value is not None]
     return any(abs(value - values[-1]) * 100 > abs(values[-1]) for value in values)

@@ -1,4 +1,4 @@
-"""The final message of a completion: the text behind a model's reasoning, in the marks of its family."""
+"""The final message of a completion: what follows a model's reasoning."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _REASONING_ENDS = re.compile(
     r"|\[BEGIN FINAL RESPONSE\]|Here(?:'s| is) my response:",
     re.IGNORECASE,
 )
-"""Most families, EXAONE, Seed-OSS, LongCat; Mistral, Kimi, Gemma 4, Apertus, Command; Apriel, Granite."""
+"""Most families use tags.  Mistral, Kimi, Gemma 4, Apertus, Command, Apriel and Granite follow."""
 
 _FRAME = re.compile(
     r"<\|(?:START|END)_RESPONSE\|>|</?response>|\[END FINAL RESPONSE\]", re.IGNORECASE
@@ -27,7 +27,7 @@ _MESSAGE_END = re.compile(r"<\|(?:end|return|call|start)\|>")
 """gpt-oss parts its messages by channels: analysis, commentary and final."""
 _UNMARKED_CHANNEL = re.compile(r"(?:analysis|commentary|final)(?=[^\sa-z:.,;-])")
 _UNMARKED_FINAL = "assistantfinal"
-"""The same where special tokens were left out of the text: the names of roles and channels remain."""
+"""Where special tokens are left out of the text, the names of roles and channels remain."""
 
 
 def final_message(text: str) -> str:
@@ -35,10 +35,12 @@ def final_message(text: str) -> str:
 
     It is empty where the reasoning does not end: what a model only thought is no answer.
 
-    >>> final_message("<think>5?</think>It is 7."), final_message("It is 7."), final_message("[THINK]It is 5")
-    ('It is 7.', 'It is 7.', '')
-    >>> final_message("<|channel|>analysis<|message|>5?<|end|><|start|>assistant<|channel|>final<|message|>7<|return|>")
-    '7'
+    >>> final_message("<think>5?</think>It is 7."), final_message("It is 7.")
+    ('It is 7.', 'It is 7.')
+    >>> final_message("[THINK]Maybe 5"), final_message("<|channel|>analysis<|message|>Maybe 5")
+    ('', '')
+    >>> final_message("<|channel|>final<|message|>It is 7.<|return|>")
+    'It is 7.'
     >>> final_message("analysisMaybe 5.assistantfinalIt is 7.")
     'It is 7.'
     """

@@ -1,4 +1,4 @@
-r"""What kind of answer a gold is, which decides how it is compared: a date, an option, mathematics, words."""
+"""How a gold answer is compared: as a date, an option, mathematics or words."""
 
 from __future__ import annotations
 
