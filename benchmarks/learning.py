@@ -119,9 +119,14 @@ def with_trl(seed: int, folder: Path) -> list[dict[str, float]]:
     return points
 
 
-def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+END = 2
+"""The id of SmolLM2's `<|im_end|>`."""
+
+
+def reward(completions: list[Any], answer: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
     """The recipe's reward, with TRL's arguments."""
-    return same_number(completions, answer)
+    reasons = ["eos" if ids[-1] == END else "length" for ids in completion_ids]
+    return same_number(completions, answer, reasons)
 
 
 SIDES = {"groupwise": with_groupwise, "trl": with_trl}

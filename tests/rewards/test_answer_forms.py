@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import re
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from groupwise.data.tasks.chat import same_number
 from groupwise.rewards.accuracy import accuracy, as_text, check_gold, exact, number
 from groupwise.rewards.answers import find_answer, find_gold
 from groupwise.rewards.equality import Undecided, decide
@@ -266,3 +271,29 @@ def test_a_box_is_read_in_the_forms_that_TeX_has_for_it(text, gold):
 def test_a_box_without_braces_that_the_limit_cut_may_have_gone_on():
     assert accuracy([r"\boxed 4", r"\boxed 4 apples"], ["4", "4"], finish_reasons=["length"] * 2) == [0.0, 1.0]
     assert find_answer(r"use the \boxed command") == r"use the \boxed command"
+
+
+# ---------------------------------------------------------------------------------- the reward that newcomers copy
+
+
+def taught_rewards() -> dict[str, Callable[..., list[float]]]:
+    """The recipe's, and those that the page on rewards and the notebook show."""
+    page = (HERE.parents[1] / "docs/rewards.md").read_text(encoding="utf-8")
+    block = page.split("```python file=my_rewards.py\n")[1].split("```")[0]
+    cells = json.loads((HERE.parents[1] / "docs/notebook.ipynb").read_text(encoding="utf-8"))["cells"]
+    (cell,) = [source for one in cells if "def right(" in (source := "".join(one["source"]))]
+    space: dict[str, Any] = {"re": re}
+    exec(block + cell, space)
+    notebook = partial(space["right"], log_metric=lambda name, value: None)
+    return {"recipe": same_number, "page": space["last_number"], "notebook": notebook}
+
+
+@pytest.mark.parametrize("where", ["recipe", "page", "notebook"])
+def test_the_reward_that_teaches_a_real_model_compares_numbers_and_pays_no_truncated_completion(where):
+    function = taught_rewards()[where]
+    right = ["95", "95.0", "81 + 14 = 95.", "It is **95**, thanks", "1. 95"]
+    wrong = ["3.95", "0.95", "-95", "= -95", "950", "195", "95.5", "none", "", "81 + 14 =", "95, or 96"]
+    texts = [*right, *wrong]
+    assert function(texts, ["95"] * len(texts), finish_reasons=["eos"] * len(texts)) == [1.0] * len(right) + [0.0] * len(wrong)
+    assert function(texts, ["95"] * len(texts), finish_reasons=["length"] * len(texts)) == [0.0] * len(texts)
+    assert function(["It is -5", "5"], ["-5"] * 2, finish_reasons=["eos"] * 2) == [1.0, 0.0]

@@ -44,13 +44,13 @@ def accuracy(
     The answer is what `answers.find_answer` finds: the last `\boxed{}` of the final message,
     `####` or `<answer>`, else what follows "answer is".  A truncated completion has an answer only
     if it is marked.  Numbers, sets, intervals, units, options and dates are compared by rules of
-    our own (`verdicts.decide`): a number wants a number, with no operation left to do, and an
+    our own (`equality.decide`): a number wants a number, with no operation left to do, and an
     expression one that is not the prompt's own.  Only expressions that differ are left to
     math-verify 0.9 in worker processes.  An answer that it cannot compare in two seconds of
     processor time, or that is longer than 2,000 characters, is not equal.
 
-    >>> accuracy([r"<think>3*4</think>\boxed{1,012.0}", "#### 7", "Well."], ["so 12 + 1000\n#### 1012", r"\boxed{8}", "4"])
-    [1.0, 0.0, 0.0]
+    >>> accuracy([r"<think>3*4</think>\boxed{1,012.0}", "Well."], ["so 12 + 1000\n#### 1012", "4"])
+    [1.0, 0.0]
     >>> accuracy(["The answer is 81 + 14."], ["95"])
     [0.0]
     """
@@ -60,22 +60,28 @@ def accuracy(
         completions, gold, prompts or blank, finish_reasons or blank, strict=True
     ):
         right, answer = find_gold(as_text(row)) or "", find_answer(text, cut=reason == CUT)
-        pairs.append(
-            (right, None if answer and prompt and restated(answer, right, prompt) else answer)
-        )
+        if answer and prompt and restated(answer, right, prompt):
+            answer = None
+        pairs.append((right, answer))
     verdicts = shared_checker().compare(pairs)
-    unread = {
-        right
-        for (right, _), verdict in zip(pairs, verdicts, strict=True)
-        if verdict is None and right
-    } - _warned
-    if unread:
-        _warned.update(unread)
-        first, others = min(unread), f", like {len(unread) - 1} more" if len(unread) > 1 else ""
-        log.warning(
-            "accuracy gives None: the gold answer %r %s%s", first[:60], _unreadable(first), others
-        )
+    unread = set[str]()
+    for (right, _), verdict in zip(pairs, verdicts, strict=True):
+        if verdict is None and right:
+            unread.add(right)
+    _warn(unread - _warned)
     return verdicts
+
+
+def _warn(unread: set[str]) -> None:
+    """Warn about gold answers that cannot be read, once about each."""
+    if not unread:
+        return
+    _warned.update(unread)
+    first = min(unread)
+    message = f"{first[:60]!r} {_unreadable(first)}"
+    if len(unread) > 1:
+        message += f", like {len(unread) - 1} more"
+    log.warning("accuracy gives None: the gold answer %s", message)
 
 
 @built_in("exact")
@@ -97,30 +103,35 @@ def exact(
     [1.0, 0.0]
     """
     rewards: list[float | None] = []
-    for text, row, reason in zip(
-        completions, gold, finish_reasons or [""] * len(completions), strict=True
-    ):
-        right, cut = find_gold(alike(as_text(row))), reason == CUT
-        text = alike(text)
-        answer = find_answer(text, cut=cut) or ""
-        candidates = {
-            answer,
-            answer.strip("$ "),
-            answer.rstrip(" !?"),
-            "" if cut else final_message(text).strip(),
-        } - {""}
-        rights = (
-            {right, tidy(right)} | ({str(row)} if isinstance(row, float) else set())
-            if right
-            else set()
-        )
+    reasons = finish_reasons or [""] * len(completions)
+    for text, row, reason in zip(completions, gold, reasons, strict=True):
+        rights = _gold_forms(row)
+        forms = _answer_forms(alike(text), cut=reason == CUT)
         if ignore_case:
-            rights, candidates = (
-                {one.casefold() for one in rights},
-                {one.casefold() for one in candidates},
-            )
-        rewards.append(None if right is None else float(not rights.isdisjoint(candidates)))
+            rights = {form.casefold() for form in rights}
+            forms = {form.casefold() for form in forms}
+        rewards.append(float(not rights.isdisjoint(forms)) if rights else None)
     return rewards
+
+
+def _gold_forms(row: Any) -> set[str]:
+    """Return the texts that a gold cell may be given as; none for an empty one."""
+    right = find_gold(alike(as_text(row)))
+    if not right:
+        return set()
+    forms = {right, tidy(right)}
+    if isinstance(row, float):
+        forms.add(str(row))
+    return forms
+
+
+def _answer_forms(text: str, *, cut: bool) -> set[str]:
+    """Return the answer of a completion with and without signs around it, and the final message."""
+    answer = find_answer(text, cut=cut) or ""
+    forms = {answer, answer.strip("$ "), answer.rstrip(" !?")}
+    if not cut:
+        forms.add(final_message(text).strip())
+    return forms - {""}
 
 
 @built_in("number")
@@ -134,35 +145,43 @@ def number(
     Without a marked answer the last number written counts, so a completion need not follow any
     format; a truncated one must have marked its answer.
 
-    >>> number(["She pays 18 dollars.", "#### 17", "eighteen"], ["9 * 2 = <<9*2=18>>18\\n#### 18"] * 3)
+    >>> number(["She pays 18 dollars.", "#### 17", "eighteen"], ["<<9*2=18>>\\n#### 18"] * 3)
     [1.0, 0.0, 0.0]
     """
     rewards: list[float | None] = []
-    for text, row, reason in zip(
-        completions, gold, finish_reasons or [""] * len(completions), strict=True
-    ):
+    reasons = finish_reasons or [""] * len(completions)
+    for text, row, reason in zip(completions, gold, reasons, strict=True):
         right = last_number(as_text(row))
+        if right is None:
+            rewards.append(None)
+            continue
         answer = final_number(text, cut=reason == CUT)
-        rewards.append(
-            None if right is None else float(type(answer) is type(right) and answer == right)
-        )
+        rewards.append(float(type(answer) is type(right) and answer == right))
     return rewards
 
 
 def check_gold(gold: Sequence[Any]) -> list[str | None]:
-    """For each gold answer None if it scores 1.0 against itself by computation, else why not: to be
-    asked before training.
+    """Return for each gold answer None if it scores 1.0 against itself by computation, else why
+    not: to be asked before training.
 
-    >>> check_gold([r"#### 1,234", "", None, "forty two"])
-    [None, 'holds no answer', 'holds no answer', 'is words, not mathematics: `exact` compares words']
+    >>> check_gold([r"#### 1,234", "", None])
+    [None, 'holds no answer', 'holds no answer']
+    >>> check_gold(["forty two"])
+    ['is words, not mathematics: `exact` compares words']
     """
-    golds = [find_gold(as_text(g)) for g in gold]
-    verdicts = shared_checker().recompute([g or "" for g in golds])
-    problems = {0.0: "is not equal to itself when computed"}
-    return [
-        "holds no answer" if g is None else None if v == 1.0 else problems.get(v) or _unreadable(g)  # type: ignore[arg-type]
-        for g, v in zip(golds, verdicts, strict=True)
-    ]
+    golds = [find_gold(as_text(cell)) for cell in gold]
+    verdicts = shared_checker().recompute([text or "" for text in golds])
+    problems: list[str | None] = []
+    for text, verdict in zip(golds, verdicts, strict=True):
+        if text is None:
+            problems.append("holds no answer")
+        elif verdict == 1.0:
+            problems.append(None)
+        elif verdict == 0.0:
+            problems.append("is not equal to itself when computed")
+        else:
+            problems.append(_unreadable(text))
+    return problems
 
 
 def _unreadable(gold: str) -> str:
@@ -172,13 +191,13 @@ def _unreadable(gold: str) -> str:
 
 
 def as_text(value: Any) -> str:
-    """A gold cell as text: data sets hold numbers as often as strings.
+    """Return a gold cell as text: data sets hold numbers as often as strings.
 
     A float is written out, with the fifteen digits that are its own; NaN, as tables have it for an
     empty cell, is no text.
 
-    >>> as_text(1e-05), as_text(4.0), as_text(0.1 + 0.2), as_text(float("nan")), as_text(None)
-    ('0.00001', '4', '0.3', '', '')
+    >>> as_text(1e-05), as_text(4.0), as_text(0.1 + 0.2), as_text(float("nan"))
+    ('0.00001', '4', '0.3', '')
     """
     if value is None or value != value:
         return ""

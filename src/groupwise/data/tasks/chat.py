@@ -11,6 +11,7 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, ClassVar
 
 from groupwise.data.tasks.base import Generated, Row, text_of
@@ -102,23 +103,34 @@ class ChatWords(_Spoken):
         }
 
 
-def same_number(completions: Sequence[Any], answer: Sequence[str]) -> list[float]:
-    """1 where the last number of a completion is the answer.
+_NUMBER = re.compile(r"(?<![\d.])-?\d+(?:\.\d+)?")
 
-    Looser than `accuracy`, which wants a marked answer or nothing else: an untrained model earns
-    something now and then.
 
-    >>> same_number(["17 + 25 = 42.", "It is 42, a nice number", "17 + 25", "I cannot add."], ["42"] * 4)
+def same_number(
+    completions: Sequence[Any], answer: Sequence[str], finish_reasons: Sequence[str] | None = None
+) -> list[float]:
+    """Give 1 where the last number of a completion equals the answer, and 0 where the token limit
+    cut it.
+
+    It is looser than `accuracy`, which wants a marked answer or nothing else: an untrained model
+    earns something now and then.  So it still pays "It is not 42" and "Between 40 and 42".
+
+    >>> same_number(["17 + 25 = 42.", "It is 42.0, a nice number", "17 + 25", "No."], ["42"] * 4)
     [1.0, 1.0, 0.0, 0.0]
+    >>> same_number(["3.42", "-42", "17 + 25 = 42"], ["42"] * 3, ["eos", "eos", "length"])
+    [0.0, 0.0, 0.0]
     >>> call, result = {"role": "assistant", "content": ""}, {"role": "tool", "content": "42"}
-    >>> same_number([[call, result], [call, result, {"role": "assistant", "content": "It is 42."}]], ["42"] * 2)
+    >>> said = {"role": "assistant", "content": "It is 42."}
+    >>> same_number([[call, result], [call, result, said]], ["42"] * 2)
     [0.0, 1.0]
     """
-    numbers = [re.findall(r"\d+", text_of(one).replace(",", "")) for one in completions]
-    return [
-        float(bool(figures) and figures[-1] == gold)
-        for figures, gold in zip(numbers, answer, strict=True)
-    ]
+    rewards = []
+    reasons = finish_reasons or ["eos"] * len(completions)
+    for completion, gold, reason in zip(completions, answer, reasons, strict=True):
+        numbers = _NUMBER.findall(text_of(completion).replace(",", "").replace("\u2212", "-"))
+        right = bool(numbers) and Decimal(numbers[-1]) == Decimal(gold)
+        rewards.append(float(right and reason != "length"))
+    return rewards
 
 
 def same_object(completions: Sequence[Any], answer: Sequence[str]) -> list[float]:
