@@ -36,12 +36,13 @@ _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _SPEEDS = {"mph": "mi/h", "kmph": "km/h", "kph": "km/h", "kmh": "km/h"}
 _UNITS = (
     "mm millimeter millimetre", "cm centimeter centimetre", "m meter metre",
-    "km kilometer kilometre", "in inch inche", "ft foot feet", "yd yard", "mi mile", "mg milligram", "g gram gm gramme",
-    "kg kilogram kilo", "lb", "oz ounce", "t ton tonne", "s sec second", "min minute", "h hr hour",
-    "day", "week wk", "month", "year yr", "ml milliliter millilitre", "l liter litre", "gal gallon",
-    "degree deg", "c celsius", "f fahrenheit", "k kelvin", "radian rad", "n newton", "j joule",
-    "kj kilojoule", "w watt", "kw kilowatt", "v volt", "hz hertz", "pa pascal", "mol mole", "cent",
-    "dollar usd", "euro eur",
+    "km kilometer kilometre", "in inch inche", "ft foot feet", "yd yard", "mi mile",
+    "mg milligram", "g gram gm gramme", "kg kilogram kilo", "lb", "oz ounce", "t ton tonne",
+    "s sec second", "min minute", "h hr hour", "day", "week wk", "month", "year yr",
+    "ml milliliter millilitre", "l liter litre", "gal gallon", "degree deg", "c celsius",
+    "f fahrenheit", "k kelvin", "radian rad", "n newton", "j joule", "kj kilojoule", "w watt",
+    "kw kilowatt", "v volt", "hz hertz", "pa pascal", "mol mole", "cent", "dollar usd",
+    "euro eur",
 )  # fmt: skip
 """Units that are told apart, each with its other names."""
 _SAME_UNIT = {name: names.split()[0] for names in _UNITS for name in names.split()}
