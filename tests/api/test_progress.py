@@ -268,3 +268,27 @@ def test_the_live_line_stays_one_line() -> None:
         assert progress._live is not None
         line = progress._live.renderable
         assert len(shown.render_lines(line, shown.options.update(width=20))) == 1
+
+
+def test_an_evaluation_without_a_terminal_has_a_line_a_minute() -> None:
+    out, file = console()
+    clock = Clock()
+    with Progress(100, console=out, now=clock) as progress:
+        progress.plan([("prompts", "64")])
+        for _ in ("greedy", "sampled"):
+            for done in range(1, 65):
+                clock.time += 2.0
+                progress.evaluating(done, 64)
+        progress.update(step(0))
+        clock.time += 59.0
+        progress.evaluating(1, 64)
+    lines = [line for line in file.getvalue().splitlines() if line.startswith("evaluating")]
+    assert lines == [
+        "evaluating, greedy: 30 of 64 prompts", "evaluating, greedy: 60 of 64 prompts",
+        "evaluating, sampled: 26 of 64 prompts", "evaluating, sampled: 56 of 64 prompts",
+    ]  # fmt: skip
+    out, file = console(terminal=True)
+    with Progress(100, console=out, now=clock) as progress:
+        progress.evaluating(1, 64)
+        progress.evaluating(2, 64)
+    assert "evaluating, greedy: 2 of 64 prompts" in file.getvalue()

@@ -11,7 +11,7 @@ from groupwise.errors import EngineError
 from groupwise.models.policy import Policy
 from groupwise.records import Step
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.runs.engines import agreeing
+from groupwise.runs.engines import check_agreement
 
 
 def test_a_run_stops_for_a_mismatch_that_no_rounding_explains(tiny_policy: Callable[..., Policy]) -> None:
@@ -19,6 +19,6 @@ def test_a_run_stops_for_a_mismatch_that_no_rounding_explains(tiny_policy: Calla
     engine.tolerance = 0.05
     step = Step(number=4, metrics={"mismatch/mean": 0.4})
     with pytest.raises(EngineError, match=r"step 4: .* differ by 0.4 nats .*`groupwise check` tests the servers"):
-        list(agreeing(iter([step]), engine))
+        check_agreement(step, engine)
     fine = replace(step, metrics={"mismatch/mean": 0.04})
-    assert list(agreeing(iter([fine]), engine)) == [fine]
+    check_agreement(fine, engine)

@@ -492,3 +492,13 @@ def test_a_resumed_run_writes_the_date_of_its_first_start(recipe: Callable, tmp_
     assert prompts() == written(record["attempts"][0]["time"])
     attempts = json.loads((folder / "environment.json").read_text())["attempts"]
     assert len(attempts) == 2 and attempts[1]["time"] > attempts[0]["time"] + 86400 * 400
+
+
+def test_an_evaluation_says_how_far_it_is(recipe: Callable[..., Path]) -> None:
+    path = recipe(name="watched", **GRPO | {"steps": 1, "eval": {"at_start": True, "prompts": 3, "k": 1}})
+    calls: list[tuple[int, int]] = []
+    with Run(load_recipe(path), path.parent / "runs" / "watched") as run:
+        run.job.watch = lambda done, count: calls.append((done, count))
+        next(iter(run.steps()))
+    count = calls[-1][1]
+    assert calls == [(done, count) for done in range(1, count + 1)] * 2

@@ -31,7 +31,7 @@ from groupwise.rollout.vllm.client import Client
 from groupwise.rollout.vllm.engine import EXACT, VllmEngine
 from groupwise.rollout.vllm.request_pool import computed_tokens
 from groupwise.rollout.vllm.scoring import ScoringServers
-from groupwise.runs.engines import agreeing
+from groupwise.runs.engines import check_agreement
 from groupwise.training.passes import score
 from groupwise.training.samples import sample_of
 
@@ -176,7 +176,7 @@ def step(rollouts: list[Rollout], policy: Policy) -> Step:
 
 def stops(engine: VllmEngine, rollouts: list[Rollout]) -> None:
     with pytest.raises(EngineError, match="sampled and scored log-probs differ by"):
-        list(agreeing(iter([step(rollouts, engine.policy)]), engine))
+        check_agreement(step(rollouts, engine.policy), engine)
 
 
 def test_a_wrong_temperature_is_found(engine: VllmEngine, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +187,7 @@ def test_a_wrong_temperature_is_found(engine: VllmEngine, prompts: list[Prompt],
         body["sampling_params"]["temperature"] = 1.0
         return body
 
-    list(agreeing(iter([step(draw(engine, prompts), engine.policy)]), engine))
+    check_agreement(step(draw(engine, prompts), engine.policy), engine)
     monkeypatch.setattr(VllmEngine, "_body", lie)
     stops(engine, draw(engine, prompts))
 

@@ -41,6 +41,8 @@ def safe(text: str, limit: int | None = None, style: str = "") -> Text:
     return Text(escaped(cut), style=style)
 
 
+MINUTE = 60.0
+"""Seconds between lines of an evaluation where the output is no terminal."""
 WIDE = 1 << 16
 """Columns of an output that is no terminal: lines of a file or a pipe are never wrapped."""
 
@@ -135,6 +137,10 @@ class Progress:
         self._ticks = [self._began]
         self._last: Step | None = None
         self._live: Live | None = None
+        self._said = self._began
+        """When the last line was printed."""
+        self._greedy = False
+        """Whether an evaluation is at its greedy completions, which come first."""
 
     def __enter__(self) -> Progress:
         return self
@@ -163,8 +169,23 @@ class Progress:
                 self.console.print(safe(line), soft_wrap=True)
         elif not self._quiet:
             self.console.print(table)
-        self._began = self._now()
+        self._began = self._said = self._now()
         self._ticks = [self._began]
+
+    def evaluating(self, done: int, count: int) -> None:
+        """Say how far an evaluation is: in the live line, or once a minute in a line of its own."""
+        if done == 1:
+            self._greedy = not self._greedy
+        if self._quiet:
+            return
+        kind = "greedy" if self._greedy else "sampled"
+        line = safe(f"evaluating, {kind}: {done:,} of {counted(count, 'prompt')}")
+        now = self._now()
+        if self.console.is_terminal:
+            self._show_live(line)
+        elif now - self._said >= MINUTE:
+            self._said = now
+            self.console.print(line, soft_wrap=True)
 
     def update(self, step: Step) -> None:
         """Show a step: the live line in a terminal, else a line of its own.  A step with an
@@ -179,15 +200,18 @@ class Progress:
         self._ticks = [*self._ticks, now][-2 * RECENT - 1 :]
         line = self.line(step)
         if self.console.is_terminal:
-            if self._live is None:
-                self._live = Live(console=self.console, refresh_per_second=4, transient=True)
-                self._live.start()
-            line.no_wrap, line.overflow = True, "ellipsis"
-            self._live.update(
-                line, refresh=True
-            )  # here, and not in Live's thread, an output that is gone is noticed
+            self._show_live(line)
         if step.evaluation or not self.console.is_terminal:
+            self._said = now
             self.console.print(line, soft_wrap=True)
+
+    def _show_live(self, line: Text) -> None:
+        if self._live is None:
+            self._live = Live(console=self.console, refresh_per_second=4, transient=True)
+            self._live.start()
+        line.no_wrap, line.overflow = True, "ellipsis"
+        # refreshed here, and not in Live's thread, so that an output that is gone is noticed
+        self._live.update(line, refresh=True)
 
     def line(self, step: Step) -> Text:
         """One step in one line."""

@@ -120,6 +120,7 @@ def train_stage(run: Run, title: str, console: Console, quiet: bool) -> RunResul
     with Progress(run.job.steps, title, console=console, quiet=quiet) as progress:
         resumed = [("resumed", f"after step {begin}")] if begin else []
         _show(lambda: progress.plan([*run.job.plan, *resumed]))
+        run.job.watch = lambda done, count: _show(lambda: progress.evaluating(done, count))
         for step in run.steps():
             _show(lambda step=step: progress.update(step))
         progress.stop()

@@ -22,7 +22,7 @@ from groupwise.config.live_objects import object_of
 from groupwise.config.settings import RewardSettings, verdict_of
 from groupwise.config.texts import demand_values
 from groupwise.errors import ConfigError, Findings, RewardError
-from groupwise.records import Episode, Prompt, Rollout, RolloutGroup, Step
+from groupwise.records import Episode, Prompt, Rollout, RolloutGroup
 from groupwise.rewards import calls
 from groupwise.rewards.calls import Host, Outcome, described
 from groupwise.rewards.environment import EnvironmentState
@@ -455,14 +455,11 @@ class Rewards:
             self._thread = threads.Thread("groupwise-rewards")
         return self._thread.begin(lambda: calls.outcomes_of(some, list(self._functions.run(some))))
 
-    def counting(self, steps: Iterator[Step], done: int, last: int) -> Iterator[Step]:
-        """The steps of a loop, for functions that ask for `trainer_state`.   done: steps before it.
-        last: number of its last.
+    def reach(self, step: int, last: int) -> None:
+        """Note for functions that ask for `trainer_state` how many steps are done, and the number
+        of the last.
         """
-        self.state = TrainerState(global_step=done, max_steps=last)
-        for step in steps:
-            self.state = TrainerState(global_step=step.number, max_steps=last)
-            yield step
+        self.state = TrainerState(global_step=step, max_steps=last)
 
     def matrix(self, values: Sequence[Sequence[Any]]) -> np.ndarray:
         """float64 (N, K): what `call` returned as numbers, None as NaN, step rewards as their sum."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from groupwise.algorithms.table import Algorithm
@@ -141,24 +141,20 @@ def make_ahead(settings: RolloutSettings, prompts: Sequence[Prompt]) -> Prefetch
     return PrefetchedRollouts(engine.ahead, beside=engine_traits(engine.name).beside, find=find)
 
 
-def agreeing(steps: Iterator[Step], engine: Engine) -> Iterator[Step]:
-    """Steps, as long as what a vLLM engine samples is what the trainer scores.
+def check_agreement(step: Step, engine: Engine) -> None:
+    """Compare what the engine sampled with what the trainer scored, in a step that it has trained.
 
-    Raises EngineError at the first step whose mean difference no rounding explains: the servers
-    sample with other weights, another temperature or old keys and values.  That step has been
-    trained on; it is not yielded, and so not saved.
+    Raises EngineError for a mean difference that no rounding explains: the servers sample with
+    other weights, another temperature or old keys and values.  The step is then not saved.
     """
-    limit = engine.tolerance
-    for step in steps:
-        gap = step.metrics.get("mismatch/mean", 0.0)
-        if not gap <= limit:
-            raise EngineError(
-                f"step {step.number}: sampled and scored log-probs differ by {gap:.2g} nats on"
-                f" average, more than rounding explains ({limit:g}): the vLLM servers sample with"
-                " other weights, at another temperature or from an old cache. The step is thrown"
-                " away; `groupwise check` tests the servers"
-            )
-        yield step
+    gap = step.metrics.get("mismatch/mean", 0.0)
+    if not gap <= engine.tolerance:
+        raise EngineError(
+            f"step {step.number}: sampled and scored log-probs differ by {gap:.2g} nats on"
+            f" average, more than rounding explains ({engine.tolerance:g}): the vLLM servers"
+            " sample with other weights, at another temperature or from an old cache. The step is"
+            " thrown away; `groupwise check` tests the servers"
+        )
 
 
 def engine_lines(engine: Engine, ahead: PrefetchedRollouts) -> Lines:

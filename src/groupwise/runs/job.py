@@ -24,9 +24,10 @@ from groupwise.models.policy import Policy, without_adapter
 from groupwise.models.shape import Shape
 from groupwise.proof.prove import prove
 from groupwise.records import Prompt, Step
+from groupwise.rewards.compose import Rewards
 from groupwise.rollout.engine import Engine
 from groupwise.runs.engines import (
-    agreeing,
+    check_agreement,
     engine_lines,
     make_ahead,
     make_engine,
@@ -39,7 +40,7 @@ from groupwise.runs.rollout_table import state_from_bytes, state_to_bytes
 from groupwise.training.critics import Critic
 from groupwise.training.evaluate import Evaluation, evaluate
 from groupwise.training.groups import PendingRollout, PrefetchedRollouts, SampledRollouts
-from groupwise.training.objectives import OBJECTIVES, language_model
+from groupwise.training.objectives import OBJECTIVES, Kind, language_model
 from groupwise.training.offline import Validation, train_offline, validate
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
@@ -134,15 +135,40 @@ class Job(Learner):
     lines: Lines = field(default_factory=list)
     """What the plan says beside what was prepared: engines, proofs."""
     order: Order
-    loop: Callable[[int], Iterator[Step]]
-    """Steps done before -> the steps that are left."""
-    judge: Callable[[bool], Judged | None]
-    """Evaluates on what is held out: all of it if True, else as much as `eval` says, of the
-    validation part where there is one. None if nothing is held out."""
     engine: Engine | None = None
     """What samples, where the objective or its evaluation does."""
     ahead: PrefetchedRollouts = field(default_factory=PrefetchedRollouts)
     """What has been sampled, or begun to be, for steps to come."""
+    watch: Callable[[int, int], None] | None = None
+    """Called with the prompts that an evaluation has sampled, and with all of them."""
+
+    def loop(self, done: int) -> Iterator[Step]:
+        """Train, and yield the steps that are left behind `done` ones."""
+        raise NotImplementedError
+
+    def judge(self, whole: bool) -> Judged | None:
+        """Evaluate on what is held out; None if nothing is.
+
+        whole: on all of it, else on as much as `eval` says, of the validation part where there is
+            one.
+        """
+        raise NotImplementedError
+
+    @property
+    def sampler(self) -> Engine:
+        """The engine of a run that samples."""
+        assert self.engine is not None
+        return self.engine
+
+    def _judge_completions(self, whole: bool) -> Evaluation | None:
+        self.sampler.set_version(self.optimizer.taken)
+        prompts = self.prepared.prompts
+        if prompts is None:
+            return None
+        asked = prompts.held_out
+        if not whole:
+            asked = prompts.watched[: self.recipe.eval.prompts]
+        return evaluated(self.prepared, self.sampler, asked, self.watch)
 
     @property
     def plan(self) -> Lines:
@@ -200,6 +226,121 @@ class Job(Learner):
     def close(self) -> None:
         """End reward workers and what samples; each of them, also if another one raises."""
         self.prepared.close()
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class OnlineJob(Job):
+    """A run that learns from its own completions."""
+
+    algorithm: Algorithm
+    rewards: Rewards
+    visits: Visits
+    meter: Meter
+
+    def loop(self, done: int) -> Iterator[Step]:
+        """See `Job.loop`."""
+        recipe, last = self.recipe, self.prepared.steps
+        self.sampler.set_version(self.optimizer.taken)
+        self.rewards.reach(done, last)
+        steps = train_online(
+            self.policy,
+            self.algorithm,
+            self._rollouts(range(done + 1, last + 1)),
+            self.optimizer,
+            pretrain=0 if self.critic is None else self.critic.settings.pretrain,
+            group=recipe.group,
+            max_tokens_per_microbatch=positions_of(recipe),
+            reference=self.reference,
+            critic=self.critic,
+            teacher=self.teacher,
+            checkpointing=recipe.model.gradient_checkpointing,
+        )
+        for step in steps:
+            self.rewards.reach(step.number, last)
+            yield self._finish(step)
+
+    def judge(self, whole: bool) -> Judged | None:
+        """See `Job.judge`."""
+        return self._judge_completions(whole)
+
+    def _rollouts(self, numbers: range) -> SampledRollouts:
+        return SampledRollouts(
+            algorithm=self.algorithm,
+            engine=self.sampler,
+            rewards=self.rewards,
+            draw=self.visits,
+            group=self.recipe.group,
+            sampling=sampling_of(self.recipe.rollout),
+            steps=self.prepared.steps,
+            numbers=numbers,
+            ahead=self.ahead,
+            seed=self.recipe.seed,
+        )
+
+    def _finish(self, step: Step) -> Step:
+        """Check a step, and add its work and what was sampled for it and thrown away."""
+        check_agreement(step, self.sampler)
+        measured = self.meter.read(step)
+        account = self.visits.account(step.groups)
+        return replace(measured, metrics={**measured.metrics, **account})
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class DatasetJob(Job):
+    """A run that learns from the rows of a data set."""
+
+    objective: Any
+    """What `Kind.objective` makes."""
+    kind: Kind
+    rows: Sequence[Any]
+    held_out: Sequence[Any]
+    watched: Sequence[Any]
+    """What is held out for evaluations during training."""
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of a step."""
+        return min(self.recipe.batch_size, len(self.rows))
+
+    def loop(self, done: int) -> Iterator[Step]:
+        """See `Job.loop`."""
+        return train_offline(
+            self.policy,
+            self.objective,
+            draw=self._draw,
+            optimizer=self.optimizer,
+            max_tokens_per_microbatch=positions_of(self.recipe),
+            batch_size=self.batch_size,
+            steps=self.prepared.steps,
+            done=done,
+            checkpointing=self.recipe.model.gradient_checkpointing,
+        )
+
+    def _draw(self, count: int) -> list[Any]:
+        return [self.rows[row] for _, row in self.order.take(count)]
+
+    def judge(self, whole: bool) -> Judged | None:
+        """See `Job.judge`."""
+        if self.engine is not None and self.prepared.rewards is not None:
+            return self._judge_completions(whole)
+        if not self.held_out:
+            return None
+        budget = positions_of(self.recipe)
+        if whole:
+            rules = None
+            if self.kind.rules is not None:
+                rules = self.kind.rules(self.policy, self.rows, self.held_out)
+            return validate(
+                self.policy,
+                self.objective,
+                self.held_out,
+                max_tokens_per_microbatch=budget,
+                beside=rules,
+            )
+        watched = self.watched
+        if self.recipe.eval.batches is not None:
+            watched = watched[: self.recipe.eval.batches * self.batch_size]
+        return validate(self.policy, self.objective, watched, max_tokens_per_microbatch=budget)
 
 
 def make_job(recipe: Recipe, *, resume: Path | None = None, reference: Path | None = None) -> Job:
@@ -279,24 +420,6 @@ def evaluated(
     )
 
 
-def _judge(
-    prepared: Prepared, engine: Engine, optimizer: Optimizer
-) -> Callable[[bool], Judged | None]:
-    def judge(whole: bool) -> Judged | None:
-        engine.set_version(optimizer.taken)  # it is not told where another one samples for training
-        prompts = prepared.prompts
-        judged = (
-            ()
-            if prompts is None
-            else prompts.held_out
-            if whole
-            else prompts.watched[: prepared.recipe.eval.prompts]
-        )
-        return evaluated(prepared, engine, judged)
-
-    return judge
-
-
 def _order(recipe: Recipe, rows: int) -> Order:
     """The order of an online run's prompts."""
     data = recipe.data
@@ -305,13 +428,6 @@ def _order(recipe: Recipe, rows: int) -> Order:
             rows, recipe.seed, data.shuffle, retire=data.retire, strength=data.curriculum
         )
     return Order(rows, recipe.seed, data.shuffle)
-
-
-def _accounted(steps: Iterator[Step], visits: Visits, meter: Meter) -> Iterator[Step]:
-    """Steps with their work, and what was sampled for them and thrown away."""
-    for step in steps:
-        measured = meter.read(step)
-        yield replace(measured, metrics={**measured.metrics, **visits.account(step.groups)})
 
 
 def _meter(
@@ -340,79 +456,40 @@ def _meter(
 
 
 def _online_job(prepared: Prepared, reference: Path | None, resume: Path | None) -> Job:
-    recipe, algorithm, prompts, rewards = (
-        prepared.recipe,
-        prepared.algorithm,
-        prepared.prompts,
-        prepared.rewards,
-    )
-    assert algorithm is not None and prompts is not None and rewards is not None
+    recipe, algorithm = prepared.recipe, prepared.algorithm
+    assert algorithm is not None
+    assert prepared.prompts is not None
+    assert prepared.rewards is not None
     learner = make_learner(
         recipe, prepared.blueprint, algorithm, reference=reference, resume=resume
     )
-    policy, optimizer, anchor = learner.policy, learner.optimizer, learner.reference
-    per_step = recipe.group.updates_per_rollout * recipe.group.minibatches
-    critic = (
-        critic_of(recipe, policy, prepared.steps * per_step) if algorithm.needs.critic else None
-    )
-    teacher = teacher_of(recipe, policy) if algorithm.needs.teacher else None
+    policy, critic, teacher = learner.policy, None, None
+    if algorithm.needs.critic:
+        per_step = recipe.group.updates_per_rollout * recipe.group.minibatches
+        critic = critic_of(recipe, policy, prepared.steps * per_step)
+    if algorithm.needs.teacher:
+        teacher = teacher_of(recipe, policy)
     proofs = _proofs(prepared, policy, critic, teacher)
     engine = _engine(prepared, policy)
-    order = _order(recipe, len(prompts.train))
-    ahead = make_ahead(recipe.rollout, prompts.train)
-    visits = Visits(prompts.train, order, ahead=ahead.steps > 0)
-    meter = _meter(recipe, algorithm, policy, critic, teacher)
-
-    def sampled(numbers: range) -> SampledRollouts:
-        return SampledRollouts(
-            algorithm=algorithm,
-            engine=engine,
-            rewards=rewards,
-            draw=visits,
-            group=recipe.group,
-            sampling=sampling_of(recipe.rollout),
-            steps=prepared.steps,
-            numbers=numbers,
-            ahead=ahead,
-            seed=recipe.seed,
-        )
-
-    def loop(done: int) -> Iterator[Step]:
-        engine.set_version(optimizer.taken)
-        with_models: dict[str, Any] = {
-            "group": recipe.group,
-            "max_tokens_per_microbatch": positions_of(recipe),
-            "reference": anchor,
-            "critic": critic,
-            "teacher": teacher,
-            "checkpointing": recipe.model.gradient_checkpointing,
-        }
-        steps = train_online(
-            policy,
-            algorithm,
-            sampled(range(done + 1, prepared.steps + 1)),
-            optimizer,
-            pretrain=0 if critic is None else critic.settings.pretrain,
-            **with_models,
-        )
-        return _accounted(
-            agreeing(rewards.counting(steps, done, prepared.steps), engine), visits, meter
-        )
-
-    return Job(
+    train = prepared.prompts.train
+    order = _order(recipe, len(train))
+    ahead = make_ahead(recipe.rollout, train)
+    return OnlineJob(
         recipe=recipe,
         prepared=prepared,
         lines=[*engine_lines(engine, ahead), *proofs],
         policy=policy,
-        optimizer=optimizer,
-        order=order,
-        loop=loop,
-        judge=_judge(prepared, engine, optimizer),
-        reference=anchor,
+        optimizer=learner.optimizer,
+        reference=learner.reference,
         critic=critic,
         teacher=teacher,
+        algorithm=algorithm,
+        rewards=prepared.rewards,
         engine=engine,
+        order=order,
         ahead=ahead,
+        visits=Visits(train, order, ahead=ahead.steps > 0),
+        meter=_meter(recipe, algorithm, policy, critic, teacher),
     )
 
 
@@ -436,77 +513,44 @@ def _proofs(
 def _dataset_job(prepared: Prepared, reference: Path | None, resume: Path | None) -> Job:
     recipe, kind = prepared.recipe, OBJECTIVES[prepared.recipe.objective]
     policy = hold(recipe, prepared.blueprint, kind.model, resume)
-    objective, max_tokens_per_microbatch = kind.objective(recipe), positions_of(recipe)
     rows, held_out, watched = prepared.rows.train, prepared.rows.held_out, prepared.rows.watched
     anchor = None
-    if (
-        kind.anchor is not None
-    ):  # on resume by the weights that were saved then; until the first step they are the policy's
-        anchor = (
-            policy
-            if reference is None or not reference.exists()
-            else reference_of(recipe, policy, reference)
-        )
-        anchor = without_adapter(policy) if recipe.model.lora is not None else anchor
-        rows, held_out, watched = (
-            tuple(kind.anchor(recipe, anchor, part)) for part in (rows, held_out, watched)
-        )
-    optimizer = Optimizer(policy.model, recipe.optimizer, prepared.steps)
-    order = Order(len(rows), recipe.seed, recipe.data.shuffle)
-    batch_size = min(recipe.batch_size, len(rows))
-    sampler, longest = None, max((len(row) for part in (rows, held_out) for row in part), default=1)
+    if kind.anchor is not None:
+        anchor = _anchor(recipe, policy, reference)
+        rows = tuple(kind.anchor(recipe, anchor, rows))
+        held_out = tuple(kind.anchor(recipe, anchor, held_out))
+        watched = tuple(kind.anchor(recipe, anchor, watched))
+    lengths = [len(row) for row in rows] + [len(row) for row in held_out]
+    sampler, longest = None, max(lengths, default=1)
     if kind.samples and prepared.prompts is not None:
         sampler = sampler_of(recipe.rollout, conversations=prepared.environment is not None)
         longest = max(longest, longest_of(recipe, prepared.prompts))
     proof = prove(
         policy, longest=longest, sampler=sampler, recompute=recipe.model.gradient_checkpointing
     )
-    engine = _engine(prepared, policy) if kind.samples else None
-
-    def loop(done: int) -> Iterator[Step]:
-        return train_offline(
-            policy,
-            objective,
-            draw=lambda k: [rows[row] for _, row in order.take(k)],
-            optimizer=optimizer,
-            max_tokens_per_microbatch=max_tokens_per_microbatch,
-            batch_size=batch_size,
-            steps=prepared.steps,
-            done=done,
-            checkpointing=recipe.model.gradient_checkpointing,
-        )
-
-    def judge(whole: bool) -> Judged | None:
-        if engine is not None and prepared.rewards is not None:
-            return _judge(prepared, engine, optimizer)(whole)
-        if not held_out:
-            return None
-        if not whole:
-            limit = None if recipe.eval.batches is None else recipe.eval.batches * batch_size
-            return validate(
-                policy,
-                objective,
-                watched[:limit],
-                max_tokens_per_microbatch=max_tokens_per_microbatch,
-            )
-        rules = kind.rules(policy, rows, held_out) if kind.rules is not None else None
-        return validate(
-            policy,
-            objective,
-            held_out,
-            max_tokens_per_microbatch=max_tokens_per_microbatch,
-            beside=rules,
-        )
-
-    return Job(
+    return DatasetJob(
         recipe=recipe,
         prepared=prepared,
         lines=[proof.line],
         policy=policy,
-        optimizer=optimizer,
-        order=order,
-        loop=loop,
-        judge=judge,
+        optimizer=Optimizer(policy.model, recipe.optimizer, prepared.steps),
         reference=anchor,
-        engine=engine,
+        objective=kind.objective(recipe),
+        kind=kind,
+        rows=rows,
+        held_out=held_out,
+        watched=watched,
+        order=Order(len(rows), recipe.seed, recipe.data.shuffle),
+        engine=_engine(prepared, policy) if kind.samples else None,
     )
+
+
+def _anchor(recipe: Recipe, policy: Policy, reference: Path | None) -> Policy:
+    """Return the weights that rows are compared with: the policy's before its first step, which a
+    resumed run has saved.
+    """
+    if recipe.model.lora is not None:
+        return without_adapter(policy)
+    if reference is None or not reference.exists():
+        return policy
+    return reference_of(recipe, policy, reference)
