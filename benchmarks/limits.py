@@ -53,8 +53,7 @@ def ceilings(work: Workload, rows: int, few: int, parameters: int) -> dict[str, 
     import torch
     from torch.nn import functional as F
 
-    from groupwise.ops import matmul
-    from groupwise.ops.decoding import product as prepared
+    from groupwise.ops.operations import operations
 
     dtype = getattr(torch, work.dtype)
     wide = 4 * work.hidden
@@ -68,15 +67,16 @@ def ceilings(work: Workload, rows: int, few: int, parameters: int) -> dict[str, 
     def product(m: int, k: int, n: int) -> float:
         """The fastest here: torch's, or the compiled kernel's."""
         x, w = randn(m, k, dtype=dtype), randn(n, k, dtype=dtype)
-        return max(torchs(m, k, n), 2e-9 * m * k * n / timed(lambda: matmul.product(x, w.T)))
+        return max(torchs(m, k, n), 2e-9 * m * k * n / timed(lambda: operations().product(x, w.T)))
 
     def weight_gradient(m: int, k: int, n: int) -> float:
         x, grad, total = randn(m, k, dtype=dtype), randn(m, n, dtype=dtype), torch.zeros(n, k, device=work.device)
-        return 2e-9 * m * k * n / timed(lambda: matmul.add_product(total, grad.T, x, fresh=False))
+        return 2e-9 * m * k * n / timed(lambda: operations().add_product(total, grad.T, x, fresh=False))
 
     def packed(m: int, k: int, n: int) -> float:
         """The same with few rows, for which weights are packed beforehand."""
-        x, found = randn(m, k, dtype=dtype), prepared(randn(n, k), None, dtype)
+        x, weight = randn(m, k, dtype=dtype), randn(n, k)
+        found = operations().decode_operations([weight], (), dtype=dtype).product([weight], [None])
         return max(product(m, k, n), 2e-9 * m * k * n / timed(lambda: found(x)))
 
     numbers = randn(parameters * dtype.itemsize // 4)

@@ -131,7 +131,7 @@ def test_the_installed_kernels_are_those_of_their_wheel(installed: Path, kernels
     if not kernels:
         pytest.skip("no C++ compiler")
     assert "-cp311-abi3-" in kernels[0].name, "it knows no version of Python"
-    code = "import groupwise_cpu; from groupwise.ops.kernels import absence; print(absence(), groupwise_cpu.__file__)"
+    code = "import groupwise_cpu; from groupwise.ops.operations import absence; print(absence(), groupwise_cpu.__file__)"
     words, _, file = call(str(installed / "python"), "-c", code, where=tmp_path).strip().partition(" ")
     assert words == "None" and Path(file).is_relative_to(installed.parent)
 

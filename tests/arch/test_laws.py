@@ -445,18 +445,11 @@ def test_the_mathematics_is_pure() -> None:
             assert {part_of(module) for module in own_imports(name)} <= {"algorithms", "ops", "records", "errors", "utils"}, name
 
 
-REPORTS_KERNELS = {"runs.plan", "runs.folder"}
-"""What tells a user whether there are compiled kernels, and why not."""
-
-
-def test_only_ops_knows_the_compiled_kernels() -> None:
-    """Outside of `ops` nothing asks for them: an operation, or what makes operations (`decoding.Operations`), chooses."""
-    for name in set(FILES):
-        if part_of(name) == "ops":
-            continue
-        reached = {module for module in own_imports(name) if module.startswith("ops.kernels")}
-        told = {"ops.kernels", "ops.kernels.absence"} if name in REPORTS_KERNELS else set()
-        assert reached <= told, f"{name} imports {reached - told}: call the operation in `ops` that may use it"
+def test_one_place_asks_for_the_package_of_kernels() -> None:
+    """Everything else calls `operations()`, whose answer computes on any device."""
+    for name in FILES:
+        named = any("groupwise_cpu" in module for module in imports(name))
+        assert not named or name == "ops.operations", f"{name} imports groupwise_cpu: call `ops.operations.operations()`"
 
 
 PLUGIN = "rollout.vllm.plugin.groupwise_vllm"

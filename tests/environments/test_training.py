@@ -26,7 +26,7 @@ from groupwise.config.settings import EnvironmentSettings, RewardSettings
 from groupwise.environments.procedural import answer_in
 from groupwise.errors import ConfigError, RewardError
 from groupwise.inspection.check import check_stage
-from groupwise.ops.kernels import absence
+from groupwise.ops.operations import absence
 from groupwise.records import Episode, Finish, Prompt, Rollout, Sampling, Turn
 from groupwise.rewards.compose import build_rewards
 

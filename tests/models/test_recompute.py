@@ -16,13 +16,14 @@ from torch.utils.checkpoint import checkpoint
 from groupwise.config.settings import ModelSettings
 from groupwise.data.packing import pack
 from groupwise.models.backbone import checkpointing
-from groupwise.models.fused import fused_modules
 from groupwise.models.passes import forward
 from groupwise.models.policy import Policy
-from groupwise.ops import functional
-from groupwise.ops.functional import FirstProducts, LastProduct
 from groupwise.ops.in_place_gradients import summed_in_place
 from groupwise.records import Batch
+
+functional = pytest.importorskip("groupwise_cpu.functional")
+fused_modules = pytest.importorskip("groupwise_cpu.fused").fused_modules
+FirstProducts, LastProduct = functional.FirstProducts, functional.LastProduct
 
 LAYERS = 4
 

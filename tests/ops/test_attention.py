@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from groupwise.ops import attention
+from groupwise.ops import operations as ops
 from groupwise.ops.attention import EVERYTHING, Query, Reach, StreamAttention, behind, flex_block_mask
 from groupwise.records import Layout
 
@@ -112,7 +113,7 @@ def test_what_hides_a_few_keys_costs_little_more_than_what_hides_none(hides: dic
     found = []
     for more in ({"sinks_H": None}, hides):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(attention.kernels, "worth_attention", lambda *_: False)  # torch's kernels, also where there are others
+            patch.setattr(ops, "_chosen", ops.Operations())  # torch's kernels, also where there are others
             with _Made() as made:
                 StreamAttention(layout)(Query(0, *heads, 0.125)._replace(**more)).sum().backward()
         found.append((made.numbers, made.operations))

@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from groupwise.ops import decoding, functional
 from groupwise.ops.attention import StreamAttention
-from groupwise.ops.kernels import absence, operations
+from groupwise.ops.operations import absence
 from groupwise.records import Layout
 
+decoding = pytest.importorskip("groupwise_cpu.decoding")
+functional = pytest.importorskip("groupwise_cpu.functional")
+kernels = pytest.importorskip("groupwise_cpu.compiled")
+operations = kernels.operations
 needs_kernels = pytest.mark.skipif(absence() is not None, reason=f"no compiled kernels: {absence()}")
 
 LAYOUT = Layout(start=(0, 5, 9, 15), length=(5, 4, 6, 7), prefix=(-1, 0, 0, -1), total=25)
@@ -37,7 +40,7 @@ def heads(count: int, dtype: torch.dtype, grad: bool = False) -> Tensor:
 
 def calls(dtype: torch.dtype) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
     """Arguments of every operation."""
-    families = StreamAttention(LAYOUT).stretches
+    families = kernels.segments([family.stretches for family in StreamAttention(LAYOUT).families])
     query, key, value = heads(4, dtype, True), heads(2, dtype, True), heads(2, dtype, True)
     x, weight, like = normal(3, 7, 32, dtype=dtype, grad=True), normal(32, grad=True), normal(7, 32, dtype=dtype)
     with torch.no_grad():
@@ -48,7 +51,7 @@ def calls(dtype: torch.dtype) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]
     rows_C = [normal(4) for _ in range(4)]
     one = normal(3, 2, 32, dtype=dtype)
     own, prompt = ([torch.zeros(3, 2, 1, decoding.BLOCK * 32, dtype=dtype) for _ in range(2)] for _ in range(2))
-    rows = decoding.Rows([0, 0, 1], [4, 5])
+    rows = decoding.RowsOfPrompts([[0, 1], [2]], [4, 5])
     decoded = (one.repeat(1, 2, 1), one, one.clone(), *own, *prompt, rows.part_N3, rows.prompt_length_P, rows.order_R)
     matrix = normal(24, 32, dtype=dtype)
     found: dict[str, Any] = {

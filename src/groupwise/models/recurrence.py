@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from groupwise.models.attention import attended
-from groupwise.ops.functional import rms_norm
+from groupwise.ops.operations import operations
 from groupwise.ops.recurrence import Recurrence, chunk_size
 
 PLACE = "groupwise_place"
@@ -134,7 +134,8 @@ def delta_rule(
     def scaled(x: Tensor, scale: float) -> Tensor:
         x = x.to(wide)
         if unit:
-            x = rms_norm(x, x.new_full((width,), scale * width**-0.5), 1e-6 / width, wide)
+            weight_W = x.new_full((width,), scale * width**-0.5)
+            x = operations().rms_norm(x, weight_W, 1e-6 / width, wide)
         elif scale != 1.0:
             x = x * scale
         return x.repeat_interleave(shared, 1) if shared > 1 else x

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from groupwise.ops import kernels
 from groupwise.ops.autograd import first_derivative
-from groupwise.ops.kernels import operations
+from groupwise.ops.operations import operations
 from groupwise.records import Layout
 
 
@@ -92,29 +91,28 @@ class StreamAttention:
             (own + prefix for own, prefix in zip(layout.length, before, strict=True)), default=0
         )
         """The most keys that a query sees."""
-        self.stretches = kernels.stretches([family.stretches for family in self.families])
+        self.prepared: Any = None
+        """What a package's `stream_attention` prepares once for the stream."""
         self._flex: dict[Reach, Any] = {}
         self._pieces: dict[tuple[Reach, bool], tuple[Piece, ...]] = {}
 
     def __call__(self, query: Query) -> Tensor:
-        """(T, H, E), differentiable once."""
-        heads, scale, cap, sinks_H = query.heads, query.scale, query.cap, query.sinks_H
+        """Attend, (T, H, E), differentiable once."""
         reach = query.reach.within(self.longest)
         if query.query_THD.is_cuda:
-            out = self._flex_attention(*heads, scale, cap, reach, sinks_H)
-        elif (
-            cap is None
-            and sinks_H is None
-            and reach == EVERYTHING
-            and kernels.worth_attention(self.longest, *heads)
-        ):
-            out = _Compiled.apply(*heads, *self.stretches, scale)
-        else:
-            out = _Pieces.apply(
-                *_of_one_width(*heads), sinks_H, self.pieces(reach, cap is not None), scale, cap
-            )
-            out = out[..., : query.value_TKE.shape[-1]]
+            out = self._flex_attention(*query.heads, query.scale, query.cap, reach, query.sinks_H)
+            return out.squeeze(0).transpose(0, 1)
+        out = operations().stream_attention(self, query)
+        if out is None:
+            out = self._in_pieces(query, reach)
         return out.squeeze(0).transpose(0, 1)
+
+    def _in_pieces(self, query: Query, reach: Reach) -> Tensor:
+        """Attend piece by piece, each by one kernel of torch's, (1, H, T, E)."""
+        pieces = self.pieces(reach, query.cap is not None)
+        heads = _of_one_width(*query.heads)
+        out = _Pieces.apply(*heads, query.sinks_H, pieces, query.scale, query.cap)
+        return out[..., : query.value_TKE.shape[-1]]  # type: ignore[index]
 
     def pieces(self, reach: Reach, capped: bool) -> tuple[Piece, ...]:
         """The pieces of the stream in which attention is computed on a CPU.   capped: by products
@@ -165,43 +163,6 @@ class StreamAttention:
             return out
         return out * torch.sigmoid(aux.lse - sinks_H.to(aux.lse.dtype)[:, None])[..., None].to(
             out.dtype
-        )
-
-
-class _Compiled(torch.autograd.Function):
-    """Attention without windows, caps and sinks by the compiled kernel.   first_F, stretch_N4, end:
-    `kernels.stretches`.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        first_F: Tensor,
-        stretch_N4: Tensor,
-        end: int,
-        scale: float,
-    ) -> Tensor:
-        out, lse = operations.attention(query, key, value, first_F, stretch_N4, end, scale)
-        ctx.save_for_backward(query, key, value, out, lse, first_F, stretch_N4)
-        ctx.end, ctx.scale = end, scale
-        return out
-
-    @staticmethod
-    @first_derivative
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, *others = ctx.saved_tensors
-        (grad_out,) = grads
-        if grad_out.stride(-1) != 1 or grad_out.dtype != query.dtype:
-            grad_out = grad_out.to(query.dtype).contiguous()
-        return (
-            *operations.attention_backward(grad_out, query, *others, ctx.end, ctx.scale),
-            None,
-            None,
-            None,
-            None,
         )
 
 

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from groupwise.ops import kernels
 from groupwise.ops.autograd import first_derivative
 from groupwise.ops.in_place_gradients import gradient_of, summing
-from groupwise.ops.matmul import add_product, product
 from groupwise.ops.onednn_shapes import filled, tiled
+from groupwise.ops.operations import LogitsReader, operations
 
 CHUNK_NUMBERS = 1 << 22
 """Most logits of a chunk (rows x vocabulary) where that leaves it rows enough: 16 MB in float32."""
@@ -360,15 +359,13 @@ class _Visits:
         )
         for rows, each in zip(self.chunks, every, strict=True):
             hidden_CD, raw_CV = self.hidden_MD[each], buffer_CV[: each.stop - each.start]
-            yield rows, product(hidden_CD, self.weight_VD.T, bias_V, out=raw_CV)
+            yield rows, operations().product(hidden_CD, self.weight_VD.T, bias_V, out=raw_CV)
 
-    def compiled(self, raw_CV: Tensor) -> bool:
-        """True if a kernel reads these logits, in one pass for what takes torch many."""
-        return (
-            self.head.softcap is None
-            and self.support is None
-            and kernels.fits(raw_CV, width=kernels.WIDTHS)
-        )
+    def reader(self, raw_CV: Tensor) -> LogitsReader | None:
+        """The reader of these logits; None: torch's operations read them."""
+        if self.head.softcap is not None or self.support is not None:
+            return None
+        return operations().logits_reader(raw_CV)
 
     def with_filler(self, rows: slice) -> slice:
         """The last chunk has the filler behind it."""
@@ -410,14 +407,15 @@ class _Visits:
         """Fill the columns of a chunk: log-sum-exps, log-probs of the targets, entropies if they
         are asked for.
         """
-        if self.compiled(raw_CV):
-            columns = (
+        reader = self.reader(raw_CV)
+        if reader is not None:
+            reader.measure(
+                raw_CV[: rows.stop - rows.start],
+                self.factor_M[rows],
+                self.target_M[rows],
                 self.lse_M[rows],
                 self.logp_M[rows],
                 self.entropy_M[rows] if self.entropy else None,
-            )
-            kernels.operations.read_logits(
-                raw_CV[: rows.stop - rows.start], self.factor_M[rows], self.target_M[rows], *columns
             )
             return
         for block, _, z_BV in self.blocks(rows, raw_CV):
@@ -469,32 +467,34 @@ class _Gradients:
         """
         visits = self.visits
         own_CV = raw_CV[: rows.stop - rows.start]
-        if self.bias_V is None and visits.compiled(raw_CV):
-            read = (
+        reader = None if self.bias_V is not None else visits.reader(raw_CV)
+        if reader is not None:
+            reader.gradient(
+                own_CV,
                 visits.factor_M[rows],
                 visits.target_M[rows],
                 visits.lse_M[rows],
                 visits.entropy_M[rows],
-            )
-            in_entropy_C = None if grad_entropy_C is None else grad_entropy_C.contiguous()
-            kernels.operations.logits_gradient(
-                own_CV, *read, grad_logp_C.contiguous(), in_entropy_C
+                grad_logp_C,
+                grad_entropy_C,
             )
         else:
             self._logits_gradient(rows, own_CV, grad_logp_C, grad_entropy_C)
         raw_CV[rows.stop - rows.start :] = 0.0
         every = visits.with_filler(rows)
         if self.hidden_MD is not None:
-            product(raw_CV, visits.weight_VD, out=self.hidden_MD[every])
+            operations().product(raw_CV, visits.weight_VD, out=self.hidden_MD[every])
         if self.weight_VD is not None:
-            add_product(self.weight_VD, raw_CV.T, visits.hidden_MD[every], fresh=self.fresh)
+            operations().add_product(
+                self.weight_VD, raw_CV.T, visits.hidden_MD[every], fresh=self.fresh
+            )
             self.fresh = False
 
     def _logits_gradient(
         self, rows: slice, raw_CV: Tensor, grad_logp_C: Tensor, grad_entropy_C: Tensor | None
     ) -> None:
-        """The kernel `logits_gradient`, of any head, in torch's operations; the bias is given its
-        gradient, too.
+        """Overwrite the logits with their gradient, for any head, in torch's operations; the bias gets
+        its gradient, too.
         """
         head = self.visits.head
         for block, raw_BV, z_BV in self.visits.blocks(rows, raw_CV):

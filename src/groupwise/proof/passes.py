@@ -22,13 +22,13 @@ from groupwise.data.packing import unpack
 from groupwise.distributed import fsdp
 from groupwise.models.attention import plain_attention
 from groupwise.models.backbone import layers
-from groupwise.models.fused import fused_modules
 from groupwise.models.layers import MODELS, class_name, stack_of
 from groupwise.models.passes import forward, packed_for
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import head_scores, reads_tokens
 from groupwise.ops.in_place_gradients import summed_in_place
 from groupwise.ops.linear_cross_entropy import chosen_logprobs
+from groupwise.ops.operations import operations
 from groupwise.records import Sample
 
 MANY = 30_000_000
@@ -99,7 +99,7 @@ def run_pass(policy: Policy, samples: Sequence[Sample], *, gradients: bool) -> P
     model, scores, values = policy.model, reads_tokens(policy), [np.zeros(0) for _ in samples]
     with (
         torch.set_grad_enabled(gradients),
-        fused_modules(model, keep=not policy.sharded),
+        operations().fused_modules(model, keep=not policy.sharded),
         summed_in_place(gradients and not policy.sharded),
     ):
         for batch in packed_for(

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.ops import decoding
+from groupwise.ops.operations import operations
 from groupwise.records import Sampling
 
 BLOCK = 128
@@ -95,8 +95,10 @@ def draw(
     the likeliest token and report its log-probability at temperature 1.  Only truncation reads back
     from the device (whether the candidates were enough).
     """
-    if not sampling.truncates and decoding.draws(logits_RV):
-        return *decoding.draw_tokens(logits_RV, uniform_R, sampling.temperature), None
+    sampler = None if sampling.truncates else operations().token_sampler(logits_RV)
+    if sampler is not None:
+        token_R, logp_R = sampler(logits_RV, uniform_R, sampling.temperature)
+        return token_R, logp_R, None
     z_RV = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
     if sampling.greedy:
         token_R1 = z_RV.argmax(-1, keepdim=True)

@@ -424,7 +424,7 @@ def environment() -> dict[str, Any]:
         facts["torch_threads"] = torch.get_num_threads()
         facts["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         if not facts["gpus"]:
-            from groupwise.ops.kernels import absence
+            from groupwise.ops.operations import absence
 
             facts["kernels"] = absence() or "compiled"
     return facts

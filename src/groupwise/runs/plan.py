@@ -29,8 +29,8 @@ from groupwise.errors import ConfigError
 from groupwise.models.loading import Blueprint, read_blueprint, resolve_device
 from groupwise.models.lora import adapter_size
 from groupwise.models.shape import Shape
-from groupwise.ops.kernels import absence
 from groupwise.ops.linear_cross_entropy import chunk_rows
+from groupwise.ops.operations import absence
 from groupwise.rewards.model import POSITIONS
 from groupwise.rewards.registry import MODEL
 from groupwise.runs.policies import largest_model, parameter_count, shape_of, weightless
@@ -191,7 +191,7 @@ def process_memory(
 
 def prepared_weights(shape: Shape, *, cpu: bool) -> int:
     """Bytes of the weights that the native engine lays out anew for decoding
-    (`ops.decoding.product`).
+    (`ops.decoding.DecodeOperations`).
 
     On a CPU all of them.  On a GPU queries, keys and values lie side by side, and gate and up;
     other weights are read where they are, unless products run in another type.  GPT-2's matrices

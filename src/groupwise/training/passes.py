@@ -20,7 +20,6 @@ from torch import Tensor
 from groupwise.data.packing import unpack
 from groupwise.distributed import comm
 from groupwise.errors import MemoryExceeded, out_of_memory
-from groupwise.models.fused import fused_modules
 from groupwise.models.moe import balanced
 from groupwise.models.passes import ForwardOutput, forward, packed_for, reshard
 from groupwise.models.policy import Policy
@@ -31,6 +30,7 @@ from groupwise.ops.linear_cross_entropy import (
     WholeLoss,
     chosen_logprobs,
 )
+from groupwise.ops.operations import operations
 from groupwise.records import Batch, Sample
 from groupwise.training.optimizer import Optimizer, StepStats
 from groupwise.utils.terminal import logger
@@ -150,7 +150,7 @@ def update(
         try:
             with (
                 torch.set_grad_enabled(learn),  # whatever the program around has set
-                fused_modules(policy.model, keep=not policy.sharded),
+                operations().fused_modules(policy.model, keep=not policy.sharded),
                 summed_in_place(learn and not policy.sharded),
             ):
                 batches = batches_of(

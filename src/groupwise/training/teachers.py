@@ -21,11 +21,11 @@ from torch import Tensor
 from groupwise.data.packing import unpack
 from groupwise.distributed import comm
 from groupwise.errors import ConfigError
-from groupwise.models.fused import fused_modules
 from groupwise.models.passes import forward, packed_for
 from groupwise.models.policy import Policy
 from groupwise.models.recurrence import PLACE
 from groupwise.ops.distillation import head_divergence
+from groupwise.ops.operations import operations
 from groupwise.protocols import TokenScorer
 from groupwise.records import Batch, Prompt, Rollout, RolloutGroup, Sample, stretches
 from groupwise.training.passes import score
@@ -118,7 +118,7 @@ class Teacher:
             # recurrent layers always have one.
             if "forward" in vars(module) and not hasattr(module, PLACE):
                 return nullcontext()
-        return fused_modules(model, keep=not self.policy.sharded)
+        return operations().fused_modules(model, keep=not self.policy.sharded)
 
     def divergence(
         self,

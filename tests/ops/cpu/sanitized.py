@@ -48,7 +48,7 @@ def main() -> int:
         done = build(Path(folder), CXXFLAGS=" ".join(FLAGS))
         assert done.returncode == 0, done.stderr
         sys.path.insert(0, f"{folder}/lib")
-        from groupwise.ops.kernels import absence
+        from groupwise.ops.operations import absence
 
         assert absence() is None, absence()
         arguments = sys.argv[1:] or [path for path in TESTS if (root / path).exists()]

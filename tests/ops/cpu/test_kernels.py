@@ -11,15 +11,30 @@ from plain_attention import definition
 from torch import Tensor
 from torch.nn import functional as F
 
-from groupwise.ops import decoding, kernels
-from groupwise.ops.attention import Query, StreamAttention
-from groupwise.ops.kernels import absence
+from groupwise.ops.attention import Query, Reach, StreamAttention
 from groupwise.ops.linear_cross_entropy import Head, chosen_logprobs
+from groupwise.ops.operations import absence
 from groupwise.records import Layout
+from groupwise.rollout.native.decode_attention import rows_by_prompt
 
+decoding = pytest.importorskip("groupwise_cpu.decoding")
+kernels = pytest.importorskip("groupwise_cpu.compiled")
 pytestmark = pytest.mark.skipif(absence() is not None, reason=f"no compiled kernels: {absence()}")
 
 TYPES = [torch.float32, torch.bfloat16]
+ATTENTION = decoding.CompiledBlockedAttention()
+
+
+def segments_of(layout):
+    return kernels.segments([family.stretches for family in StreamAttention(layout).families])
+
+
+def rows_of(entry_R, prompt_length_P):
+    return ATTENTION.rows(rows_by_prompt(entry_R, len(prompt_length_P)), prompt_length_P)
+
+
+def decode(query, key, value, own, prompt, rows, length_R, scale, window):
+    return ATTENTION.decode(Query(0, query, key, value, scale, None, Reach(window=window)), own, prompt, rows, length_R)
 
 
 @pytest.fixture
@@ -94,7 +109,7 @@ def test_attention_takes_any_steps_and_threads(threads) -> None:
     layout = layout_of([(20, [7, 31, 2]), (0, [40])], 3)
     joined = torch.randn(layout.total, 4 + 2 + 2, 32, generator=torch.Generator().manual_seed(0))
     query, key, value = (part.transpose(0, 1)[None] for part in joined.split([4, 2, 2], 1))
-    stretches = StreamAttention(layout).stretches
+    stretches = segments_of(layout)
     threads(1)
     out, lse = kernels.operations.attention(query, key, value, *stretches, 0.2)
     grads = kernels.operations.attention_backward(out.contiguous(), query, key, value, out, lse, *stretches, 0.2)
@@ -114,7 +129,7 @@ def test_attention_over_many_keys_and_of_wide_heads(dtype: torch.dtype, prompt: 
     given_ = [torch.randn(1, 1, layout.total, width, generator=generator).to(dtype) for _ in range(4)]
     query, key, value, grad = given_
     scale = 20 / width
-    stretches = StreamAttention(layout).stretches
+    stretches = segments_of(layout)
     out, lse = kernels.operations.attention(query, key, value, *stretches, scale)
     exact = [tensor.double().requires_grad_() for tensor in given_[:3]]
     expected = definition(layout, Query(0, *(x[0].transpose(0, 1) for x in exact), scale)).transpose(0, 1)[None]
@@ -133,7 +148,7 @@ def test_attention_depends_on_nothing_that_was_there_before(dtype: torch.dtype) 
     broken = torch.full((4, 1, 2, longer.total, 80), torch.nan, dtype=dtype)
 
     def everything(layout: Layout, tensors: Tensor) -> tuple[Tensor, ...]:
-        stretches = StreamAttention(layout).stretches
+        stretches = segments_of(layout)
         query, key, value, grad = tensors.unbind()
         out, lse = kernels.operations.attention(query, key, value, *stretches, 0.2)
         return out, lse, *kernels.operations.attention_backward(grad, query, key, value, out, lse, *stretches, 0.2)
@@ -149,7 +164,7 @@ def test_what_is_not_finite_stays_so(wrong: float) -> None:
     layout = layout_of([(0, [9, 9])], 0)
     query, key, value = (torch.randn(1, 1, 18, 16) for _ in range(3))
     key[0, 0, 3] = wrong
-    out, _ = kernels.operations.attention(query, key, value, *StreamAttention(layout).stretches, 0.25)
+    out, _ = kernels.operations.attention(query, key, value, *segments_of(layout), 0.25)
     assert not bool(torch.isfinite(out[0, 0, 3:9]).all())
     assert bool(torch.isfinite(out[0, 0, 9:]).all()) and bool(torch.isfinite(out[0, 0, :3]).all())
 
@@ -159,7 +174,7 @@ def slab_of(entries: list[tuple[Tensor, Tensor]], blocks: int) -> tuple[Tensor, 
     _, shared, width = entries[0][0].shape
     key, value = (torch.full((len(entries), shared, blocks, decoding.BLOCK * width), torch.nan).to(entries[0][0]) for _ in range(2))
     for first, (keys, values) in enumerate(entries):
-        decoding.keep_entries(keys[None], values[None], (key, value), first)
+        ATTENTION.keep_entries(keys[None], values[None], (key, value), first)
     return key, value
 
 
@@ -184,12 +199,12 @@ def test_decoding_is_the_definition(dtype: torch.dtype, group: int, width: int, 
         query, key, value = normal(rows, shared * group, width), normal(rows, shared, width), normal(rows, shared, width)
         length_R = torch.tensor(begun_R) + step
         before = own[0].clone(), own[1].clone()
-        belonging = decoding.Rows(entry_R, prompts)
-        out = decoding.decode_attention(query, key, value, own, prompt, belonging, length_R, 0.3, window)
+        belonging = rows_of(entry_R, prompts)
+        out = decode(query, key, value, own, prompt, belonging, length_R, 0.3, window)
         for r in (0, 4, 7):
             alone = (query[r : r + 1], key[r : r + 1], value[r : r + 1], (before[0][r : r + 1], before[1][r : r + 1]), prompt)
-            belonging = decoding.Rows([entry_R[r]], prompts)
-            one = decoding.decode_attention(*alone, belonging, length_R[r : r + 1], 0.3, window)
+            belonging = rows_of([entry_R[r]], prompts)
+            one = decode(*alone, belonging, length_R[r : r + 1], 0.3, window)
             assert torch.equal(out[r], one[0])
         for r, entry in enumerate(entry_R):
             history[r] = tuple(torch.cat([old, new[r : r + 1]]) for old, new in zip(history[r], (key, value), strict=True))
@@ -213,8 +228,8 @@ def test_values_that_are_equal_come_out_as_they_are(dtype: torch.dtype) -> None:
         keys[..., 0] = logit
         prompt = slab_of([(keys, torch.ones_like(keys))], 7)
         own = slab_of([(keys[:0], keys[:0])], 1)
-        one, rows = torch.ones(1, 1, width, dtype=dtype), decoding.Rows([0], [shown])
-        out = decoding.decode_attention(query, 0 * one, one, own, prompt, rows, torch.tensor([1]), 1.0, None)
+        one, rows = torch.ones(1, 1, width, dtype=dtype), rows_of([0], [shown])
+        out = decode(query, 0 * one, one, own, prompt, rows, torch.tensor([1]), 1.0, None)
         torch.testing.assert_close(out, one, rtol=0, atol=1e-5)
 
 
@@ -223,8 +238,6 @@ def test_values_that_are_equal_come_out_as_they_are(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 def test_products_are_the_definition(dtype: torch.dtype, shape: tuple[int, int], turned: bool, threads) -> None:
     """Sizes that fill no panel and no tile, weights that lie either way; a row's bits do not depend on the rows beside it."""
-    if not decoding.multiplies(dtype):
-        pytest.skip("no compiler")
     outputs, inputs = shape
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(outputs, inputs, generator=generator)
@@ -232,15 +245,15 @@ def test_products_are_the_definition(dtype: torch.dtype, shape: tuple[int, int],
     weight = weight.T.contiguous().T if turned else weight
     x = torch.randn(261, inputs, generator=generator).to(dtype)
     threads(1)
-    whole = decoding.Product(weight, bias, dtype)(x)
+    whole = decoding.PackedProduct(weight, bias, dtype)(x)
     close(whole, F.linear(x.double(), weight.to(dtype).double(), bias.double()), dtype)
     threads(2)
-    product = decoding.Product(weight, bias, dtype)
+    product = decoding.PackedProduct(weight, bias, dtype)
     for rows in (1, 2, 3, 7, 8, 14, 15, 16, 17, 33, 48, 200, 241):
         assert torch.equal(product(x[:rows]), whole[:rows])
-    close(decoding.Product(weight, None, dtype)(x), F.linear(x.double(), weight.to(dtype).double()), dtype)
+    close(decoding.PackedProduct(weight, None, dtype)(x), F.linear(x.double(), weight.to(dtype).double()), dtype)
     for other in (weight.bfloat16(), weight.half(), weight.double()):
-        assert torch.equal(decoding.Product(other, bias, dtype)(x), decoding.Product(other.float(), bias, dtype)(x))
+        assert torch.equal(decoding.PackedProduct(other, bias, dtype)(x), decoding.PackedProduct(other.float(), bias, dtype)(x))
 
 
 @pytest.mark.parametrize("out", TYPES)
@@ -389,7 +402,7 @@ def test_the_default_type_of_new_tensors_changes_nothing() -> None:
     """What the kernels write into is float32, whatever a program has made of torch's default."""
     x = torch.randn(5, 16)
     query = torch.randn(1, 1, 18, 16)
-    stretches = StreamAttention(layout_of([(0, [18])], 0)).stretches
+    stretches = segments_of(layout_of([(0, [18])], 0))
     _, expected = kernels.operations.attention(query, query, query, *stretches, 0.25)
     try:
         torch.set_default_dtype(torch.float64)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.ops.kernels import absence
+from groupwise.ops.operations import absence
 
 ROOT = Path(__file__).parents[3]
 
@@ -34,7 +34,7 @@ def test_the_kernels_touch_nothing_that_is_not_theirs() -> None:
 
 WITHOUT = """
 import sys, pytest
-from groupwise.ops.kernels import absence
+from groupwise.ops.operations import absence
 assert absence() == "GROUPWISE_KERNELS=off", absence()
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-m", "not slow", *sys.argv[1:]]))
 """

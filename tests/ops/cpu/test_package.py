@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from kernel_build import PACKAGE, build
 
-from groupwise.ops import kernels
-from groupwise.ops.kernels import absence
+from groupwise.ops import operations as ops
+from groupwise.ops.operations import absence
 
 needs_kernels = pytest.mark.skipif(absence() is not None, reason=f"no compiled kernels: {absence()}")
 
@@ -122,10 +122,9 @@ OTHER = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import torch
-from groupwise.ops.decoding import product
-from groupwise.ops.kernels import absence
+from groupwise.ops.operations import absence, operations
 print(absence())
-print(product(torch.eye(64), None, torch.float32)(torch.ones(3, 64)).sum().item())
+print(operations().product(torch.ones(3, 64), torch.eye(64)).sum().item())
 """
 
 
@@ -176,27 +175,27 @@ def test_a_folder_that_is_left_of_the_package_is_none(monkeypatch: pytest.Monkey
 
     monkeypatch.setenv("GROUPWISE_KERNELS", "on")
     monkeypatch.setitem(sys.modules, "groupwise_cpu", ModuleType("groupwise_cpu"))
-    monkeypatch.setattr(kernels, "version", version)
-    words = absence.__wrapped__()
+    monkeypatch.setattr(ops, "version", version)
+    words = ops._choose()[1]
     assert words is not None and words.startswith("the package groupwise-cpu is not installed")
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GROUPWISE_KERNELS", "on")
     monkeypatch.setitem(sys.modules, "groupwise_cpu", None)
-    words = absence.__wrapped__()
+    words = ops._choose()[1]
     assert words is not None and words.startswith("the package groupwise-cpu is not installed") and "pip install" in words
 
 
 def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GROUPWISE_KERNELS", "off")
-    assert absence.__wrapped__() == "GROUPWISE_KERNELS=off"
+    assert ops._choose()[1] == "GROUPWISE_KERNELS=off"
 
 
 @needs_kernels
 def test_a_package_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "version", {"groupwise": "0.3.0", "groupwise-cpu": "0.2.9"}.__getitem__)
-    words = absence.__wrapped__()
+    monkeypatch.setattr(ops, "version", {"groupwise": "0.3.0", "groupwise-cpu": "0.2.9"}.__getitem__)
+    words = ops._choose()[1]
     assert words is not None and words.startswith("groupwise-cpu is 0.2.9, and groupwise 0.3.0: run `pip install")
 
 
@@ -205,7 +204,8 @@ def test_a_package_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatc
 ELSEWHERE = """
 import sys, pytest
 sys.path.insert(0, sys.argv[1])
-from groupwise.ops.kernels import absence, operations
+from groupwise.ops.operations import absence
+from groupwise_cpu.compiled import operations
 assert absence() is None, absence()
 assert operations.has_tiles() == (sys.argv[2] == "tiles")
 sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--hypothesis-profile=few", *sys.argv[3:]]))

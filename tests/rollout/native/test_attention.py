@@ -52,7 +52,7 @@ def test_two_parts_are_one_softmax(width, softcap, window, lengths, ages, dtype)
     own.live = 6
     own.reserve(6, 8)
     # Rows of different ages: those that have lived longer take steps before the others join.
-    slab = own.layer(0, stream[1], prompts.layers[0].block)
+    slab = own.layer(0, stream[1], prompts.layers[0].blocked)
     for row in range(6):
         keys, values = (torch.randn(age[row], SHARED, width, dtype=dtype) for _ in range(2))
         slab.write(row, keys[None], values[None])

@@ -17,7 +17,7 @@ from plain_attention import joint
 from groupwise.environments.conversation import Reply
 from groupwise.errors import EngineError
 from groupwise.models.attention import plain_attention
-from groupwise.ops import kernels
+from groupwise.ops import operations as ops
 from groupwise.ops.attention import Query, Reach
 from groupwise.records import Episode, Finish, Prompt, Sampling
 from groupwise.rollout import episodes
@@ -145,7 +145,7 @@ def test_to_ten_digits_in_float64(family, cut_to, tiny_policy, scripted_environm
 def test_the_short_ways_through_a_model(family, kernel, dtype, cut_to, policy_of, prompts_of, scripted_environment, monkeypatch):
     """Heads as wide as a vector, so that the compiled kernels take them, and what takes their place."""
     if kernel == "torch":
-        monkeypatch.setattr(kernels, "absence", lambda: "as on a GPU")
+        monkeypatch.setattr(ops, "_chosen", ops.Operations())
     options = {"n_embd": 64} if family == "gpt2" else {"hidden_size": 64, "head_dim": 16}
     options |= {"sliding_window": 6} if family == "mistral" else {}
     policy = policy_of(family, dtype=dtype, context=256, eos_ids=EOS, sharpness=1.0, **options)
@@ -159,7 +159,7 @@ def test_the_short_ways_through_a_model(family, kernel, dtype, cut_to, policy_of
 @pytest.mark.parametrize("family", ["gpt2", "mistral"])
 def test_several_tokens_before_anybody_looks_as_on_a_gpu(family, policy_of, prompts_of, scripted_environment, monkeypatch):
     """Rows draw behind their ends."""
-    monkeypatch.setattr(kernels, "absence", lambda: "as on a GPU")
+    monkeypatch.setattr(ops, "_chosen", ops.Operations())
     monkeypatch.setitem(scheduler.TOKENS_PER_SYNC, "cpu", scheduler.TOKENS_PER_SYNC["cuda"])
     options = {"sliding_window": 6} if family == "mistral" else {}
     policy = policy_of(family, dtype=torch.float32, context=128, eos_ids=EOS, sharpness=2.0, **options)
@@ -199,7 +199,7 @@ def test_how_many_turns_are_drawn_at_a_time_changes_none(cut, policy_of, prompts
     """Where a model is compiled as a whole, a thread draws a few turns at a time."""
     shape = {"hidden_size": 64, "head_dim": 32}
     policy = policy_of("llama", dtype=torch.float32, context=128, eos_ids=EOS, sharpness=1.0, **shape)
-    assert NativeEngine(policy, max_rows=1).prepared(8).decoder is not None or kernels.absence() is not None
+    assert NativeEngine(policy, max_rows=1).prepared(8).decoder is not None or ops.absence() is not None
     told = []
     for turns, delays in ((1, None), (2, 0), (3, 1), (16, 2)):
         monkeypatch.setattr(scheduler, "TURNS", turns)
@@ -287,7 +287,7 @@ class Timed:
 
 def clocked(environment, policy_of, monkeypatch):
     """An engine of 32 rows, four of them decoded at a time, whose tokens move the environment's clock."""
-    if kernels.absence() is not None:
+    if ops.absence() is not None:
         pytest.skip("a step of many rows takes as long as one of few")
     monkeypatch.setattr(scheduler, "TURNS", 4)
     commit = scheduler.Scheduler._commit
@@ -459,7 +459,7 @@ def test_several_tokens_at_once_see_what_they_would_one_by_one(rows, lengths, so
     prompts.live = 2
     ends = [[x[: lengths[0]] for x in prompt], [x[lengths[0] :] for x in prompt]]
     kept = [stream(row[1]) for row in rows]
-    slab = own.layer(0, prompt[1], 1, prompt[2])
+    slab = own.layer(0, prompt[1], None, prompt[2])
     own.reserve(1 + len(rows), 16)
     for place, (_, key, values) in enumerate(kept, 1):
         slab.extend(place, 0, key, values)

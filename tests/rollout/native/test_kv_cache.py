@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from groupwise.ops import decoding, kernels
-from groupwise.ops.kernels import absence
+from groupwise.ops.operations import absence, operations
 from groupwise.rollout.native.kv_cache import KVCache, LayerCache
 
 
@@ -25,11 +24,11 @@ def test_slab_growth_and_moves_keep_what_was_written():
 
 
 @pytest.mark.skipif(absence() is not None, reason=f"no compiled kernels: {absence()}")
-@pytest.mark.parametrize("dtype", kernels.TYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_blocks_of_the_kernels_keep_what_was_written(dtype):
-    slab, direct = (
-        LayerCache(entries, tokens, torch.empty(1, 2, 16, dtype=dtype), decoding.BLOCK) for entries, tokens in ((2, 33), (4, 70))
-    )
+    like = torch.empty(1, 2, 16, dtype=dtype)
+    blocked = operations().blocked_attention(like)
+    slab, direct = LayerCache(2, 33, like, blocked), LayerCache(4, 70, like, blocked)
     short, long = torch.randn(2, 2, 33, 2, 16).to(dtype), torch.randn(2, 2, 65, 2, 16).to(dtype)
     slab.write(0, short[0], short[1])
     slab.grow(4, 70)

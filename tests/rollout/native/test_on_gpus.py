@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from groupwise.config.settings import ModelSettings
 from groupwise.errors import EngineError
-from groupwise.ops import kernels
+from groupwise.ops import operations as ops
 from groupwise.records import Finish, Sampling
 from groupwise.rollout.native import cuda_graphs, decode, kv_cache, scheduler
 from groupwise.rollout.native.engine import NativeEngine
@@ -42,7 +42,7 @@ def same(left, right):
 @pytest.fixture
 def plain(monkeypatch):
     """No compiled kernels, as on a GPU."""
-    monkeypatch.setattr(kernels, "absence", lambda: "as on a GPU")
+    monkeypatch.setattr(ops, "_chosen", ops.Operations())
 
 
 class Recorder(TorchDispatchMode):

@@ -8,10 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from groupwise_cpu.processor import features
+
+if TYPE_CHECKING:
+    from groupwise_cpu.operations import CpuOperations
 
 REMEDY = "install it again on this machine: pip install --no-build-isolation --force-reinstall --no-deps ./packages/groupwise-cpu"
 
@@ -33,6 +37,13 @@ def load(folder: Path) -> None:
         torch.ops.load_library(str(library))
     except OSError as error:
         raise ImportError(f"groupwise-cpu cannot be loaded ({error}): {REMEDY}") from error
+
+
+def cpu_operations() -> CpuOperations:
+    """Return what Groupwise computes with on a CPU (`groupwise.ops.operations`)."""
+    from groupwise_cpu.operations import CpuOperations
+
+    return CpuOperations()
 
 
 load(Path(__file__).parent)

@@ -129,7 +129,7 @@ class TokenDecode:
         """True if `draw_many` can, with these weights, this sampling and these caches."""
         if self.forward.decoder is None or self.sampling.truncates:
             return False
-        return all(layer.blocked for layer in self.attend.prompts.layers.values())
+        return all(layer.blocked is not None for layer in self.attend.prompts.layers.values())
 
     def draw_many(
         self,
@@ -153,7 +153,7 @@ class TokenDecode:
         slabs = []
         for layer in range(len(attend.prompts.layers)):
             prompt = attend.prompts.layers[layer]
-            own = attend.own.layer(layer, prompt.like, prompt.block)
+            own = attend.own.layer(layer, prompt.like, prompt.blocked)
             slabs.append((own.slab, prompt.slab))
         return decoder(
             newest_R,

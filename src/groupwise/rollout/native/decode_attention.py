@@ -5,7 +5,7 @@ and several at once behind what has been kept (`Extend`).  Recurrent layers read
 instead: a completion begins with a copy of its prompt's.
 
 A decoded token attends to its prompt and to its own completion.  A prompt's keys are never copied
-per row.  Slabs that lie block by block are read by `decoding.decode_attention`, prompt by prompt.
+per row.  Slabs that lie block by block are read by a `BlockedAttention`, prompt by prompt.
 Over others, as on GPUs, the two parts are computed apart and merged by their log-sum-exps, which is
 exact: a prompt's keys meet the queries of its whole group in one product, and key-value heads all
 the query heads that share them.
@@ -18,17 +18,16 @@ M prompt tokens   X queries of a prompt and key-value head
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from itertools import accumulate, chain, groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from groupwise.errors import EngineError
 from groupwise.models.attention import PackedAttention
-from groupwise.ops import decoding
 from groupwise.ops.attention import ALIGNED, EVERYTHING, Query, Reach, behind, bias_of, part
+from groupwise.ops.operations import BlockedAttention, operations
 from groupwise.ops.recurrence import Recurrence, Segments
 from groupwise.records import Layout
 from groupwise.rollout.native.kv_cache import KVCache, LayerCache, Place, on_aligned_device, whole
@@ -93,8 +92,8 @@ class Prefill(KeepingAttend):
             and query.sinks_H is None
             and key_TKD.shape == value_TKE.shape
         )
-        block = decoding.tokens_per_block(key_TKD) if plain else 1
-        slab = self.store.layer(layer, key_TKD, block, value_TKE)
+        blocked = operations().blocked_attention(key_TKD) if plain else None
+        slab = self.store.layer(layer, key_TKD, blocked, value_TKE)
         first = 0
         for length, alike in groupby(self.lengths):
             count = len(list(alike))
@@ -114,6 +113,18 @@ class Prefill(KeepingAttend):
     def sequence_lengths(self, position_T: Tensor) -> Tensor:
         """See `PackedAttention.sequence_lengths`."""
         return self._packed.sequence_lengths(position_T)
+
+
+def rows_by_prompt(entry_R: Sequence[int], prompts: int) -> list[list[int]]:
+    """The rows of each prompt entry.
+
+    >>> rows_by_prompt([0, 2, 0], 3)
+    [[0, 2], [], [1]]
+    """
+    rows_P: list[list[int]] = [[] for _ in range(prompts)]
+    for row, entry in enumerate(entry_R):
+        rows_P[entry].append(row)
+    return rows_P
 
 
 def filled_up(column: Sequence[int], size: int, filler: int) -> list[int]:
@@ -165,8 +176,9 @@ class Decode(KeepingAttend):
         self.prompt_length_P = list(prompt_length_P)
         self.entry_R = list(entry_R)
         self.length_R = list(length_R)
-        self._rows = decoding.Rows(entry_R, prompt_length_P)
-        self._write_columns(self._rows.rows_P)
+        self._rows_P = rows_by_prompt(entry_R, len(prompt_length_P))
+        self._rows: Any = None
+        self._write_columns(self._rows_P)
         self._segments = Segments(range(len(entry_R)), [1] * len(entry_R), len(entry_R))
         self._uniform = self.size is None and len(set(length_R)) == 1
         if self.size is None:
@@ -252,19 +264,12 @@ class Decode(KeepingAttend):
         (rows, heads, width), shared = query_RHD.shape, key_RKD.shape[1]
         reach = query.reach.within(self.longest_prompt + self.longest)
         prompt = self.prompts.layers[query.layer]
-        own = self.own.layer(query.layer, key_RKD, prompt.block, value_RKE)
-        if prompt.blocked:
-            return decoding.decode_attention(
-                query_RHD,
-                key_RKD,
-                value_RKE,
-                own.slab,
-                prompt.slab,
-                self._rows,
-                self._length_R,
-                query.scale,
-                reach.window,
-            )
+        own = self.own.layer(query.layer, key_RKD, prompt.blocked, value_RKE)
+        if prompt.blocked is not None:
+            if self._rows is None:
+                self._rows = prompt.blocked.rows(self._rows_P, self.prompt_length_P)
+            within = query._replace(reach=reach)
+            return prompt.blocked.decode(within, own.slab, prompt.slab, self._rows, self._length_R)
         own.append(self.longest - 1 if self._uniform else self._length_R - 1, key_RKD, value_RKE)
         query_RKQD = query_RHD.reshape(rows, shared, heads // shared, width)
         own_RKQD, own_lse_RKQ = self._over_own(query_RKQD, own, query, reach)
@@ -386,6 +391,7 @@ class Extend(KeepingAttend):
         longest = max(kept + count for kept, count in zip(kept_R, count_R, strict=True))
         own.reserve(first + len(entry_R), longest)
         self._segments = Segments(self.start_R, count_R, total)
+        self._one_by_one: list[tuple[Tensor, Any, Tensor]] | None = None
 
     def _states(self, place: Place) -> Tensor:
         prompt = self.prompts.states[place]
@@ -402,9 +408,9 @@ class Extend(KeepingAttend):
         """See `models.attention.Attend`."""
         key_TKD, value_TKE = query.key_TKD, query.value_TKE
         prompt = self.prompts.layers[query.layer]
-        own = self.own.layer(query.layer, key_TKD, prompt.block, value_TKE)
-        if prompt.blocked:
-            return self._token_by_token(own, prompt, query)
+        own = self.own.layer(query.layer, key_TKD, prompt.blocked, value_TKE)
+        if prompt.blocked is not None:
+            return self._token_by_token(prompt.blocked, own, prompt, query)
         outputs = []
         for r, start in enumerate(self.start_R):
             count, kept, entry = self.count_R[r], self.kept_R[r], self.entry_R[r]
@@ -423,34 +429,34 @@ class Extend(KeepingAttend):
             outputs.append(behind(of_row))
         return torch.cat(outputs)
 
-    def _token_by_token(self, own: LayerCache, prompt: LayerCache, query: Query) -> Tensor:
-        """Over slabs that lie block by block, one token of every row at a time; products are over
-        the whole stream.
+    def _token_by_token(
+        self, blocked: BlockedAttention, own: LayerCache, prompt: LayerCache, query: Query
+    ) -> Tensor:
+        """Attend over slabs that lie block by block, one token of every row at a time; products are
+        over the whole stream.
         """
-        slabs = (own.key_EKTD[self.first :], own.value_EKTD[self.first :]), prompt.slab
+        own_slab = (own.key_EKTD[self.first :], own.value_EKTD[self.first :])
         out_THD = torch.empty_like(query.query_THD, memory_format=torch.contiguous_format)
-        for place_A, rows, length_A in self._one_by_one:
-            out_THD[place_A] = decoding.decode_attention(
-                query.query_THD.index_select(0, place_A),
-                query.key_TKD.index_select(0, place_A),
-                query.value_TKE.index_select(0, place_A),
-                *slabs,
-                rows,
-                length_A,
-                query.scale,
-                query.reach.window,
+        for place_A, rows, length_A in self._turns(blocked):
+            of_rows = query._replace(
+                query_THD=query.query_THD.index_select(0, place_A),
+                key_TKD=query.key_TKD.index_select(0, place_A),
+                value_TKE=query.value_TKE.index_select(0, place_A),
             )
+            out_THD[place_A] = blocked.decode(of_rows, own_slab, prompt.slab, rows, length_A)
         return out_THD
 
-    @cached_property
-    def _one_by_one(self) -> list[tuple[Tensor, decoding.Rows, Tensor]]:
+    def _turns(self, blocked: BlockedAttention) -> list[tuple[Tensor, Any, Tensor]]:
         """For the first, second ... new token of the rows that have one: places in the stream, who
-        has which prompt, and own tokens with it."""
-        start_R = torch.tensor(self.start_R)
-        kept_R = torch.tensor(self.kept_R)
-        turns = []
-        for t in range(self.count_R[0]):
-            active = sum(count > t for count in self.count_R)
-            rows = decoding.Rows(self.entry_R[:active], self.prompt_length_P)
-            turns.append((start_R[:active] + t, rows, kept_R[:active] + t + 1))
-        return turns
+        has which prompt, and own tokens with it.
+        """
+        if self._one_by_one is None:
+            start_R = torch.tensor(self.start_R)
+            kept_R = torch.tensor(self.kept_R)
+            self._one_by_one = []
+            for t in range(self.count_R[0]):
+                active = sum(count > t for count in self.count_R)
+                rows_P = rows_by_prompt(self.entry_R[:active], len(self.prompt_length_P))
+                rows = blocked.rows(rows_P, self.prompt_length_P)
+                self._one_by_one.append((start_R[:active] + t, rows, kept_R[:active] + t + 1))
+        return self._one_by_one

@@ -3,7 +3,7 @@ without their modules.
 
 Decoding a few rows through a small or medium model is bound by how fast matrices are read and by
 the work around the products. Here the weights are prepared once per `generate` in the layout that
-few-row products run fastest in (see `ops.decoding.product`), projections of the same input are
+few-row products run fastest in (see `ops.decoding.DecodeOperations`), projections of the same input are
 joined, and a layer is 10 operations instead of 80 (25 without the compiled kernels).  Where
 `ops.decoding` has a decoder for all of it, one call draws several tokens of all rows.
 Nothing can be stale: what was prepared is dropped with the call, and prepared again when the
@@ -44,15 +44,16 @@ from groupwise.models.layers import (
 from groupwise.models.masks import reach_of
 from groupwise.models.policy import Policy
 from groupwise.models.recurrence import delta_rule, is_numbered
-from groupwise.ops import decoding
 from groupwise.ops.attention import EVERYTHING, Query
-from groupwise.ops.decoding import Filler, Operations, PreparedLayer
+from groupwise.ops.decoding import Decoder, PreparedLayer, Rotary
+from groupwise.ops.decoding import Norm as PreparedNorm
+from groupwise.ops.operations import operations
 
 
 class RolloutForward(Protocol):
     """A forward pass as rollouts need it: tokens in, hidden states and logits out."""
 
-    decoder: decoding.Decoder | None
+    decoder: Decoder | None
     """Draws several tokens in one call, where there is one."""
 
     def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
@@ -271,11 +272,10 @@ class SpecialisedForward:
         self.dtype = torch.bfloat16 if policy.autocast else policy.dtype
         tables = [table for table in (self.embedding_VD, self.position_PD) if table is not None]
         inner = matrix_of(mlp.inputs[0])[0].shape[0]
-        self.operations = Operations(
-            tables, (self.width // 2 if attention.rotary else self.width, inner), dtype=self.dtype
-        )
+        widths = (self.width // 2 if attention.rotary else self.width, inner)
+        self.operations = operations().decode_operations(tables, widths, dtype=self.dtype)
         self.activation = self.operations.gated if mlp.gated else self.operations.gelu
-        self.rotary: decoding.PreparedRotary | None = None
+        self.rotary: Rotary | None = None
         if stack.rotary is not None:
             place_P = torch.arange(positions, device=self.embedding_VD.device)
             # Of text all three places of a token (time, height, width) are one; transformers 5.17
@@ -358,10 +358,10 @@ class SpecialisedForward:
         ]
         return [*rotated, *columns[2:]]
 
-    def _norm(self, norm: Norm) -> decoding.PreparedNorm:
+    def _norm(self, norm: Norm) -> PreparedNorm:
         return self.operations.norm(norm.weight_D, norm.eps, norm.bias_D)
 
-    def _head_norm(self, attention: Attention) -> decoding.PreparedNorm | None:
+    def _head_norm(self, attention: Attention) -> PreparedNorm | None:
         if attention.head_norms is None:
             return None
         query, key = (describe(module) for module in attention.head_norms)
@@ -373,32 +373,32 @@ class SpecialisedForward:
             weight_HW = weight_HW[:, self.order_W]
         return self.operations.norm(weight_HW, query.eps)
 
-    def _decoder(self) -> decoding.Decoder | None:
+    def _decoder(self) -> Decoder | None:
+        """The decoder of the whole model, where its layers are plain and there is one."""
         positions = self.rotary if self.position_PD is None else self.position_PD
-        plain = all(
-            isinstance(mixer, _Attention) and not mixer.attention.gated for mixer in self.mixers
-        )
-        if not plain or not self.operations.compiled or positions is None:
+        if positions is None:
             return None
+        for mixer in self.mixers:
+            if not isinstance(mixer, _Attention) or mixer.attention.gated:
+                return None
         heads = (self.heads, self.shared, self.width)
-        return decoding.Decoder(
+        return self.operations.decoder(
             self.layers, self.norm, self.head, self.embedding_VD, positions, heads
         )
 
     def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
         """See `RolloutForward`."""
-        filler = Filler(tokens_T, self.dtype)
-        x_TD, add_TD = F.embedding(filler.add(tokens_T), self.embedding_VD), None
+        x_TD = F.embedding(tokens_T, self.embedding_VD)
         if self.position_PD is not None:
-            x_TD += F.embedding(filler.add(position_T), self.position_PD)
+            x_TD += F.embedding(position_T, self.position_PD)
         rotate = None if self.rotary is None else self.rotary.at(position_T)
+        add_TD = None
         for layer, mixer in zip(self.layers, self.mixers, strict=True):
-            inner_TN = filler.drop(layer.qkv(layer.norm(x_TD, add_TD)))
-            add_TD = layer.out(filler.add(mixer(inner_TN, rotate, attend)))
+            inner_TN = layer.qkv(layer.norm(x_TD, add_TD))
+            add_TD = layer.out(mixer(inner_TN, rotate, attend))
             add_TD = layer.down(self.activation(layer.up(layer.mlp_norm(x_TD, add_TD))))
-        return filler.drop(self.norm(x_TD, add_TD))
+        return self.norm(x_TD, add_TD)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """See `RolloutForward`."""
-        filler = Filler(hidden_RD, self.dtype)
-        return filler.drop(self.head(filler.add(hidden_RD)))
+        return self.head(hidden_RD)

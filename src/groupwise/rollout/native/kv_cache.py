@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from groupwise.ops import decoding
 from groupwise.ops.attention import ALIGNED
+from groupwise.ops.operations import BlockedAttention
 
 ALIGNS = ("cuda",)
 """Devices on whose memory-efficient kernel capacities are whole numbers of `ALIGNED`."""
@@ -40,8 +40,8 @@ class LayerCache:
     """Keys and values of one layer: (E, K, T, D) each, entry by entry, head by head, tokens in a
     row; widths may differ.
 
-    What `decoding.decode_attention` reads lies block by block, (E, K, T / block, block x D), and
-    inside a block in an order of its own.
+    What a `BlockedAttention` reads lies block by block, (E, K, T / block, block x D), and inside a
+    block in an order of its own.
     """
 
     def __init__(
@@ -49,13 +49,15 @@ class LayerCache:
         entries: int,
         tokens: int,
         like: Tensor,
-        block: int = 1,
+        blocked: BlockedAttention | None = None,
         like_value: Tensor | None = None,
     ) -> None:
-        """like: keys (..., K, D) whose heads, width, type and device the slab takes.   like_value:
-        values, where they differ.
-        block: tokens that lie together; see `decoding.tokens_per_block`."""
-        self.block = block
+        """like: keys (..., K, D) whose heads, width, type and device the slab takes.   blocked: the
+        attention that reads it, where it lies block by block.   like_value: values, where they
+        differ.
+        """
+        self.blocked = blocked
+        self.block = 1 if blocked is None else blocked.block
         self.like = like.new_empty(0, *like.shape[-2:])
         if like_value is None:
             like_value = like
@@ -67,11 +69,6 @@ class LayerCache:
         """Zeros, not whatever memory held: a hidden key has weight 0, but 0 x NaN is NaN."""
         _, heads, width = like.shape
         return like.new_zeros(entries, heads, self.blocks(tokens), self.block * width)
-
-    @property
-    def blocked(self) -> bool:
-        """True if it lies block by block."""
-        return self.block > 1
 
     @property
     def slab(self) -> tuple[Tensor, Tensor]:
@@ -99,8 +96,8 @@ class LayerCache:
     def write(self, first: int, key_NMKD: Tensor, value_NMKD: Tensor) -> None:
         """Whole prompts: N entries from `first` on get tokens 0 .. M - 1."""
         count, length = key_NMKD.shape[:2]
-        if self.blocked:
-            decoding.keep_entries(key_NMKD, value_NMKD, self.slab, first)
+        if self.blocked is not None:
+            self.blocked.keep_entries(key_NMKD, value_NMKD, self.slab, first)
         else:
             self.key_EKTD[first : first + count, :, :length] = key_NMKD.transpose(1, 2)
             self.value_EKTD[first : first + count, :, :length] = value_NMKD.transpose(1, 2)
@@ -165,14 +162,18 @@ class KVCache:
         """The entries' states (E, ...) of recurrent layers."""
 
     def layer(
-        self, layer: int, like: Tensor, block: int = 1, like_value: Tensor | None = None
+        self,
+        layer: int,
+        like: Tensor,
+        blocked: BlockedAttention | None = None,
+        like_value: Tensor | None = None,
     ) -> LayerCache:
         """The slab of a layer, made when its first keys and values (..., K, D) arrive: layers may
         differ in shape, and in who reads them."""
         slab = self.layers.get(layer)
         if slab is None:
             entries, tokens = self.capacity
-            slab = LayerCache(entries, tokens, like, block, like_value)
+            slab = LayerCache(entries, tokens, like, blocked, like_value)
             self.layers[layer] = slab
         return slab
 

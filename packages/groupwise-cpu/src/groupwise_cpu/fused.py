@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from groupwise.models.attention import NAME, packed_attention
 from groupwise.models.layers import MLP, Attention, Norm, class_name, describe, family_class
-from groupwise.ops.functional import (
+from groupwise_cpu.functional import (
     EmbeddingRows,
     Linear,
     copies_of_weights,
@@ -70,9 +70,7 @@ def _form(module: nn.Module, last: bool) -> Callable[..., Any] | None:
             return partial(_norm, norm, last)
         case Attention(rotary=True, gated=False) as attention:
             return partial(_rotary_attention, attention)
-        case MLP() as mlp if not any(
-            "forward" in vars(part) for part in (*mlp.products, mlp.activation)
-        ):
+        case MLP() as mlp if not any("forward" in vars(part) for part in (*mlp.products, mlp.activation)):
             kinds = {type(linear) for linear in mlp.products}
             return partial(_mlp, mlp, Conv1D in kinds) if kinds in ({nn.Linear}, {Conv1D}) else None
         case MLP():
@@ -84,11 +82,7 @@ def _form(module: nn.Module, last: bool) -> Callable[..., Any] | None:
 def _lower(hidden_states: Tensor) -> torch.dtype:
     """The type that products run in."""
     device = hidden_states.device.type
-    return (
-        torch.get_autocast_dtype(device)
-        if torch.is_autocast_enabled(device)
-        else hidden_states.dtype
-    )
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_states.dtype
 
 
 def _flat(hidden_states: Tensor) -> Tensor:
@@ -109,10 +103,7 @@ def _norm(norm: Norm, last: bool, hidden_states: Tensor) -> Tensor:
 def _hooked(*modules: nn.Module) -> bool:
     """True if one of them has a hook: a form that does not call the module would not call it."""
     return bool(nn.modules.module._has_any_global_hook()) or any(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
         for module in modules
     )
 
@@ -140,9 +131,7 @@ def _gelu(self: Any, input: Tensor) -> Tensor:
 def _embedding(self: Any, input: Tensor) -> Tensor:
     if self.max_norm is not None or self.scale_grad_by_freq or self.sparse:
         return nn.Embedding.forward(self, input)
-    return EmbeddingRows.apply(
-        input, self.weight, -1 if self.padding_idx is None else self.padding_idx
-    )  # type: ignore[return-value]
+    return EmbeddingRows.apply(input, self.weight, -1 if self.padding_idx is None else self.padding_idx)  # type: ignore[return-value]
 
 
 def _rotary_attention(
@@ -155,21 +144,15 @@ def _rotary_attention(
 ) -> tuple[Tensor, Tensor | None]:
     module = attention.module
     if module.config._attn_implementation != NAME or past_key_values is not None:
-        return type(module).forward(
-            module, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
-        )
+        return type(module).forward(module, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
     stream = hidden_states.shape[:-1]
-    query, key, value = (
-        project(hidden_states).view(*stream, -1, attention.width) for project in attention.inputs
-    )
+    query, key, value = (project(hidden_states).view(*stream, -1, attention.width) for project in attention.inputs)
     if attention.head_norms is not None:
         query, key = (norm(x) for norm, x in zip(attention.head_norms, (query, key), strict=True))
     cos, sin = (table.unsqueeze(1) for table in position_embeddings)
     query, key = (rotary(x.transpose(1, 2), cos, sin) for x in (query, key))
     value = value.transpose(1, 2)
-    out, _ = packed_attention(
-        module, query, key, value, attention_mask, scaling=attention.scale, **kwargs
-    )
+    out, _ = packed_attention(module, query, key, value, attention_mask, scaling=attention.scale, **kwargs)
     return attention.output(out.reshape(*stream, -1)), None
 
 

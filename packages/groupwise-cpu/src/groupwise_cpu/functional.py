@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from groupwise.ops import kernels
 from groupwise.ops.autograd import first_derivative, unchanged, version
 from groupwise.ops.in_place_gradients import gradient_of, summing
-from groupwise.ops.kernels import operations
-from groupwise.ops.matmul import add_product, product
+from groupwise_cpu import compiled
+from groupwise_cpu.compiled import operations
+from groupwise_cpu.matmul import add_product, product
 
 BLOCK_NUMBERS = 1 << 16
 """Activations that are worked on at a time between products."""
@@ -86,9 +86,7 @@ class RMSNorm(torch.autograd.Function):
             return out
         # What is returned is no view, for those who get it may change it in place.
         x_TD = x.flatten(0, -2)
-        scale_T = x_TD.new_empty(
-            x_TD.shape[0], 1, dtype=torch.promote_types(x.dtype, torch.float32)
-        )
+        scale_T = x_TD.new_empty(x_TD.shape[0], 1, dtype=torch.promote_types(x.dtype, torch.float32))
         out = torch.empty_like(x, dtype=dtype)
         out_TD = out.flatten(0, -2)
         for rows in blocks(x_TD):
@@ -121,11 +119,7 @@ class RMSNorm(torch.autograd.Function):
             along_TD = unit_TD * grad_TD
             grad_weight_D += along_TD.sum(0)
             share_T = (along_TD @ wide_D).div_(-x_TD.shape[-1])[..., None]
-            grad_x_TD[rows] = (
-                torch.mul(grad_TD, wide_D, out=along_TD)
-                .addcmul_(unit_TD, share_T)
-                .mul_(scale_T[rows])
-            )
+            grad_x_TD[rows] = torch.mul(grad_TD, wide_D, out=along_TD).addcmul_(unit_TD, share_T).mul_(scale_T[rows])
         return grad_x_TD.view_as(grads[0]), grad_weight_D.to(weight_D.dtype), None, None
 
 
@@ -133,12 +127,7 @@ def one_pass(x_TD: Tensor, weight_D: Tensor, dtype: torch.dtype) -> bool:
     """True if the compiled norm rounds where transformers does: a weight in bfloat16 multiplies
     what has been rounded already.
     """
-    return (
-        weight_D.dtype == torch.float32
-        and dtype in kernels.TYPES
-        and x_TD.is_contiguous()
-        and kernels.fits(x_TD, weight_D)
-    )
+    return weight_D.dtype == torch.float32 and dtype in compiled.TYPES and x_TD.is_contiguous() and compiled.fits(x_TD, weight_D)
 
 
 def rotary(x_HTW: Tensor, cos_TW: Tensor, sin_TW: Tensor) -> Tensor:
@@ -171,17 +160,9 @@ def _rotated(x_HTW: Tensor, cos_TW: Tensor, sin_TW: Tensor, sign: float) -> Tens
     whole vectors.
     """
     half = x_HTW.shape[-1] // 2
-    if (
-        x_HTW.shape[0] == 1
-        and cos_TW.dtype == torch.float32
-        and kernels.fits(x_HTW, cos_TW, width=half)
-    ):
-        cos_TW, sin_TW = (
-            table.contiguous().view(-1, table.shape[-1]) for table in (cos_TW, sin_TW)
-        )
-        return operations.rotary(x_HTW[0].transpose(0, 1), cos_TW, sin_TW, sign).transpose(0, 1)[
-            None
-        ]
+    if x_HTW.shape[0] == 1 and cos_TW.dtype == torch.float32 and compiled.fits(x_HTW, cos_TW, width=half):
+        cos_TW, sin_TW = (table.contiguous().view(-1, table.shape[-1]) for table in (cos_TW, sin_TW))
+        return operations.rotary(x_HTW[0].transpose(0, 1), cos_TW, sin_TW, sign).transpose(0, 1)[None]
     # Widened first: products of two types at once are slow.
     wide_HTW = x_HTW.to(torch.promote_types(x_HTW.dtype, cos_TW.dtype))
     out_HTW = wide_HTW * cos_TW
@@ -258,17 +239,11 @@ class FirstProducts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x_TD: Tensor, turned: bool, *parameters: Tensor | None
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x_TD: Tensor, turned: bool, *parameters: Tensor | None) -> tuple[Tensor, ...]:
         """parameters: weight and bias of the first layers and of the last."""
         _hold(ctx, *parameters)
         first = list(zip(parameters[:-2:2], parameters[1:-2:2], strict=True))
-        inner = [
-            _times(x_TD, weight, bias_I, turned, ctx.copies)
-            for weight, bias_I in first
-            if weight is not None
-        ]
+        inner = [_times(x_TD, weight, bias_I, turned, ctx.copies) for weight, bias_I in first if weight is not None]
         ctx.save_for_backward(x_TD, *inner)
         ctx.turned = turned
         ctx.mark_non_differentiable(*inner)
@@ -297,12 +272,8 @@ class FirstProducts(torch.autograd.Function):
                     fresh=False,
                 )
         for n, grad_TI in enumerate(inner_grads):
-            parameter_grads.append(
-                _weight_grad(ctx, x_TD, grad_TI, parameters[2 * n]) if needs[2 * n] else None
-            )
-            parameter_grads.append(
-                grad_TI.sum(0).to(parameters[2 * n + 1].dtype) if needs[2 * n + 1] else None
-            )
+            parameter_grads.append(_weight_grad(ctx, x_TD, grad_TI, parameters[2 * n]) if needs[2 * n] else None)
+            parameter_grads.append(grad_TI.sum(0).to(parameters[2 * n + 1].dtype) if needs[2 * n + 1] else None)
         return (
             grad_x_TD,
             None,
@@ -322,13 +293,13 @@ def _open_backward(grad_TI: Tensor, *inner: Tensor) -> tuple[Tensor, tuple[Tenso
     if len(inner) == 2:
         opened_TI, grad_up_TI = _gate_gradients(grad_TI, *inner)
         return opened_TI, (grad_TI, grad_up_TI)
-    if kernels.fits(*inner):
+    if compiled.fits(*inner):
         return operations.gelu_backward(grad_TI, *inner), (grad_TI,)
     return _gelu(*inner), (torch.ops.aten.gelu_backward(grad_TI, *inner, approximate="tanh"),)
 
 
 def _gated(gate_TI: Tensor, up_TI: Tensor) -> Tensor:
-    if kernels.fits(gate_TI):
+    if compiled.fits(gate_TI):
         return operations.gated(gate_TI, up_TI)
     inner_TI = torch.empty_like(gate_TI)
     for rows in blocks(gate_TI):
@@ -338,7 +309,7 @@ def _gated(gate_TI: Tensor, up_TI: Tensor) -> Tensor:
 
 def _gate_gradients(grad_TI: Tensor, gate_TI: Tensor, up_TI: Tensor) -> tuple[Tensor, Tensor]:
     """`silu(gate) * up` again, and the gradient of `up`; `grad` becomes the gradient of `gate`."""
-    if kernels.fits(gate_TI):
+    if compiled.fits(gate_TI):
         return operations.gated_backward(grad_TI, gate_TI, up_TI)
     inner_TI, grad_up_TI = torch.empty_like(gate_TI), torch.empty_like(gate_TI)
     for rows in blocks(gate_TI):
@@ -361,27 +332,21 @@ def blocks(x_TI: Tensor) -> list[slice]:
 
 
 def _gelu(inner_TI: Tensor) -> Tensor:
-    return (
-        operations.gelu(inner_TI)
-        if kernels.fits(inner_TI)
-        else F.gelu(inner_TI, approximate="tanh")
-    )
+    return operations.gelu(inner_TI) if compiled.fits(inner_TI) else F.gelu(inner_TI, approximate="tanh")
 
 
 def worth_linear(weight: Tensor) -> bool:
     """True if `Linear` can be faster than torch's: smaller matrices are not worth what it does
     around the product.
     """
-    return min(weight.shape) >= kernels.LEAST_SIDE
+    return min(weight.shape) >= compiled.LEAST_SIDE
 
 
 class Linear(torch.autograd.Function):
     """`x W^T + b`, or `x W + b` with the weight the other way round (`turned`), as GPT-2 keeps it."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x_TI: Tensor, weight: Tensor, bias_O: Tensor | None, turned: bool
-    ) -> Tensor:
+    def forward(ctx: Any, x_TI: Tensor, weight: Tensor, bias_O: Tensor | None, turned: bool) -> Tensor:
         # Under an adapter the weight is frozen, and then nobody needs its inputs again.
         ctx.save_for_backward(x_TI if ctx.needs_input_grad[1] else None)
         ctx.turned, ctx.bias_type = turned, None if bias_O is None else bias_O.dtype
@@ -402,9 +367,7 @@ class Linear(torch.autograd.Function):
         )
 
 
-def _times(
-    x_TI: Tensor, weight: Tensor, bias_O: Tensor | None, turned: bool, copies: Copies | None
-) -> Tensor:
+def _times(x_TI: Tensor, weight: Tensor, bias_O: Tensor | None, turned: bool, copies: Copies | None) -> Tensor:
     return product(
         x_TI,
         _turned(copies, weight, x_TI, turned),
@@ -444,9 +407,7 @@ class EmbeddingRows(torch.autograd.Function):
         if total_VD is None:
             return (
                 None,
-                torch.ops.aten.embedding_dense_backward(
-                    grads[0], ids, weight_VD.shape[0], ctx.still, False
-                ),
+                torch.ops.aten.embedding_dense_backward(grads[0], ids, weight_VD.shape[0], ctx.still, False),
                 None,
             )
         if fresh:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from groupwise.ops import kernels
+from groupwise_cpu import compiled
 
 PART_NUMBERS = 1 << 20
 """Of a product that is added in another precision, how many numbers of it are made at a time on a
@@ -24,27 +24,21 @@ CPU.
 """
 
 
-def product(
-    a_MK: Tensor, b_KN: Tensor, bias_N: Tensor | None = None, *, out: Tensor | None = None
-) -> Tensor:
+def product(a_MK: Tensor, b_KN: Tensor, bias_N: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
     """a b + bias, of matrices of one type and in it."""
-    if a_MK.dtype == torch.float32 and kernels.worth_gemm(a_MK, b_KN, out, bias_N):
+    if a_MK.dtype == torch.float32 and compiled.worth_gemm(a_MK, b_KN, out, bias_N):
         out = a_MK.new_empty(a_MK.shape[0], b_KN.shape[1]) if out is None else out
-        kernels.operations.gemm(a_MK, b_KN, out, bias_N)
+        compiled.operations.gemm(a_MK, b_KN, out, bias_N)
         return out
-    return (
-        torch.mm(a_MK, b_KN, out=out)
-        if bias_N is None
-        else torch.addmm(bias_N, a_MK, b_KN, out=out)
-    )
+    return torch.mm(a_MK, b_KN, out=out) if bias_N is None else torch.addmm(bias_N, a_MK, b_KN, out=out)
 
 
 def add_product(total_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, fresh: bool) -> None:
     """total += a b, or total = a b where it is `fresh`: not written yet.  Its type may be wider
     than that of the factors.
     """
-    if kernels.worth_gemm(a_MK, b_KN, total_MN):
-        kernels.operations.gemm(a_MK, b_KN, total_MN, add=not fresh)
+    if compiled.worth_gemm(a_MK, b_KN, total_MN):
+        compiled.operations.gemm(a_MK, b_KN, total_MN, add=not fresh)
     elif total_MN.dtype == a_MK.dtype:
         torch.mm(a_MK, b_KN, out=total_MN) if fresh else total_MN.addmm_(a_MK, b_KN)
     else:

@@ -1,16 +1,12 @@
-"""The kernels of the package `groupwise-cpu`: whether they are there, which tensors they take, and
-where they are worth it.
+"""The compiled kernels: which tensors they take, and where they are worth it.
 
-They are the operations `torch.ops.groupwise.NAME`; `packages/groupwise-cpu/kernels/bindings.cpp`
-says what each takes and gives. Where they are not, and for tensors that they do not take, each
-operation in `ops` has the same in torch's: equal to rounding."""
+They are the operations `torch.ops.groupwise.NAME`; `kernels/bindings.cpp` says what each takes and
+gives.  For tensors that they do not take, torch's operations compute the same, to rounding.
+"""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from functools import cache
-from importlib.metadata import version
 from itertools import accumulate
 from typing import Any
 
@@ -19,8 +15,6 @@ from torch import Tensor
 
 operations: Any = torch.ops.groupwise
 """The kernels, by name.  They have no gradients: autograd Functions call them."""
-SWITCH = "GROUPWISE_KERNELS"
-INSTALL = "pip install --no-build-isolation ./packages/groupwise-cpu"
 TYPES = (torch.float32, torch.bfloat16)
 WIDTHS = 16
 """Rows are read in whole vectors: the longest that any processor has."""
@@ -31,34 +25,11 @@ has not been measured.
 """
 
 
-@cache
-def absence() -> str | None:
-    """Why there are no kernels, in words and with the remedy; None if there are."""
-    if os.environ.get(SWITCH, "on") == "off":
-        return f"{SWITCH}=off"
-    try:
-        import groupwise_cpu  # noqa: F401  # pyright: ignore[reportMissingImports]
-
-        mine, theirs = version("groupwise"), version("groupwise-cpu")
-    except ModuleNotFoundError:  # also where an empty folder is left of it
-        return (
-            f"the package groupwise-cpu is not installed: with a C++ compiler here, run `{INSTALL}`"
-            " in the clone"
-        )
-    except ImportError as error:
-        return str(error)
-    return (
-        None
-        if mine == theirs
-        else f"groupwise-cpu is {theirs}, and groupwise {mine}: run `{INSTALL}` in the clone"
-    )
-
-
 def has_gemm() -> bool:
     """True if `gemm` is worth it on this processor: it has matrix tiles, or AVX-512 of full width
     and is not Intel's.
     """
-    return absence() is None and operations.has_gemm()
+    return operations.has_gemm()
 
 
 def fits(*tensors: Tensor, width: int | None = None) -> bool:
@@ -71,14 +42,9 @@ def fits(*tensors: Tensor, width: int | None = None) -> bool:
     if (length if width is None else width) % WIDTHS:
         return False
     for tensor in tensors:
-        if (
-            tensor.device.type != "cpu"
-            or tensor.dtype not in TYPES
-            or tensor.stride(-1) != 1
-            or tensor.shape[-1] != length
-        ):
+        if tensor.device.type != "cpu" or tensor.dtype not in TYPES or tensor.stride(-1) != 1 or tensor.shape[-1] != length:
             return False
-    return absence() is None
+    return True
 
 
 def worth_attention(keys: int, query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -90,7 +56,7 @@ def worth_attention(keys: int, query: Tensor, key: Tensor, value: Tensor) -> boo
     return keys <= (MOST_KEYS_ON_TILES if operations.has_tiles() else MOST_KEYS[query.dtype])
 
 
-def stretches(
+def segments(
     families: Sequence[Sequence[tuple[int, int, int, int]]],
 ) -> tuple[Tensor, Tensor, int]:
     """Stretches of a stream, family by family, as `attention` takes them.
@@ -101,34 +67,20 @@ def stretches(
         filler.
     """
     first_F = torch.tensor([0, *accumulate(map(len, families))], dtype=torch.int64)
-    stretch_N4 = torch.tensor(
-        [stretch for family in families for stretch in family], dtype=torch.int64
-    ).view(-1, 4)
+    stretch_N4 = torch.tensor([stretch for family in families for stretch in family], dtype=torch.int64).view(-1, 4)
     return first_F, stretch_N4, max((family[-1][1] for family in families), default=0)
 
 
 def draws(logits_RV: Tensor) -> bool:
     """True if `draw_tokens` takes these."""
-    return (
-        logits_RV.device.type == "cpu"
-        and logits_RV.dtype in TYPES
-        and logits_RV.numel() > 0
-        and absence() is None
-    )
-
-
-def multiplies(dtype: torch.dtype) -> bool:
-    """True if there are packed weights of this type, and `linear` for them."""
-    return dtype in TYPES and absence() is None
+    return logits_RV.device.type == "cpu" and logits_RV.dtype in TYPES and logits_RV.numel() > 0
 
 
 LEAST_SIDE = 96
 """Matrices with a shorter side are not worth packing."""
 
 
-def worth_gemm(
-    a_MK: Tensor, b_KN: Tensor, out_MN: Tensor | None = None, bias_N: Tensor | None = None
-) -> bool:
+def worth_gemm(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor | None = None, bias_N: Tensor | None = None) -> bool:
     """True if there is a `gemm` for these that is worth it; see `has_gemm`.
 
     What fits together in no way is left to torch, which says so.
@@ -137,21 +89,11 @@ def worth_gemm(
     if depth != deep or min(rows, depth, columns) < LEAST_SIDE:
         return False
     for matrix in (a_MK, b_KN):
-        if (
-            not matrix.is_cpu
-            or matrix.dtype not in TYPES
-            or matrix.dtype != a_MK.dtype
-            or 1 not in matrix.stride()
-        ):
+        if not matrix.is_cpu or matrix.dtype not in TYPES or matrix.dtype != a_MK.dtype or 1 not in matrix.stride():
             return False
     for tensor, shape in ((out_MN, (rows, columns)), (bias_N, (columns,))):
         if tensor is None:
             continue
-        if (
-            not tensor.is_cpu
-            or tensor.dtype != torch.float32
-            or tensor.shape != shape
-            or tensor.stride(-1) != 1
-        ):
+        if not tensor.is_cpu or tensor.dtype != torch.float32 or tensor.shape != shape or tensor.stride(-1) != 1:
             return False
     return has_gemm()

@@ -1,0 +1,234 @@
+"""The operations that a package may compute faster than torch: one protocol, and torch's own way.
+
+`Operations` computes everything with torch's public operations, on any device.  The package
+`groupwise-cpu` derives its own from it (`groupwise_cpu.operations`) and takes what its kernels are
+made for.  `operations()` is the only place that asks whether the package is installed.
+
+A method that answers None says that torch's operations are to be used, as the caller writes them.
+
+T positions of a stream   R rows   D model width   H heads   K key-value heads   W head width
+V vocabulary   M, N sides of a product   P prompts
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from groupwise.ops.decoding import DecodeOperations
+
+if TYPE_CHECKING:
+    from groupwise.ops.attention import Query, StreamAttention
+
+SWITCH = "GROUPWISE_KERNELS"
+INSTALL = "pip install --no-build-isolation ./packages/groupwise-cpu"
+
+PART_NUMBERS = 1 << 20
+"""Numbers that are made at a time of a product that is added in another precision, on a CPU."""
+
+
+class BlockedAttention(Protocol):
+    """Attention of decoded tokens over keys and values that lie block by block."""
+
+    block: int
+    """Tokens that lie together."""
+
+    def keep_entries(
+        self, key_NMKW: Tensor, value_NMKW: Tensor, slab: tuple[Tensor, Tensor], first: int
+    ) -> None:
+        """Write tokens 0 .. M - 1 of N entries from `first` on."""
+        ...
+
+    def rows(self, rows_P: Sequence[Sequence[int]], prompt_length_P: Sequence[int]) -> Any:
+        """Describe which rows belong to which prompt, for `decode`."""
+        ...
+
+    def decode(
+        self,
+        query: Query,
+        own: tuple[Tensor, Tensor],
+        prompt: tuple[Tensor, Tensor],
+        rows: Any,
+        length_R: Tensor,
+    ) -> Tensor:
+        """Attend with one new token per row, (R, H, W).  Its key and value are written into `own`.
+
+        Before its first token an entry may hold anything.   length_R: own tokens, the new one
+        included (int64).
+        """
+        ...
+
+
+class LogitsReader(Protocol):
+    """Reads a chunk of logits in one pass, for what takes torch many."""
+
+    def measure(
+        self,
+        raw_CV: Tensor,
+        factor_C: Tensor,
+        target_C: Tensor,
+        lse_C: Tensor,
+        logp_C: Tensor,
+        entropy_C: Tensor | None,
+    ) -> None:
+        """Fill log-sum-exps, log-probs of the targets and entropies (nats) of `factor * raw`."""
+        ...
+
+    def gradient(
+        self,
+        raw_CV: Tensor,
+        factor_C: Tensor,
+        target_C: Tensor,
+        lse_C: Tensor,
+        entropy_C: Tensor,
+        grad_logp_C: Tensor,
+        grad_entropy_C: Tensor | None,
+    ) -> None:
+        """Overwrite the logits with their gradient."""
+        ...
+
+
+TokenSampler = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
+"""Logits (R, V), uniform numbers (R,) float64 in [0, 1), temperature -> ids and log-probs (R,).
+
+A token is the first at which the cumulative probability passes the uniform number, never one of
+probability 0.  At temperature 0 it is the likeliest (the first of several), and its log-probability
+that at temperature 1.
+"""
+
+
+class Operations:
+    """Everything in torch's operations."""
+
+    def product(
+        self,
+        a_MK: Tensor,
+        b_KN: Tensor,
+        bias_N: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return `a b + bias`, of matrices of one type and in it."""
+        if bias_N is None:
+            return torch.mm(a_MK, b_KN, out=out)
+        return torch.addmm(bias_N, a_MK, b_KN, out=out)
+
+    def add_product(self, total_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, fresh: bool) -> None:
+        """Add `a b` to a total whose type may be wider than that of the factors.
+
+        fresh: the total is not written yet, so that it becomes the product.
+        """
+        if total_MN.dtype != a_MK.dtype:
+            self._add_in_parts(total_MN, a_MK, b_KN, fresh)
+        elif fresh:
+            torch.mm(a_MK, b_KN, out=total_MN)
+        else:
+            total_MN.addmm_(a_MK, b_KN)
+
+    def _add_in_parts(self, total_MN: Tensor, a_MK: Tensor, b_KN: Tensor, fresh: bool) -> None:
+        """Add a product some rows at a time: it exists in its own type before it is widened."""
+        rows = total_MN.shape[0]
+        if not total_MN.is_cuda:
+            rows = max(1, PART_NUMBERS // total_MN.shape[1])
+        for total_PN, a_PK in zip(total_MN.split(rows), a_MK.split(rows), strict=True):
+            part_PN = a_PK @ b_KN
+            if fresh:
+                total_PN.copy_(part_PN)
+            else:
+                total_PN.add_(part_PN)
+
+    def rms_norm(self, x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        """Return `weight * x / sqrt(mean(x^2) + eps)` over the last dimension, computed in float32
+        and rounded to `dtype`.
+        """
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        scale_T = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return (wide * scale_T).to(dtype) * weight_D
+
+    def fused_modules(self, model: nn.Module, *, keep: bool = True) -> AbstractContextManager[None]:
+        """Run known modules of a model in faster forms while inside: the same functions to
+        rounding.
+
+        keep: keep copies of weights in a lower precision.
+        """
+        return nullcontext()
+
+    def stream_attention(self, stream: StreamAttention, query: Query) -> Tensor | None:
+        """Attend in a packed stream, (1, H, T, W), differentiable once; None: not taken."""
+        return None
+
+    def logits_reader(self, raw_CV: Tensor) -> LogitsReader | None:
+        """Return a reader of such logits; None: torch's operations read them."""
+        return None
+
+    def token_sampler(self, logits_RV: Tensor) -> TokenSampler | None:
+        """Return a sampler of tokens from such logits; None: torch's operations sample."""
+        return None
+
+    def blocked_attention(self, key_TKW: Tensor) -> BlockedAttention | None:
+        """Return the attention that reads such keys, and values like them, block by block; None:
+        they lie token by token.
+        """
+        return None
+
+    def decode_operations(
+        self, tables: Sequence[Tensor], widths: Sequence[int], *, dtype: torch.dtype
+    ) -> DecodeOperations:
+        """Return the operations that one model is decoded with.
+
+        tables: embeddings, of the weights' type and on their device.   widths: lengths of other
+        rows: an MLP's inner ones, heads, or where positions are rotary half a head.   dtype: the
+        type of the products.
+        """
+        return DecodeOperations(dtype)
+
+
+_chosen: Operations | None = None
+_reason: str | None = None
+
+
+def operations() -> Operations:
+    """Return the package's operations where it is installed, else torch's."""
+    global _chosen, _reason
+    if _chosen is None:
+        _chosen, _reason = _choose()
+    return _chosen
+
+
+def absence() -> str | None:
+    """Return why there are no kernels, in words and with the remedy; None if there are."""
+    operations()
+    return _reason
+
+
+def _choose() -> tuple[Operations, str | None]:
+    """Load the package, or say why it is not used."""
+    if os.environ.get(SWITCH, "on") == "off":
+        return Operations(), f"{SWITCH}=off"
+    try:
+        import groupwise_cpu  # pyright: ignore[reportMissingImports]
+
+        ours, installed = version("groupwise"), version("groupwise-cpu")
+    except ModuleNotFoundError:  # also where an empty folder is left of it
+        return Operations(), (
+            f"the package groupwise-cpu is not installed: with a C++ compiler here, run `{INSTALL}`"
+            " in the clone"
+        )
+    except ImportError as error:
+        return Operations(), str(error)
+    if ours != installed:
+        return Operations(), (
+            f"groupwise-cpu is {installed}, and groupwise {ours}: run `{INSTALL}` in the clone"
+        )
+    if not hasattr(groupwise_cpu, "cpu_operations"):
+        return Operations(), (
+            f"groupwise-cpu was built from older sources than groupwise: run `{INSTALL}` in the"
+            " clone"
+        )
+    return groupwise_cpu.cpu_operations(), None
