@@ -21,12 +21,12 @@ from groupwise.data.encoding import Pair
 from groupwise.data.packing import pack, unpack
 from groupwise.data.tokenizers import load_tokenizer
 from groupwise.models.backbone import checkpointing
-from groupwise.models.fused import fused_modules
 from groupwise.models.loading import make_policy, read_blueprint
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import load_scorer
 from groupwise.models.shape import Shape
 from groupwise.models.sharded import frozen_copy
+from groupwise.ops.operations import operations
 from groupwise.records import Demonstration, Finish, Prompt, Rollout, RolloutGroup, Sample, Sampling, Step
 from groupwise.rewards.compose import build_rewards, no_rewards
 from groupwise.rollout.native.engine import NativeEngine
@@ -247,7 +247,7 @@ class Ours:
         total = 0.0
         options |= {"fill": self.policy.tiled, "device": self.policy.device}
         for batch in pack(samples, positions(self.work, self.policy), **options):
-            with checkpointing(self.policy, self.work.checkpointing), fused_modules(self.policy.model):
+            with checkpointing(self.policy, self.work.checkpointing), operations().fused_modules(self.policy.model):
                 value, seen_M = loss(BatchPass(self.policy, batch))
                 value.backward()
             total += float(value.detach())

@@ -34,7 +34,7 @@ def main() -> None:
         from _ours import positions
 
         from groupwise.data.packing import pack
-        from groupwise.models.fused import fused_modules
+        from groupwise.ops.operations import operations
         from groupwise.training.loss import Loss
         from groupwise.training.passes import BatchPass
 
@@ -45,7 +45,7 @@ def main() -> None:
 
         def update(streams: list, loss: Loss = loss, policy=side.policy) -> float:
             begin = time.process_time()
-            with fused_modules(policy.model):
+            with operations().fused_modules(policy.model):
                 for batch in streams:
                     loss(BatchPass(policy, batch))[0].backward()
             policy.model.zero_grad(set_to_none=True)

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from groupwise.config.settings import ModelSettings
 from groupwise.data.tokenizers import make_tokenizer
-from groupwise.models.fused import fused_modules
 from groupwise.models.loading import make_policy
 from groupwise.models.passes import forward, packed_for
+from groupwise.ops.operations import operations
 from groupwise.records import Sample
 
 SHAPE = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 704,
@@ -66,7 +66,7 @@ def main(families: list[str]) -> None:
             for _ in range(5):
                 model.zero_grad()
                 begun = time.process_time()
-                with fused_modules(model):
+                with operations().fused_modules(model):
                     for batch in batches:
                         forward(policy, batch).hidden_PD.square().mean().backward()
                 seconds.append(time.process_time() - begun)

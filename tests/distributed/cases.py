@@ -44,8 +44,8 @@ from groupwise.models.reward_head import add_head, wrap_scorer
 from groupwise.models.scratch import scratch_model
 from groupwise.models.sharded import frozen_copy, gathered, own_parts, shard
 from groupwise.models.streaming import CheckpointReader
-from groupwise.ops.attention import Query
 from groupwise.ops.linear_cross_entropy import head_logits
+from groupwise.ops.query import Query
 from groupwise.records import Layout, Prompt, Rollout, RolloutGroup, Sampling
 from groupwise.runs import checkpoint
 from groupwise.runs.checkpoint import reader

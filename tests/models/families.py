@@ -43,9 +43,9 @@ from groupwise.config.settings import ModelSettings
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.errors import GroupwiseError
 from groupwise.models.backbone import checkpointing
-from groupwise.models.fused import fused_modules
 from groupwise.models.loading import language_class, make_policy
 from groupwise.models.policy import Policy
+from groupwise.ops.operations import operations
 from groupwise.proof.prove import prove
 from groupwise.proof.texts import NATIVE, TRANSFORMERS
 from groupwise.records import Prompt, Sample, Sampling
@@ -634,7 +634,7 @@ def _generated(case: Case, refused: list[str]) -> Iterator[str]:
 def _fused(policy: Policy) -> bool:
     """True if blocks of the model run in a fused form."""
     plain = [m for m in policy.model.modules() if "forward" not in vars(m) and type(m) not in (torch.nn.Linear, torch.nn.Embedding)]
-    with fused_modules(policy.model):
+    with operations().fused_modules(policy.model):
         return any("forward" in vars(module) for module in plain)
 
 

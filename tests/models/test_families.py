@@ -21,7 +21,7 @@ from huggingface_hub.errors import StrictDataclassClassValidationError
 from groupwise.config.settings import ModelSettings
 from groupwise.models.attention import PackedAttention
 from groupwise.models.loading import make_policy, read_blueprint
-from groupwise.ops.attention import EVERYTHING, Query
+from groupwise.ops.query import EVERYTHING, Query
 from groupwise.runs.policies import shape_of
 
 spec = importlib.util.spec_from_file_location("families", Path(__file__).with_name("families.py"))

@@ -76,7 +76,6 @@ from groupwise.data.packing import pack
 from groupwise.errors import ConfigError
 from groupwise.models.attention import plain_attention
 from groupwise.models.backbone import checkpointing
-from groupwise.models.fused import fused_modules
 from groupwise.models.loading import load_policy, make_policy, read_blueprint
 from groupwise.models.logit_scale import read_form
 from groupwise.models.moe import balanced
@@ -84,6 +83,7 @@ from groupwise.models.passes import forward
 from groupwise.models.policy import Policy
 from groupwise.models.shape import Shape
 from groupwise.ops.linear_cross_entropy import chosen_logprobs
+from groupwise.ops.operations import operations
 from groupwise.proof.passes import take_gradients
 from groupwise.proof.prove import prove
 from groupwise.proof.texts import NATIVE
@@ -125,7 +125,7 @@ def by_run(policy: Policy, samples: list[Sample], *, again: bool = False) -> tup
     """The same as training computes it: packed together, prompts shared, fused."""
     found = [np.zeros(sample.completion.size) for sample in samples]
     policy.model.zero_grad(set_to_none=True)
-    with checkpointing(policy, True) if again else nullcontext(), fused_modules(policy.model):
+    with checkpointing(policy, True) if again else nullcontext(), operations().fused_modules(policy.model):
         for batch in pack(samples, 10_000, alike=getattr(policy, "alike", None), share=policy.attention == "shared"):
             rows = batch.trained_M
             hidden = forward(policy, batch).hidden_PD[rows]

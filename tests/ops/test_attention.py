@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from groupwise.ops import attention
 from groupwise.ops import operations as ops
-from groupwise.ops.attention import EVERYTHING, Query, Reach, StreamAttention, behind, flex_block_mask
+from groupwise.ops.attention import StreamAttention, behind, flex_block_mask
+from groupwise.ops.query import EVERYTHING, Query, Reach
 from groupwise.records import Layout
 
 

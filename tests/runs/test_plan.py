@@ -23,11 +23,11 @@ from groupwise.config.recipes import changes, dump, load_recipe
 from groupwise.config.settings import ParallelSettings
 from groupwise.data.packing import pack
 from groupwise.models.backbone import checkpointing
-from groupwise.models.fused import fused_modules
 from groupwise.models.passes import forward
 from groupwise.models.policy import Policy
 from groupwise.models.saving import save
 from groupwise.models.shape import Shape
+from groupwise.ops.operations import operations
 from groupwise.records import Batch, Step
 from groupwise.rollout.native.forward import SpecialisedForward
 from groupwise.runs.log import RunLog
@@ -47,7 +47,7 @@ def kept(policy: Policy, batch: Batch) -> int:
 
     model = policy.model
     shapes = {shape for parameter in model.parameters() for shape in (parameter.shape, parameter.shape[::-1])}
-    with fused_modules(model), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with operations().fused_modules(model), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         forward(policy, batch)
     return sum(size for size, tensor in found.values() if tensor.shape not in shapes)
 

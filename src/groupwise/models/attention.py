@@ -27,7 +27,8 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from groupwise.errors import ConfigError
 from groupwise.models.masks import REMEDY, note_reach, reach_of, set_attention
-from groupwise.ops.attention import Query, StreamAttention
+from groupwise.ops.attention import StreamAttention
+from groupwise.ops.query import Query
 from groupwise.ops.recurrence import Recurrence, Segments
 from groupwise.records import Layout
 

@@ -2,7 +2,7 @@
 and for decoding.
 
 `describe` says of a module which norm, attention or MLP it is: where its parts are, and their
-numbers.  `fused.py` computes modules in its own way by these descriptions, one at a time;
+numbers.  A package of kernels computes modules in its own way by these descriptions;
 `stack_of` describes a whole model, of which decoding prepares the weights
 (`rollout/native/forward.py`).  A module of another class, or one that computes something else than
 its description could say, has no description.  Weights are read when they are used: sharding puts

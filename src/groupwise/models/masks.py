@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from groupwise.errors import ConfigError
 from groupwise.models.logit_scale import backbone_of
-from groupwise.ops.attention import Reach
+from groupwise.ops.query import Reach
 
 TRACE = "groupwise_trace"
 """Name of the implementation of attention that only looks at the rules of masks."""

@@ -1,9 +1,15 @@
 """What computes: the operations that models and objectives are made of, with their gradients.
 
-In: tensors. Out: tensors. `linear_cross_entropy` gives log-probs and entropies of chosen tokens
-    without ever holding (tokens, vocabulary); `functional` has the blocks' operations (attention,
-    MLP, norms, linear layers); `matmul` has the products, and `in_place_gradients` says where
-    gradients are summed. The operations take the C++ kernels of the package `groupwise-cpu` where
-    it is installed (`kernels` says for which tensors); torch's own operations compute the same to
-    rounding everywhere else.
+In: tensors.  Out: tensors.  No module here knows a model, a setting or an algorithm.
+
+- `query`: what an attention layer asks, and how a packed stream is divided.
+- `attention`: attention in packed streams, and over one part of the keys.
+- `recurrence`: convolutions and delta rules whose states pass from a prompt to its completions.
+- `linear_cross_entropy`: log-probs and entropies of chosen tokens, never (tokens, vocabulary).
+- `distillation`: divergences over the whole vocabulary.
+- `decoding`: products, norms and rotary embeddings as decoding needs them.
+- `operations`: the protocol that a package of kernels implements, and torch's own way.
+- `in_place_gradients`: where gradients of matrices are summed.
+- `onednn_shapes`: numbers of rows for which a CPU keeps machine code.
+- `autograd`: what our backward passes refuse.
 """

@@ -13,7 +13,6 @@ rows   M keys   B batch"""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -23,61 +22,8 @@ from torch.nn import functional as F
 
 from groupwise.ops.autograd import first_derivative
 from groupwise.ops.operations import operations
+from groupwise.ops.query import EVERYTHING, Family, Query, Reach
 from groupwise.records import Layout
-
-
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """Of the tokens before it, and itself, a query sees all; or the last `window`; or those in its
-    chunk of `chunk` tokens.
-    """
-
-    window: int | None = None
-    chunk: int | None = None
-
-    def first(self, position: int | Tensor) -> int | Tensor:
-        """The first position that a query at `position` sees; it may be below 0.
-
-        >>> Reach().first(9), Reach(window=4).first(9), Reach(chunk=4).first(9)
-        (0, 6, 8)
-        """
-        if self.window is not None:
-            return position - self.window + 1
-        return position * 0 if self.chunk is None else position // self.chunk * self.chunk
-
-    def within(self, longest: int) -> Reach:
-        """The same over sequences of up to `longest` tokens: a window or chunk that hides none of
-        them is none.
-        """
-        return EVERYTHING if longest <= (self.window or self.chunk or longest) else self
-
-
-EVERYTHING = Reach()
-
-
-class Query(NamedTuple):
-    """What an attention layer asks: rows of a stream, token by token; queries and keys are rotated
-    already.
-    """
-
-    layer: int
-    query_THD: Tensor
-    key_TKD: Tensor
-    value_TKE: Tensor
-    scale: float
-    cap: float | None = None
-    """Scores s become `cap * tanh(s / cap)`."""
-    reach: Reach = EVERYTHING
-    sinks_H: Tensor | None = None
-    """Score of a key beside all others, which has no value (gpt-oss)."""
-
-    @property
-    def heads(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (1, H, T, D), keys (1, K, T, D) and values (1, K, T, E)."""
-        query, key, value = (
-            x.transpose(0, 1).unsqueeze(0) for x in (self.query_THD, self.key_TKD, self.value_TKE)
-        )
-        return query, key, value
 
 
 class StreamAttention:
@@ -306,25 +252,6 @@ FLOAT_KEYS = 384
 """Over fewer keys the backward kernel is 2 to 5 times faster in float32 than in bfloat16,
 conversions included.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """A prefix and its members, one behind the other in the stream; or a single segment."""
-
-    causal: tuple[tuple[int, int], ...]
-    """Stretches (from, to) that look at themselves alone.  A prefix and its first member are one: a
-    text as it was written.
-    """
-    prefix: tuple[int, int]
-    rest: tuple[int, int]
-    """The other members, which look at the prefix too."""
-
-    @property
-    def stretches(self) -> list[tuple[int, int, int, int]]:
-        """(from, to, prefix from, prefix to), member by member."""
-        (first, *others), prefix = self.causal, self.prefix
-        return [(*first, 0, 0), *((*other, *prefix) for other in others)]
 
 
 def _families(layout: Layout) -> Iterator[Family]:

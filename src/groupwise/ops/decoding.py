@@ -2,7 +2,7 @@
 sums, rotary embeddings.
 
 A package may derive its own `DecodeOperations`, with weights laid out for its kernels, and a
-`Decoder` that draws many tokens in one call (`ops.operations`).  Streams are changed in place.
+`Decoder` that draws many tokens in one call.  Streams are changed in place.
 
 T positions of a stream   R rows   P prompts   D model width   H heads   K key-value heads   W head
 width   V vocabulary   O, I sides of a matrix
@@ -12,20 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-if TYPE_CHECKING:
-    from groupwise.ops.attention import Reach
+from groupwise.ops.query import Reach
 
 Product = Callable[[Tensor], Tensor]
 """`x -> x W^T + b` of rows (R, I) -> (R, O)."""
 
 
-class Norm(Protocol):
+class PreparedNorm(Protocol):
     """A norm of rows, or of heads."""
 
     weight: Tensor
@@ -37,8 +36,8 @@ class Norm(Protocol):
         ...
 
 
-class Rotary(Protocol):
-    """Rotary embeddings of whole heads."""
+class PreparedRotary(Protocol):
+    """PreparedRotary embeddings of whole heads."""
 
     cos_PW: Tensor
     sin_PW: Tensor
@@ -83,7 +82,7 @@ class TorchNorm:
 
 
 class TorchRotary:
-    """Rotary embeddings in which the two numbers of a pair lie side by side, for one complex
+    """PreparedRotary embeddings in which the two numbers of a pair lie side by side, for one complex
     product.
     """
 
@@ -96,7 +95,7 @@ class TorchRotary:
         self.order_W = place_W.view(2, half).T.flatten()
 
     def at(self, position_T: Tensor) -> Callable[[Tensor], Tensor]:
-        """See `Rotary`."""
+        """See `PreparedRotary`."""
         rotation_T1W = self.rotation_PW.index_select(0, position_T)[:, None]
 
         def rotate(heads_THW: Tensor) -> Tensor:
@@ -110,14 +109,14 @@ class TorchRotary:
 class PreparedLayer:
     """A decoder layer as it is decoded with; its operations are made by `DecodeOperations`."""
 
-    norm: Norm
+    norm: PreparedNorm
     qkv: Product
     """Query, key and value heads side by side; rotary query and key heads in the order of
-    `Rotary.order_W`."""
-    head_norm: Norm | None
+    `PreparedRotary.order_W`."""
+    head_norm: PreparedNorm | None
     """Norms of query and key heads (Qwen3)."""
     out: Product
-    mlp_norm: Norm
+    mlp_norm: PreparedNorm
     up: Product
     """The MLP's first product: gate beside up, or up alone."""
     down: Product
@@ -144,11 +143,11 @@ class DecodeOperations:
             bias_O = bias_O.detach().to(self.dtype)
         return lambda x_RI: F.linear(x_RI, weight_OI, bias_O)
 
-    def norm(self, weight: Tensor, eps: float, bias: Tensor | None = None) -> Norm:
+    def norm(self, weight: Tensor, eps: float, bias: Tensor | None = None) -> PreparedNorm:
         """Make a norm behind a residual sum, or of heads."""
         return TorchNorm(weight, eps, bias, dtype=self.dtype)
 
-    def rotary(self, cos_PW: Tensor, sin_PW: Tensor) -> Rotary:
+    def rotary(self, cos_PW: Tensor, sin_PW: Tensor) -> PreparedRotary:
         """Make rotary embeddings from tables of all positions."""
         return TorchRotary(cos_PW.float(), sin_PW.float())
 
@@ -164,10 +163,10 @@ class DecodeOperations:
     def decoder(
         self,
         layers: Sequence[PreparedLayer],
-        norm: Norm,
+        norm: PreparedNorm,
         head: Product,
         embedding_VD: Tensor,
-        positions: Rotary | Tensor,
+        positions: PreparedRotary | Tensor,
         heads: tuple[int, int, int],
     ) -> Decoder | None:
         """Make a decoder of all of the model, where there is one.

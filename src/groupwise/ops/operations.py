@@ -1,8 +1,8 @@
 """The operations that a package may compute faster than torch: one protocol, and torch's own way.
 
 `Operations` computes everything with torch's public operations, on any device.  The package
-`groupwise-cpu` derives its own from it (`groupwise_cpu.operations`) and takes what its kernels are
-made for.  `operations()` is the only place that asks whether the package is installed.
+`groupwise-cpu` derives its own from it and takes what its kernels are made for.
+`operations()` is the only place that asks whether the package is installed.
 
 A method that answers None says that torch's operations are to be used, as the caller writes them.
 
@@ -16,15 +16,13 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from groupwise.ops.decoding import DecodeOperations
-
-if TYPE_CHECKING:
-    from groupwise.ops.attention import Query, StreamAttention
+from groupwise.ops.query import PackedStream, Query
 
 SWITCH = "GROUPWISE_KERNELS"
 INSTALL = "pip install --no-build-isolation ./packages/groupwise-cpu"
@@ -159,7 +157,7 @@ class Operations:
         """
         return nullcontext()
 
-    def stream_attention(self, stream: StreamAttention, query: Query) -> Tensor | None:
+    def stream_attention(self, stream: PackedStream, query: Query) -> Tensor | None:
         """Attend in a packed stream, (1, H, T, W), differentiable once; None: not taken."""
         return None
 
@@ -226,9 +224,10 @@ def _choose() -> tuple[Operations, str | None]:
         return Operations(), (
             f"groupwise-cpu is {installed}, and groupwise {ours}: run `{INSTALL}` in the clone"
         )
-    if not hasattr(groupwise_cpu, "cpu_operations"):
+    make = getattr(groupwise_cpu, "cpu_operations", None)
+    if make is None:
         return Operations(), (
             f"groupwise-cpu was built from older sources than groupwise: run `{INSTALL}` in the"
             " clone"
         )
-    return groupwise_cpu.cpu_operations(), None
+    return make(), None

@@ -11,9 +11,10 @@ from plain_attention import definition
 from torch import Tensor
 from torch.nn import functional as F
 
-from groupwise.ops.attention import Query, Reach, StreamAttention
+from groupwise.ops.attention import StreamAttention
 from groupwise.ops.linear_cross_entropy import Head, chosen_logprobs
 from groupwise.ops.operations import absence
+from groupwise.ops.query import Query, Reach
 from groupwise.records import Layout
 from groupwise.rollout.native.decode_attention import rows_by_prompt
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from groupwise.models.attention import PackedAttention
-from groupwise.ops.attention import Query, Reach
+from groupwise.ops.query import Query, Reach
 from groupwise.records import Layout
 from groupwise.rollout.native.decode_attention import Decode, Prefill
 from groupwise.rollout.native.kv_cache import KVCache

@@ -18,7 +18,7 @@ from groupwise.environments.conversation import Reply
 from groupwise.errors import EngineError
 from groupwise.models.attention import plain_attention
 from groupwise.ops import operations as ops
-from groupwise.ops.attention import Query, Reach
+from groupwise.ops.query import Query, Reach
 from groupwise.records import Episode, Finish, Prompt, Sampling
 from groupwise.rollout import episodes
 from groupwise.rollout.native import scheduler

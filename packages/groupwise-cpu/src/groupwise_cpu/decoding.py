@@ -14,16 +14,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from groupwise.ops.attention import Query
 from groupwise.ops.decoding import (
     DecodeOperations,
     Drawn,
-    Norm,
     PreparedLayer,
-    Rotary,
+    PreparedNorm,
+    PreparedRotary,
     Slab,
     joined_bias,
 )
+from groupwise.ops.query import Query
 from groupwise_cpu import compiled
 from groupwise_cpu.compiled import operations
 
@@ -138,7 +138,7 @@ class CompiledNorm:
 
 
 class CompiledRotary:
-    """Rotary embeddings that pair number i of a head with number i + W/2, as transformers does."""
+    """PreparedRotary embeddings that pair number i of a head with number i + W/2, as transformers does."""
 
     def __init__(self, cos_PW: Tensor, sin_PW: Tensor) -> None:
         """Take float32 tables of all positions."""
@@ -183,10 +183,10 @@ class CompiledOperations(PackedOperations):
     def decoder(
         self,
         layers: Sequence[PreparedLayer],
-        norm: Norm,
+        norm: PreparedNorm,
         head: PackedProduct,
         embedding_VD: Tensor,
-        positions: Rotary | Tensor,
+        positions: PreparedRotary | Tensor,
         heads: tuple[int, int, int],
     ) -> CompiledDecoder:
         """Make a decoder of all of the model."""
@@ -205,10 +205,10 @@ class CompiledDecoder:
     def __init__(
         self,
         layers: Sequence[PreparedLayer],
-        norm: Norm,
+        norm: PreparedNorm,
         head: PackedProduct,
         embedding_VD: Tensor,
-        positions: Rotary | Tensor,
+        positions: PreparedRotary | Tensor,
         heads: tuple[int, int, int],
     ) -> None:
         """Gather the weights.   norm: the last.   positions: rotary embeddings, or learnt ones

@@ -1,4 +1,4 @@
-"""The operations of `models/fused`: transformers' functions to rounding, with their gradients
+"""The operations of `fused`: transformers' functions to rounding, with their gradients
 written out.
 
 Each saves less for the backward pass than a composition of torch's operations does (of an MLP a

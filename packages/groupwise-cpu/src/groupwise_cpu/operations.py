@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from groupwise.ops.attention import EVERYTHING, Query, StreamAttention
 from groupwise.ops.autograd import first_derivative
 from groupwise.ops.decoding import DecodeOperations
 from groupwise.ops.operations import Operations, TokenSampler
+from groupwise.ops.query import EVERYTHING, PackedStream, Query
 from groupwise_cpu import compiled, matmul
 from groupwise_cpu.decoding import (
     CompiledBlockedAttention,
@@ -44,7 +44,7 @@ class CpuOperations(Operations):
 
         return fused_modules(model, keep=keep)
 
-    def stream_attention(self, stream: StreamAttention, query: Query) -> Tensor | None:
+    def stream_attention(self, stream: PackedStream, query: Query) -> Tensor | None:
         """See `Operations`."""
         plain = query.cap is None and query.sinks_H is None
         reach = query.reach.within(stream.longest)

@@ -1,7 +1,13 @@
 """The native engine: samples in the trainer's process, on the training weights, with every prompt
 computed once.
 
-A token passes `engine`, the loop over rows; `decode`, which draws it, on a GPU by a CUDA graph;
-`forward`, the specialised forward pass of known models; `attention`, which keeps keys and values
-and attends to a prompt's and a completion's own.
+- `engine`: what a trainer calls; it prepares the weights anew when their version changes.
+- `scheduler`: which sequences decode next, when prompts are prefilled, when a sequence ends.
+- `sequences`: the sequences and the prefixes behind which they are decoded.
+- `kv_cache`: keys, values and recurrent states, one entry for a prompt or a completion.
+- `decode`: draws the next tokens; `cuda_graphs` repeats one draw on a GPU.
+- `decode_attention`: what a token attends to while sampling.
+- `forward`: the specialised forward pass of known models.
+
+Nothing here knows rewards, advantages or losses.
 """

@@ -26,8 +26,9 @@ from torch import Tensor
 
 from groupwise.errors import EngineError
 from groupwise.models.attention import PackedAttention
-from groupwise.ops.attention import ALIGNED, EVERYTHING, Query, Reach, behind, bias_of, part
+from groupwise.ops.attention import ALIGNED, behind, bias_of, part
 from groupwise.ops.operations import BlockedAttention, operations
+from groupwise.ops.query import EVERYTHING, Query, Reach
 from groupwise.ops.recurrence import Recurrence, Segments
 from groupwise.records import Layout
 from groupwise.rollout.native.kv_cache import KVCache, LayerCache, Place, on_aligned_device, whole

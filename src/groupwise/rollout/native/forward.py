@@ -2,19 +2,17 @@
 without their modules.
 
 Decoding a few rows through a small or medium model is bound by how fast matrices are read and by
-the work around the products. Here the weights are prepared once per `generate` in the layout that
-few-row products run fastest in (see `ops.decoding.DecodeOperations`), projections of the same input are
-joined, and a layer is 10 operations instead of 80 (25 without the compiled kernels).  Where
-`ops.decoding` has a decoder for all of it, one call draws several tokens of all rows.
-Nothing can be stale: what was prepared is dropped with the call, and prepared again when the
-    engine's version changes.
+the work around the products.  Here the weights are prepared once per `generate`
+(`ops.decoding.DecodeOperations`), and projections of the same input are joined.  Where there is a
+decoder for all of it, one call draws several tokens of all rows.  Nothing can be stale: the
+prepared weights are dropped with the call, and prepared again when the engine's version changes.
 
-Only what is exactly known runs here; anything else (another class, adapters, hooks, other
-activations) takes the modules.
+Only a model whose every step is known runs here.  Another class, adapters, hooks or other
+activations take the modules.
 
-T positions of a stream   D model width   N what a layer's first product gives   H query heads   W
-head width   V vocabulary
-O, I sides of a matrix   of a DeltaNet: K key width   V value width   D channels of its convolution
+T positions of a stream   D model width   N outputs of a layer's first product   H query heads
+W head width   V vocabulary   O, I sides of a matrix
+Of a DeltaNet: K key width   V value width   D channels of its convolution
 """
 
 from __future__ import annotations
@@ -44,10 +42,9 @@ from groupwise.models.layers import (
 from groupwise.models.masks import reach_of
 from groupwise.models.policy import Policy
 from groupwise.models.recurrence import delta_rule, is_numbered
-from groupwise.ops.attention import EVERYTHING, Query
-from groupwise.ops.decoding import Decoder, PreparedLayer, Rotary
-from groupwise.ops.decoding import Norm as PreparedNorm
+from groupwise.ops.decoding import Decoder, PreparedLayer, PreparedNorm, PreparedRotary
 from groupwise.ops.operations import operations
+from groupwise.ops.query import EVERYTHING, Query
 
 
 class RolloutForward(Protocol):
@@ -104,29 +101,11 @@ def _altered(module: nn.Module, dtype: torch.dtype, device: torch.device) -> boo
 
 
 NUMBERS = (
-    *(
-        "eps",
-        "variance_epsilon",
-        "scaling",
-        "attention_scaling",
-        "max_norm",
-        "sliding_window",
-        "nf",
-        "in_features",
-        "out_features",
-    ),
-    *("head_dim", "num_heads", "num_key_value_groups", "embed_dim", "split_size", "block_type"),
-    *(
-        "num_k_heads",
-        "num_v_heads",
-        "head_k_dim",
-        "head_v_dim",
-        "key_dim",
-        "value_dim",
-        "conv_kernel_size",
-        "activation",
-    ),
-)
+    "eps", "variance_epsilon", "scaling", "attention_scaling", "max_norm", "sliding_window", "nf",
+    "in_features", "out_features", "head_dim", "num_heads", "num_key_value_groups", "embed_dim",
+    "split_size", "block_type", "num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "key_dim",
+    "value_dim", "conv_kernel_size", "activation",
+)  # fmt: skip
 """What forward passes of the known families read of their modules."""
 
 
@@ -137,9 +116,9 @@ def _as_configured(model: Any) -> bool:
     Pruned layers are not, nor modules of other classes in place of the usual ones, nor a bias more
     or less.
     """
-    says = model.config.to_dict()
-    if model not in _CONFIGURED or _CONFIGURED[model][0] != says:
-        _CONFIGURED[model] = says, _configured(model)
+    config = model.config.to_dict()
+    if model not in _CONFIGURED or _CONFIGURED[model][0] != config:
+        _CONFIGURED[model] = config, _configured(model)
     return _CONFIGURED[model][1] == _described(model)
 
 
@@ -196,19 +175,17 @@ class _Attention:
         heads where there are any.
         """
         heads, shared, layer = self.attention.heads, self.attention.shared, self.layer
-        qk, value, gate = inner_TN.unflatten(-1, (-1, self.attention.width)).tensor_split(
-            (heads + shared, heads + 2 * shared), 1
-        )
+        heads_THW = inner_TN.unflatten(-1, (-1, self.attention.width))
+        qk, value, gate = heads_THW.tensor_split((heads + shared, heads + 2 * shared), 1)
         if layer.head_norm is not None:
             qk = layer.head_norm(qk)
         if rotate is not None:
             qk = rotate(qk)
-        seen = attend(
-            Query(self.number, qk[:, :heads], qk[:, heads:], value, layer.scale, None, layer.reach)
-        )
-        return (seen * torch.sigmoid(gate) if self.attention.gated else seen).reshape(
-            inner_TN.shape[0], -1
-        )
+        query, key = qk[:, :heads], qk[:, heads:]
+        out_THW = attend(Query(self.number, query, key, value, layer.scale, None, layer.reach))
+        if self.attention.gated:
+            out_THW = out_THW * torch.sigmoid(gate)
+        return out_THW.reshape(inner_TN.shape[0], -1)
 
 
 class _DeltaNet:
@@ -275,42 +252,44 @@ class SpecialisedForward:
         widths = (self.width // 2 if attention.rotary else self.width, inner)
         self.operations = operations().decode_operations(tables, widths, dtype=self.dtype)
         self.activation = self.operations.gated if mlp.gated else self.operations.gelu
-        self.rotary: Rotary | None = None
+        self.rotary: PreparedRotary | None = None
         if stack.rotary is not None:
             place_P = torch.arange(positions, device=self.embedding_VD.device)
             # Of text all three places of a token (time, height, width) are one; transformers 5.17
             # wants each.
             shape = (3, 1, -1) if hasattr(stack.rotary, "mrope_section") else (1, -1)
-            self._rotate(
-                *(table[0] for table in stack.rotary(self.embedding_VD[:1], place_P.expand(shape)))
-            )
-        self.layers, self.mixers = zip(
-            *(self._layer(i, *parts) for i, parts in enumerate(stack.layers)), strict=True
-        )
+            cos_1PN, sin_1PN = stack.rotary(self.embedding_VD[:1], place_P.expand(shape))
+            self._rotate(cos_1PN[0], sin_1PN[0])
+        self.layers: list[PreparedLayer] = []
+        self.mixers: list[_Attention | _DeltaNet] = []
+        for i, parts in enumerate(stack.layers):
+            layer, mixer = self._layer(i, *parts)
+            self.layers.append(layer)
+            self.mixers.append(mixer)
         self.norm = self._norm(stack.norm)
         self.head = self.operations.product([policy.head.weight_VD], [policy.head.bias_V])
         self.decoder = self._decoder()
 
     def _rotate(self, cos_PN: Tensor, sin_PN: Tensor) -> None:
-        """Rotary embeddings of whole heads.  Where a part of a head is rotated the rest is paired
-        too, and rotated by nothing.
+        """Prepare rotary embeddings of whole heads.
+
+        Where a part of a head is rotated the rest is paired too, and rotated by nothing.
         """
         half, rotated = self.width // 2, cos_PN.shape[1] // 2
         order_W = torch.arange(self.width, device=cos_PN.device)
-        rest = order_W[2 * rotated :].tensor_split(2)
-        order_W = torch.cat(
-            [x for i in (0, 1) for x in (order_W[i * rotated : (i + 1) * rotated], rest[i])]
-        )
-        cos_PW, sin_PW = (
-            F.pad(table[:, :rotated], (0, half - rotated), value=filler).repeat(1, 2)
-            for table, filler in ((cos_PN, 1.0), (sin_PN, 0.0))
-        )
+        first, second, rest = order_W.tensor_split((rotated, 2 * rotated))
+        first_rest, second_rest = rest.tensor_split(2)
+        order_W = torch.cat([first, first_rest, second, second_rest])
+        unrotated = (0, half - rotated)
+        cos_PW = F.pad(cos_PN[:, :rotated], unrotated, value=1.0).repeat(1, 2)
+        sin_PW = F.pad(sin_PN[:, :rotated], unrotated, value=0.0).repeat(1, 2)
         self.rotary = self.operations.rotary(cos_PW, sin_PW)
         self.order_W = order_W[self.rotary.order_W]
 
     def _layer(
         self, i: int, norm: Norm, mixer: Attention | DeltaNet, mlp_norm: Norm, mlp: MLP
     ) -> tuple[PreparedLayer, _Attention | _DeltaNet]:
+        """Prepare layer `i`, and its mixer."""
         attention = mixer if isinstance(mixer, Attention) else None
         prepared = PreparedLayer(
             norm=self._norm(norm),
@@ -323,40 +302,39 @@ class SpecialisedForward:
             scale=1.0 if attention is None else attention.scale,
             reach=EVERYTHING if attention is None else reach_of(attention.module),
         )
-        return prepared, (
-            _DeltaNet(i, mixer) if isinstance(mixer, DeltaNet) else _Attention(i, mixer, prepared)
-        )
+        if isinstance(mixer, DeltaNet):
+            return prepared, _DeltaNet(i, mixer)
+        return prepared, _Attention(i, mixer, prepared)
 
     def _product(self, *linears: nn.Module) -> Any:
-        """Linear layers side by side."""
-        return self.operations.product(*zip(*map(matrix_of, linears), strict=True))
+        """Make one product of linear layers side by side."""
+        return self.operations.product(*_matrices(linears))
 
     def _columns(
         self, mixer: Attention | DeltaNet
     ) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
         """Weights and biases of a layer's first product."""
-        weights, biases = zip(*map(matrix_of, mixer.inputs), strict=True)
+        weights, biases = _matrices(mixer.inputs)
         if isinstance(mixer, DeltaNet):
             return weights, biases
-        return self._ordered(weights, mixer.gated), (
-            biases if biases[0] is None else self._ordered(biases, mixer.gated)
-        )
+        weights = self._ordered(weights, mixer.gated)
+        present = [bias_O for bias_O in biases if bias_O is not None]
+        return weights, self._ordered(present, mixer.gated) if present else biases
 
     def _ordered(self, columns: Sequence[Tensor], gated: bool) -> Sequence[Tensor]:
         """Columns (O, ...) of queries, keys and values: rotated heads in the order in which they
         are rotated, gates last.
         """
         if gated:
-            query, gate = (
-                x.flatten(0, 1) for x in columns[0].unflatten(0, (-1, 2, self.width)).unbind(1)
-            )
-            columns = [query, *columns[1:], gate]
+            query, gate = columns[0].unflatten(0, (-1, 2, self.width)).unbind(1)
+            columns = [query.flatten(0, 1), *columns[1:], gate.flatten(0, 1)]
         if self.rotary is None:
             return columns
-        rotated = [
-            x.unflatten(0, (-1, self.width))[:, self.order_W].flatten(0, 1) for x in columns[:2]
-        ]
-        return [*rotated, *columns[2:]]
+        ordered = list(columns)
+        for place in (0, 1):
+            heads = columns[place].unflatten(0, (-1, self.width))
+            ordered[place] = heads[:, self.order_W].flatten(0, 1)
+        return ordered
 
     def _norm(self, norm: Norm) -> PreparedNorm:
         return self.operations.norm(norm.weight_D, norm.eps, norm.bias_D)
@@ -364,7 +342,7 @@ class SpecialisedForward:
     def _head_norm(self, attention: Attention) -> PreparedNorm | None:
         if attention.head_norms is None:
             return None
-        query, key = (describe(module) for module in attention.head_norms)
+        query, key = describe(attention.head_norms[0]), describe(attention.head_norms[1])
         assert isinstance(query, Norm) and isinstance(key, Norm)
         weight_HW = torch.cat(
             [query.weight_D.expand(self.heads, -1), key.weight_D.expand(self.shared, -1)]
@@ -402,3 +380,9 @@ class SpecialisedForward:
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """See `RolloutForward`."""
         return self.head(hidden_RD)
+
+
+def _matrices(linears: Sequence[nn.Module]) -> tuple[list[Tensor], list[Tensor | None]]:
+    """The weights (O, I) and biases of linear layers."""
+    pairs = [matrix_of(linear) for linear in linears]
+    return [weight for weight, _ in pairs], [bias for _, bias in pairs]
