@@ -107,17 +107,6 @@ def test_tools_and_calls_that_the_template_does_not_write_are_said():
         assert warning.startswith(f"f row 1 (2 such rows): its prompt does not show a {what}")
 
 
-@pytest.mark.slow
-def test_a_name_that_stands_in_the_prompt_for_another_reason():
-    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    row = {"messages": [user("call f"), call({}), user("and?"), assistant("a")], "tools": [tool]}
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = PLAIN
-    template = Template(tokenizer=tokenizer, chat=True)
-    _, report = encode_demonstrations(SourceRows("f", [row]), template, context=999, eos_ids=(1,))
-    assert report.noted[TOOL_LOST] == report.noted[CALL_LOST] == 1
-
-
 def test_a_prompt_cannot_end_with_a_call():
     with pytest.raises(DataError, match=r"1 whose prompt ends with a call .*its result is missing"):
         told({"prompt": [user("q"), call({})], "completion": "a"})

@@ -41,7 +41,7 @@ class Curriculum(Order):
         """Visits that were left out so far."""
         self._rates: dict[int, float] = {}
         self._solved: dict[int, int] = {}
-        """By row, visits in a row with a pass rate of 1."""
+        """Visits in sequence with a pass rate of 1, by row."""
 
     @property
     def retired(self) -> int:
@@ -75,10 +75,10 @@ class Curriculum(Order):
         if self.retire and self._solved.get(row, 0) >= self.retire:
             return True
         chance = self.strength * self._rates.get(row, 0.0)
-        return chance > 0.0 and bool(
-            np.random.RandomState([self.seed & 0xFFFFFFFF, self.seed >> 32, epoch, row]).rand()
-            < chance
-        )
+        if chance <= 0.0:
+            return False
+        seed = [self.seed & 0xFFFFFFFF, self.seed >> 32, epoch, row]
+        return bool(np.random.RandomState(seed).rand() < chance)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint stores: the order, pass rates and solved visits."""
@@ -113,12 +113,10 @@ class Visits:
         """Record the pass rates of scored groups."""
         for group in groups:
             self._sampled += sum(len(rollout) for rollout in group.rollouts)
-            if isinstance(self.order, Curriculum) and group.names:
-                rate = (
-                    float("nan")
-                    if np.isnan(group.right).all()
-                    else float((group.right == 1.0).mean())
-                )
+            if not isinstance(self.order, Curriculum) or not group.names:
+                continue
+            if not np.isnan(group.right).all():
+                rate = float((group.right == 1.0).mean())
                 self.order.learn(self._rows[group.prompt.id.partition("/")[2]], rate)
 
     def account(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -126,9 +124,12 @@ class Visits:
 
         Where rollouts run ahead, groups of later steps have been recorded too, so the dropped ones
         are not counted."""
-        tokens = sum(len(rollout) for group in groups for rollout in group.rollouts)
-        discarded, self._sampled = self._sampled - tokens, 0
-        metrics = {"tokens/discarded": float(discarded)} if discarded > 0 and not self.ahead else {}
+        discarded, self._sampled = self._sampled, 0
+        for group in groups:
+            discarded -= sum(len(rollout) for rollout in group.rollouts)
+        metrics = {}
+        if discarded > 0 and not self.ahead:
+            metrics["tokens/discarded"] = float(discarded)
         if isinstance(self.order, Curriculum):
             metrics |= {
                 "prompts/skipped": float(self.order.skipped),

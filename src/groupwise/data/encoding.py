@@ -57,8 +57,8 @@ class Pair:
     rejected: np.ndarray
     """int64 (n',), EOS last."""
     margin: float = 0.0
-    """By how much the score of the chosen completion should exceed the other's; from the column
-    `margin`, if the data have it.
+    """The amount by which the score of the chosen completion should exceed the other's; from the
+    column `margin`, if the data have it.
     """
 
     def __post_init__(self) -> None:
@@ -129,7 +129,7 @@ def read_plain_pairs(rows: SourceRows, wording: Wording) -> SourceRows[ReadRow]:
 
 
 def demonstration(id: str, question: Question, answer: EncodedAnswer) -> Demonstration:
-    """Of a question and its answer; of a text alone all tokens are learnt."""
+    """Make the record of a question and its answer; of a text alone all tokens are learnt."""
     made = Demonstration(id=id, prompt=question.tokens, completion=answer.tokens)
     return made.whole if question.example.text_alone else made
 
@@ -202,11 +202,10 @@ def encode(
     """
     report = Report.of(rows)
     numbers, questions = _questions_of(rows, template, report)
+    answered = _answered(questions, template, eos_ids)
     items: list[Item] = []
     keys: set[str] = set()
-    for number, question, answers in zip(
-        numbers, questions, _answered(questions, template, eos_ids), strict=True
-    ):
+    for number, question, answers in zip(numbers, questions, answered, strict=True):
         refused = [one for one in answers if isinstance(one, Refusal)]
         if refused:
             report.drop(refused[0].reason, first=str(refused[0]))
@@ -223,12 +222,11 @@ def encode(
                 report.drop("empty")
                 continue
             text = ended(question.tokens.tolist(), eos_ids, template.tokenizer)
-            question, answers = (
-                replace(question, tokens=text[:-1]),
-                (replace(completions[0], tokens=text[-1:]),),
-            )
+            question = replace(question, tokens=text[:-1])
+            completions = [replace(completions[0], tokens=text[-1:])]
         sizes = [one.tokens.size for one in completions]
-        if (size := question.tokens.size + max(sizes, default=0)) > limit:
+        size = question.tokens.size + max(sizes, default=0)
+        if size > limit:
             cut = _cut(question, size, limit, limited_by, too_long, report, template)
             if cut is None:
                 continue
@@ -244,10 +242,11 @@ def encode(
             report.note("duplicate")
         keys.add(key)
         report.lengths.append(question.tokens.size + sum(sizes))
-        items.append(kind.make(str(number), question, *answers))
+        items.append(kind.make(str(number), question, *completions))
     if not items:
-        long = any(reason.startswith("longer") for reason in report.dropped)
-        remedy = "; set data.too_long to truncate_left to keep the ends of prompts" if long else ""
+        remedy = ""
+        if any(reason.startswith("longer") for reason in report.dropped):
+            remedy = "; set data.too_long to truncate_left to keep the ends of prompts"
         raise DataError(f"no {kind.name} is left: {report}{remedy}")
     return items, report
 
@@ -277,21 +276,16 @@ def _questions_of(
             report.drop("with an empty completion")
         else:
             filled.append((number, example))
+    asked = template.try_ask([example for _, example in filled])
     numbers: list[int] = []
     questions: list[Question] = []
-    for (number, _), question in zip(
-        filled, template.try_ask([example for _, example in filled]), strict=True
-    ):
+    for (number, _), question in zip(filled, asked, strict=True):
         if isinstance(question, Refusal):
-            report.drop(
-                question.reason,
-                first=f"{question}; change the messages, or set model.chat_template",
-            )
+            first = f"{question}; change the messages, or set model.chat_template"
+            report.drop(question.reason, first=first)
         elif not question.tokens.size:
-            report.drop(
-                "empty" if question.plain else SILENT,
-                first=f"{question.where}; set model.chat_template",
-            )
+            reason = "empty" if question.plain else SILENT
+            report.drop(reason, first=f"{question.where}; set model.chat_template")
         elif question.unknown:
             report.drop(UNKNOWN)
         elif question.control and template.control_tokens == "drop":
@@ -300,68 +294,82 @@ def _questions_of(
             numbers.append(number)
             questions.append(question)
     _tell_control([question for question in questions if question.control], template, report)
-    lost = [
-        question
-        for question in questions
-        if not isinstance(question.content, str) and unwritten(question.content, question.text)
-    ]
-    messages = [
-        message
-        for question in lost[:1]
-        for message in question.content
-        if isinstance(message, dict)
-    ]
-    roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
-    what = (
-        f"the chat template does not write what one of its messages says (roles: {escaped(roles)})"
-    )
-    remedy = "set model.chat_template, or change the messages"
-    _tell(lost, UNWRITTEN, f"{what}, and the policy does not see it; {remedy}", report)
-    remedy = "give a list of JSON schemas, each with a name, or its JSON text; or rename the column"
-    unread = [question for question in questions if question.unread_tools]
-    _tell(
-        unread,
-        UNREAD_TOOLS,
-        f"the column tools cannot be read, and the policy does not see it; {remedy}",
-        report,
-    )
-    names = {name for question in questions for name in question.variables}
-    idle = set(unmentioned(sorted(names), template.tokenizer))
-    ignored = [
-        question
-        for question in questions
-        if idle & question.variables.keys() and not question.plain
-    ]
-    what = (
-        f"the chat template does not mention {', '.join(map(repr, sorted(idle)))}, which"
-        " chat_template_kwargs sets"
-    )
-    _tell(
-        ignored,
-        UNREAD_VARIABLES,
-        f"{escaped(what)}: it changes nothing; correct its name, or leave it out",
-        report,
-    )
-    unshown = [template.unshown(question) for question in questions]
-    for what in ("tool", "call"):
-        without = [
-            question for question, lacks in zip(questions, unshown, strict=True) if what in lacks
-        ]
-        missing = (
-            f"its prompt does not show a {what}, and the policy does not see it; set"
-            " model.chat_template to one that shows it"
-        )
-        _tell(without, f"with a {what} that the chat template does not write", missing, report)
+    _tell_unwritten(questions, report)
+    _tell_unread_tools(questions, report)
+    _tell_idle_variables(questions, template, report)
+    _tell_unshown(questions, template, report)
     return numbers, questions
 
 
-def _tell(questions: Sequence[Question], remark: str, what: str, report: Report) -> None:
+def _tell_unwritten(questions: Sequence[Question], report: Report) -> None:
+    """Warn about messages that the chat template does not write."""
+    lost: list[Question] = []
+    for question in questions:
+        if not isinstance(question.content, str) and unwritten(question.content, question.text):
+            lost.append(question)
+    if not lost:
+        return
+    roles: dict[str, None] = {}
+    for message in lost[0].content:
+        assert isinstance(message, dict)
+        roles[str(message["role"])] = None
+    warning = (
+        "the chat template does not write what one of its messages says (roles:"
+        f" {escaped(', '.join(roles))}), and the policy does not see it; set model.chat_template,"
+        " or change the messages"
+    )
+    _tell(lost, UNWRITTEN, warning, report)
+
+
+def _tell_unread_tools(questions: Sequence[Question], report: Report) -> None:
+    """Warn about tools that cannot be read."""
+    warning = (
+        "the column tools cannot be read, and the policy does not see it; give a list of JSON"
+        " schemas, each with a name, or its JSON text; or rename the column"
+    )
+    unread = [question for question in questions if question.unread_tools]
+    _tell(unread, UNREAD_TOOLS, warning, report)
+
+
+def _tell_idle_variables(questions: Sequence[Question], template: Template, report: Report) -> None:
+    """Warn about variables that the chat template does not mention."""
+    names: set[str] = set()
+    for question in questions:
+        names |= question.variables.keys()
+    idle = unmentioned(sorted(names), template.tokenizer)
+    ignored: list[Question] = []
+    for question in questions:
+        if not question.plain and not question.variables.keys().isdisjoint(idle):
+            ignored.append(question)
+    variables = escaped(", ".join(map(repr, idle)))
+    warning = (
+        f"the chat template does not mention {variables}, which chat_template_kwargs sets: it"
+        " changes nothing; correct its name, or leave it out"
+    )
+    _tell(ignored, UNREAD_VARIABLES, warning, report)
+
+
+def _tell_unshown(questions: Sequence[Question], template: Template, report: Report) -> None:
+    """Warn about tools and calls that a prompt does not show."""
+    lacking: dict[str, list[Question]] = {"tool": [], "call": []}
+    for question in questions:
+        for kind in template.unshown(question):
+            lacking[kind].append(question)
+    for kind, some in lacking.items():
+        warning = (
+            f"its prompt does not show a {kind}, and the policy does not see it; set"
+            " model.chat_template to one that shows it"
+        )
+        _tell(some, f"with a {kind} that the chat template does not write", warning, report)
+
+
+def _tell(questions: Sequence[Question], remark: str, warning: str, report: Report) -> None:
     """Count questions with a remark, and warn about the first."""
     for question in questions:
         report.note(remark, first=question.where)
     if questions:
-        more = f" ({len(questions):,} such rows)" if len(questions) > 1 else ""
-        report.warnings.append(f"{questions[0].where}{more}: {what}")
+        count = f" ({len(questions):,} such rows)" if len(questions) > 1 else ""
+        report.warnings.append(f"{questions[0].where}{count}: {warning}")
 
 
 def _tell_control(questions: Sequence[Question], template: Template, report: Report) -> None:
@@ -460,7 +468,8 @@ def columns_of(prompts: Iterable[Prompt]) -> list[str]:
     """The columns of all rows: rows of several tasks have different ones.
 
     >>> prompt = Prompt(id="0", tokens=np.array([5]), text="?")
-    >>> columns_of([replace(prompt, row={"answer": "4"}), replace(prompt, row={"answer": "5", "tests": "..."})])
+    >>> rows = {"answer": "4"}, {"answer": "5", "tests": "..."}
+    >>> columns_of([replace(prompt, row=row) for row in rows])
     ['answer', 'tests']
     """
     return list(dict.fromkeys(column for prompt in prompts for column in prompt.row))

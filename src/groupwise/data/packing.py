@@ -310,7 +310,7 @@ class _Segment(NamedTuple):
     """Place of its sample among those that are packed; -1: a prompt."""
     begin: int = 0
     end: int = 0
-    """Its last positions predict `completion[begin:end]`."""
+    """The last positions predict `completion[begin:end]`."""
 
 
 def _segments(samples: Sequence[Sample], units: Sequence[Unit]) -> list[_Segment]:

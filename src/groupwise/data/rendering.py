@@ -49,7 +49,7 @@ class Chat:
 
     messages: Sequence[Mapping[str, Any]]
     where: str = "messages"
-    """Its row, for messages about it."""
+    """The row, for messages about it."""
     add_generation_prompt: bool = False
     continue_final_message: bool = False
     """Leave the last message open, to be continued."""
@@ -81,7 +81,7 @@ class Refusal:
     where: str
     why: str
     reason: str = "refused by the chat template"
-    """As the report counts it."""
+    """The reason, as the report counts it."""
 
     def __str__(self) -> str:
         return f"{self.where}: the chat template refuses these messages: {self.why}"
@@ -170,7 +170,7 @@ def _at_home(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> str | Refusal:
 
 
 def _ours(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> str | Refusal:
-    """By `CHAT_TEMPLATE`, which needs no sandbox: what transformers does around a foreign template
+    """Render by `CHAT_TEMPLATE`, which needs no sandbox: what transformers does around a foreign template
     costs more than the template.
     """
     if chat.continue_final_message:
@@ -260,7 +260,7 @@ class _Renderer:
 
 
 def serve_templates() -> Callable[[Sequence[str], str], Iterator[tuple[str, str]]]:
-    """In the process: what renders conversations by two templates, of which the second is for those
+    """Serve, in the process, what renders conversations by two templates, of which the second is for those
     with tools.
 
     As JSON come the tokenizer's special tokens, and a list of (messages, tools, options, moment).

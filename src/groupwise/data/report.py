@@ -36,7 +36,7 @@ class Report:
 
     @classmethod
     def of(cls, rows: SourceRows) -> Report:
-        """Of a source; its rows that were left out are dropped ones."""
+        """Begin the report of a source; its rows that were left out are dropped ones."""
         report = cls(source=rows.name)
         for left in rows.left_out:
             report.drop(left.reason, left.where)

@@ -226,7 +226,7 @@ SPEAKERS = {
     "gpt": "assistant",
     "assistant": "assistant",
 }
-"""Of `conversations`, with their roles."""
+"""Speakers of `conversations`, with their roles."""
 FORMS: tuple[Callable[[Row, str], Row], ...] = (with_messages, shared_conversation)
 """Published forms of rows.  A new one is a function (row, where) -> row here, which gives rows in
 other forms back as they are.
@@ -524,7 +524,7 @@ def _decode(data: bytes) -> str:
 
 
 _HALF = re.compile(r"\\u[dD]")
-"""In JSON: what may be half of a character."""
+"""What may be half of a character, in JSON."""
 
 
 @built_in(".json")

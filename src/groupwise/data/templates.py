@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -72,14 +73,14 @@ class Template(Wording):
 
     tokenizer: PreTrainedTokenizerBase
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """Of the chat template, in every conversation; a row's own go over them."""
+    """Variables of the chat template in every conversation; a row's own go over them."""
     control_tokens: ControlTokens = "warn"
     """What becomes of the tokenizer's control tokens where a row's messages hold their text: see
     `DataSettings.control_tokens`.
     """
     tools: Tools | None = None
-    """Of a row the JSON schemas that its prompt shows to the model; where there is none, those in
-    its column `tools` are shown.
+    """Gives the JSON schemas that the prompt of a row shows to the model; without it those in the
+    column `tools` are shown.
     """
 
     @classmethod
@@ -111,33 +112,31 @@ class Template(Wording):
         return [_accepted(question) for question in self.try_ask(examples)]
 
     def try_ask(self, examples: Sequence[ReadRow]) -> list[Question | Refusal]:
-        """`ask`, but messages that the chat template refuses give a `Refusal` instead of an error."""
+        """Ask, with a `Refusal` instead of an error for messages that the chat template refuses."""
         extras = [self._extras(example) for example in examples]
-        chats = [
-            _prompt_chat(
-                self.marked(example.content) if control else example.content,
-                example.where,
-                tools,
-                variables,
-            )
-            for example, (control, tools, variables, _) in zip(examples, extras, strict=True)
-        ]
+        chats: list[str | Chat | Refusal] = []
+        for example, extra in zip(examples, extras, strict=True):
+            content = self.marked(example.content) if extra.control else example.content
+            chats.append(_prompt_chat(content, example.where, extra.tools, extra.variables))
         texts = self._rendered(chats)
         encoded = self._ids(texts, [isinstance(example.content, str) for example in examples])
-        return [
-            (
-                text
-                if isinstance(text, Refusal)
-                else Question(
-                    example,
-                    unmarked(text),
-                    np.array(ids, np.int64),
-                    *one,
-                    unknown=self._unknown_in(text, ids),
-                )
+        questions: list[Question | Refusal] = []
+        for example, text, ids, extra in zip(examples, texts, encoded, extras, strict=True):
+            if isinstance(text, Refusal):
+                questions.append(text)
+                continue
+            question = Question(
+                example=example,
+                text=unmarked(text),
+                tokens=np.array(ids, np.int64),
+                control=extra.control,
+                tools=extra.tools,
+                variables=extra.variables,
+                unread_tools=extra.unread_tools,
+                unknown=self._unknown_in(text, ids),
             )
-            for example, text, ids, one in zip(examples, texts, encoded, extras, strict=True)
-        ]
+            questions.append(question)
+        return questions
 
     def encode(self, texts: Sequence[str], *, plain: Sequence[bool]) -> list[np.ndarray]:
         """int64 ids of prompts.  `plain` texts get what the tokenizer puts before a string, unless
@@ -148,19 +147,15 @@ class Template(Wording):
         return [np.array(ids, np.int64) for ids in self._ids(texts, plain)]
 
     def _ids(self, texts: Sequence[str | Refusal], plain: Sequence[bool]) -> list[list[int]]:
-        """`encode` as lists; of a refusal no ids."""
-        encoded = self._plainly([text if isinstance(text, str) else "" for text in texts])
-        if self.control_tokens == "plain":
-            marked = (isinstance(text, str) and OPEN in text for text in texts)
-            encoded = [
-                self._encode_marked(str(text)) if mark else ids
-                for text, mark, ids in zip(texts, marked, encoded, strict=True)
-            ]
+        """`encode` as lists; a refusal has no ids."""
+        encoded = self._plainly(["" if isinstance(text, Refusal) else text for text in texts])
         lead = self._lead
-        return [
-            lead + ids if bare and ids[: len(lead)] != lead else ids
-            for ids, bare in zip(encoded, plain, strict=True)
-        ]
+        for i, text in enumerate(texts):
+            if self.control_tokens == "plain" and isinstance(text, str) and OPEN in text:
+                encoded[i] = self._encode_marked(text)
+            if plain[i] and encoded[i][: len(lead)] != lead:
+                encoded[i] = lead + encoded[i]
+        return encoded
 
     def _plainly(self, texts: list[str]) -> list[list[int]]:
         """The tokenizer's ids of texts, without special tokens around them."""
@@ -186,15 +181,14 @@ class Template(Wording):
         """
         from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-        kind = type(self.tokenizer)
-        fast = isinstance(self.tokenizer, PreTrainedTokenizerFast)
-        if not fast or kind.__call__ is not PreTrainedTokenizerBase.__call__:
+        if not isinstance(self.tokenizer, PreTrainedTokenizerFast):
             return None
-        return (
-            self.tokenizer.backend_tokenizer
-            if kind._encode_plus is PreTrainedTokenizerFast._encode_plus
-            else None
-        )
+        kind = type(self.tokenizer)
+        if kind.__call__ is not PreTrainedTokenizerBase.__call__:
+            return None
+        if kind._encode_plus is not PreTrainedTokenizerFast._encode_plus:
+            return None
+        return self.tokenizer.backend_tokenizer
 
     def complete(
         self, questions: Sequence[Question], answers: Sequence[Content], eos_ids: Sequence[int]
@@ -211,25 +205,22 @@ class Template(Wording):
         Raises DataError if the chat template refuses an answered prompt, leaves out a part of such
         an answer, or writes its prompt otherwise.
         """
-        return [
-            _accepted(completion) for completion in self.try_complete(questions, answers, eos_ids)
-        ]
+        completions = self.try_complete(questions, answers, eos_ids)
+        return [_accepted(completion) for completion in completions]
 
     def try_complete(
         self, questions: Sequence[Question], answers: Sequence[Content], eos_ids: Sequence[int]
     ) -> list[EncodedAnswer | Refusal]:
-        """`complete`, but conversations that the chat template refuses give a `Refusal` instead of
-        an error.
+        """Complete, with a `Refusal` instead of an error for conversations that the chat template
+        refuses.
         """
         marks = self.end_marks(eos_ids)
-        turns = [
-            _between_marks(question, _turns(answer), marks)
-            for question, answer in zip(questions, answers, strict=True)
-        ]
-        chats = [
-            self._answered(question, spoken)
-            for question, spoken in zip(questions, turns, strict=True)
-        ]
+        turns: list[Messages] = []
+        chats: list[str | Chat | Refusal] = []
+        for question, answer in zip(questions, answers, strict=True):
+            spoken = _between_marks(question, _turns(answer), marks)
+            turns.append(spoken)
+            chats.append(self._answered(question, spoken))
         whole = self._complete_ones(questions, turns, self._rendered(chats))
         joint = self._ids(whole, [question.plain for question in questions])
         completions: list[EncodedAnswer | Refusal] = []
@@ -296,15 +287,14 @@ class Template(Wording):
         """
         marks = self.end_marks(eos_ids)
         solved: list[list[str]] = []
+        chats: list[str | Chat | Refusal] = []
         for question in questions:
-            first, *rest = question.example.steps
-            steps = [behind_opening(question.text, first), *rest]
-            last = before_end(steps[-1], marks)
-            solved.append([*(step + separator for step in steps[:-1]), last])
-        chats = [
-            self._answered(question, [{"role": "assistant", "content": "".join(texts)}])
-            for question, texts in zip(questions, solved, strict=True)
-        ]
+            texts = [f"{step}{separator}" for step in question.example.steps]
+            texts[0] = behind_opening(question.text, texts[0])
+            texts[-1] = before_end(texts[-1].removesuffix(separator), marks)
+            solved.append(texts)
+            spoken = {"role": "assistant", "content": "".join(texts)}
+            chats.append(self._answered(question, [spoken]))
         answers: list[EncodedAnswer | Refusal] = []
         for question, texts, rendered in zip(questions, solved, self._rendered(chats), strict=True):
             if isinstance(rendered, Refusal):
@@ -323,8 +313,10 @@ class Template(Wording):
             texts[0], texts[-1] = texts[0].lstrip(), texts[-1].rstrip()
         answer = "".join(texts)
         before, found, after = behind.partition(answer)
-        closing = "" if found else closing_of(question, answer)
-        texts[0] = (before if found else closing) + texts[0]
+        closing = ""
+        if not found:
+            before = closing = closing_of(question, answer)
+        texts[0] = before + texts[0]
         texts[-1] += after
         parts = self._ids(texts, [False] * len(texts))
         joined = [token for part in parts for token in part]
@@ -346,10 +338,13 @@ class Template(Wording):
         """The control token that the chat template writes behind an answer; empty if it writes
         none.
         """
+        if not self.tokenizer.chat_template:
+            return ""
         chat = Chat([{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}])
-        text = self._rendered([chat])[0] if self.tokenizer.chat_template else ""
-        behind = text.rpartition(MARK)[2].lstrip() if isinstance(text, str) else ""
-        mark = self.control_pattern.match(behind)
+        (text,) = self._rendered([chat])
+        if isinstance(text, Refusal):
+            return ""
+        mark = self.control_pattern.match(text.rpartition(MARK)[2].lstrip())
         return mark[0] if mark else ""
 
     @cached_property
@@ -369,7 +364,9 @@ class Template(Wording):
         """The renderings of answered prompts that hold the prompt as it was asked and all of the
         answer; refusals of the others.
         """
-        texts, without = list(whole), []
+        texts = list(whole)
+        keys: list[tuple[int, str]] = []
+        chats: list[str | Chat | Refusal] = []
         for i, (question, answer, rendered) in enumerate(zip(questions, turns, whole, strict=True)):
             if isinstance(rendered, Refusal) or _is_text(answer):
                 continue
@@ -379,21 +376,14 @@ class Template(Wording):
             for place, message in enumerate(answer):
                 for key in beside(message):
                     bare = {name: value for name, value in message.items() if name != key}
-                    without.append(
-                        (
-                            i,
-                            key,
-                            self._answered(question, [*answer[:place], bare, *answer[place + 1 :]]),
-                        )
-                    )
-        for (i, key, _), rendered in zip(
-            without, self._rendered([chat for _, _, chat in without]), strict=True
-        ):
+                    without = [*answer[:place], bare, *answer[place + 1 :]]
+                    chats.append(self._answered(question, without))
+                    keys.append((i, key))
+        for (i, key), rendered in zip(keys, self._rendered(chats), strict=True):
             if rendered == whole[i] and not isinstance(texts[i], Refusal):
                 why = f"it does not write the {key} of an answer"
-                texts[i] = Refusal(
-                    questions[i].where, why, f"whose {key} the chat template does not write"
-                )
+                reason = f"whose {key} the chat template does not write"
+                texts[i] = Refusal(questions[i].where, why, reason)
         return texts
 
     def is_stable(self, row: Row, answer: str, where: str = "row") -> bool:
@@ -406,40 +396,42 @@ class Template(Wording):
         question = self.ask([self.read(row, where)])[0]
         return self.complete([question], [answer], ())[0].stable
 
-    def _extras(
-        self, example: ReadRow
-    ) -> tuple[tuple[str, ...], Schemas | None, Mapping[str, Any], bool]:
-        """What a row brings into its prompt: control tokens, tools, variables, and whether its
-        tools cannot be read.
+    def _extras(self, example: ReadRow) -> Extras:
+        """What a row brings into its prompt.
 
         Control tokens are those whose text stands in messages, tools and variables, once each.
-        Plain strings and the assistant's
-        messages are not searched: both may hold the model's own format on purpose.
+        Plain strings and the assistant's messages are not searched: both may hold the model's own
+        format on purpose.
         """
         content, variables = example.content, example.variables
+        own_tools = self.tools is None
         tools = tools_in(example.row) if self.tools is None else self.tools(example.row) or ()
-        control: tuple[str, ...] = ()
+        control: dict[str, None] = {}
         if not isinstance(content, str):
             foreign = self._foreign(content)
             if tools or variables or not all(map(_is_bare, foreign)):
-                texts = _texts_of([foreign, tools if self.tools is None else None, variables])
+                texts = _texts_of([foreign, tools if own_tools else None, variables])
             else:
                 texts = [str(message["content"]) for message in foreign]
-            control = tuple(
-                dict.fromkeys(token for text in texts for token in self.typed_pattern.findall(text))
-            )
-        if tools and self.tools is None and self.control_tokens == "plain":
-            tools = self.shielded(tools)
-        return control, tools or None, self.with_own(variables), tools is None
+            for text in texts:
+                control.update(dict.fromkeys(self.typed_pattern.findall(text)))
+        shown = tools
+        if tools and own_tools and self.control_tokens == "plain":
+            shown = self.shielded(tools)
+        return Extras(
+            control=tuple(control),
+            tools=shown or None,
+            variables=self.with_own(variables),
+            unread_tools=tools is None,
+        )
 
     def with_own(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Further variables of the chat template: of all conversations, and those of a row."""
         if not variables:
             return self.variables
-        return {
-            **self.variables,
-            **(self.shielded(variables) if self.control_tokens == "plain" else variables),
-        }
+        if self.control_tokens == "plain":
+            variables = self.shielded(variables)
+        return {**self.variables, **variables}
 
     def unshown(self, question: Question) -> list[str]:
         """What the prompt of a question lacks: `tool` and `call` where the name of one is not
@@ -470,8 +462,10 @@ class Template(Wording):
         """The ids that the tokenizer puts before a plain string."""
         bare = self.tokenizer("0", add_special_tokens=False)["input_ids"]
         full = self.tokenizer("0", add_special_tokens=True)["input_ids"]
-        starts = [i for i in range(len(full)) if full[i : i + len(bare)] == bare]
-        return list(full[: starts[0]]) if starts else []
+        for place in range(len(full)):
+            if full[place : place + len(bare)] == bare:
+                return list(full[:place])
+        return []
 
     def _foreign(self, messages: Messages) -> Messages:
         """Messages that neither the recipe nor the assistant wrote."""
@@ -484,9 +478,11 @@ class Template(Wording):
         if isinstance(content, str) or self.control_tokens != "plain":
             return content
         foreign = {id(message) for message in self._foreign(content)}
-        return [
-            self.shielded(message) if id(message) in foreign else message for message in content
-        ]
+        marked = list(content)
+        for place, message in enumerate(content):
+            if id(message) in foreign:
+                marked[place] = self.shielded(message)
+        return marked
 
     def shielded(self, value: Value) -> Value:
         """A message, tools or variables whose control tokens stand between marks: `encode` makes
@@ -494,7 +490,7 @@ class Template(Wording):
         return _map_texts(value, self._mark)
 
     def _mark(self, text: str) -> str:
-        return self.typed_pattern.sub(lambda token: f"{OPEN}{token[0]}{CLOSE}", unmarked(text))
+        return self.typed_pattern.sub(rf"{OPEN}\g<0>{CLOSE}", unmarked(text))
 
     @cached_property
     def control_pattern(self) -> re.Pattern[str]:
@@ -512,9 +508,8 @@ class Template(Wording):
 
     @cached_property
     def _special(self) -> frozenset[str]:
-        special = {
-            str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special
-        }
+        added = self.tokenizer.added_tokens_decoder.values()
+        special = {str(token) for token in added if token.special}
         return frozenset(special | set(self.tokenizer.all_special_tokens))
 
     @cached_property
@@ -524,7 +519,10 @@ class Template(Wording):
 
     @cached_property
     def _plain_core(self) -> Any:
-        """A copy of a fast tokenizer's core to which control tokens are text; None for a slow one."""
+        """A copy of a fast tokenizer's core to which control tokens are text.
+
+        None for a slow tokenizer.
+        """
         core = getattr(self.tokenizer, "backend_tokenizer", None)
         if core is None:
             return None
@@ -541,14 +539,14 @@ class Template(Wording):
         """Ids of a text in which no control token is one."""
         if self._plain_core is not None:
             return list(self._plain_core.encode(text, add_special_tokens=False).ids)
-        broken = self.typed_pattern.sub(
-            lambda mark: f"{mark[0][:1]}{OPEN}{mark[0][1:]}", text
-        ).split(OPEN)
-        encoded = (
-            self.tokenizer(piece, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-            for piece in broken
-        )
-        return [token for ids in encoded for token in ids]
+        # A token that is cut behind its first character is none.
+        cuts = [match.start() + 1 for match in self.typed_pattern.finditer(text)]
+        encoded: list[int] = []
+        for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+            piece = text[start:end]
+            ids = self.tokenizer(piece, add_special_tokens=False, split_special_tokens=True)
+            encoded += ids["input_ids"]
+        return encoded
 
     def _encode_marked(self, text: str) -> list[int]:
         """Ids of a text with marks: between two control tokens of the template everything is text,
@@ -572,8 +570,12 @@ class Template(Wording):
 
     def _rendered(self, chats: Sequence[str | Chat | Refusal]) -> list[str | Refusal]:
         """Texts; strings are texts already, and a refusal stays one."""
-        rendered = iter(self.shown([chat for chat in chats if isinstance(chat, Chat)]))
-        return [next(rendered)[1] if isinstance(chat, Chat) else chat for chat in chats]
+        places = [i for i, chat in enumerate(chats) if isinstance(chat, Chat)]
+        conversations = [chat for chat in chats if isinstance(chat, Chat)]
+        texts: list[Any] = list(chats)
+        for i, (_, text) in zip(places, self.shown(conversations), strict=True):
+            texts[i] = text
+        return texts
 
     def shown(self, chats: Sequence[Chat]) -> list[tuple[Chat, str | Refusal]]:
         """Each chat as the template can show it, and its text.
@@ -582,16 +584,15 @@ class Template(Wording):
         """
         rendered = list(zip(chats, render_chats(self.tokenizer, chats), strict=True))
         for as_text in (False, True):
-            again = [i for i, one in enumerate(rendered) if _is_garbled(*one)]
-            others = [
-                replace(chats[i], messages=with_arguments(chats[i].messages, as_text=as_text))
-                for i in again
-            ]
-            for i, other, text in zip(
-                again, others, render_chats(self.tokenizer, others), strict=True
-            ):
-                if not _is_garbled(other, text):
-                    rendered[i] = other, text
+            again = [i for i, (chat, text) in enumerate(rendered) if _is_garbled(chat, text)]
+            changed: list[Chat] = []
+            for i in again:
+                messages = with_arguments(chats[i].messages, as_text=as_text)
+                changed.append(replace(chats[i], messages=messages))
+            texts = render_chats(self.tokenizer, changed)
+            for i, chat, text in zip(again, changed, texts, strict=True):
+                if not _is_garbled(chat, text):
+                    rendered[i] = chat, text
         return rendered
 
     def _answered(self, question: Question, answer: Messages) -> str | Chat | Refusal:
@@ -604,21 +605,29 @@ class Template(Wording):
                 "its prompt is a string, which no template turns into a conversation: set"
                 " data.chat: true"
             )
-            return Refusal(
-                question.where,
-                why,
-                "whose answer is more than text, behind a prompt that is a string",
-            )
-        if content[-1]["role"] == answer[0]["role"] == "assistant":
-            last = {
-                **content[-1],
-                **answer[0],
-                "content": str(content[-1]["content"]) + str(answer[0]["content"]),
-            }
-            content, answer = content[:-1], [last, *answer[1:]]
+            reason = "whose answer is more than text, behind a prompt that is a string"
+            return Refusal(question.where, why, reason)
+        begun, first = content[-1], answer[0]
+        if begun["role"] == first["role"] == "assistant":
+            text = str(begun["content"]) + str(first["content"])
+            content, answer = content[:-1], [{**begun, **first, "content": text}, *answer[1:]]
         return Chat(
             [*content, *answer], question.where, tools=question.tools, variables=question.variables
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extras:
+    """What a row brings into its prompt beside what it asks."""
+
+    control: tuple[str, ...]
+    """Control tokens whose text stands in it."""
+    tools: Schemas | None
+    """JSON schemas that the prompt shows."""
+    variables: Mapping[str, Any]
+    """Variables of the chat template."""
+    unread_tools: bool
+    """True if the row holds tools that cannot be read."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -626,7 +635,7 @@ class Question:
     """A prompt on its way from a row to a record."""
 
     example: ReadRow
-    """Its row, as it was read."""
+    """The row, as it was read."""
     text: str
     tokens: np.ndarray
     """int64 (m,)."""
@@ -645,7 +654,7 @@ class Question:
 
     @property
     def where(self) -> str:
-        """Its row, for messages."""
+        """The row, for messages."""
         return self.example.where
 
     @property
@@ -671,7 +680,7 @@ class EncodedAnswer:
     unknown: bool = False
     """True if it holds a character that the tokenizer cannot write."""
     ends: np.ndarray | None = None
-    """Of an answer in steps the place of each step's last token."""
+    """The place of each step's last token, where the answer has steps."""
     closed: bool = False
     """True if the reasoning that its prompt opens was closed before it."""
 
@@ -731,21 +740,25 @@ def _prompt_chat(
 
 def _turns(answer: Content) -> Messages:
     """An answer as messages whose content is text."""
-    turns = answer if isinstance(answer, str) else checked(answer, "completion", "an answer")
+    turns = checked(answer, "completion", "an answer")
     return [{"role": "assistant", "content": turns}] if isinstance(turns, str) else turns
 
 
 def behind_opening(prompt: str, answer: str) -> str:
     r"""An answer that repeats the `<think>` with which its prompt ends, without it.
 
-    >>> behind_opening("1+1=<think>\n", "<think>\n2</think>"), behind_opening("1+1=", "<think>2</think>")
-    ('2</think>', '<think>2</think>')
+    >>> behind_opening("1+1=<think>\n", "<think>\n2</think>")
+    '2</think>'
+    >>> behind_opening("1+1=", "<think>2</think>")
+    '<think>2</think>'
     """
-    opened = prompt[prompt.rfind(THINK) :] if prompt.rstrip().endswith(THINK) else ""
-    if not opened or not answer.lstrip().startswith(THINK):
-        return answer
     bare = answer.lstrip()
-    return bare[len(opened) :] if bare.startswith(opened) else bare.removeprefix(THINK)
+    if not prompt.rstrip().endswith(THINK) or not bare.startswith(THINK):
+        return answer
+    opening = prompt[prompt.rfind(THINK) :]
+    if bare.startswith(opening):
+        return bare.removeprefix(opening)
+    return bare.removeprefix(THINK)
 
 
 def closing_of(question: Question, answer: str) -> str:
@@ -759,18 +772,21 @@ def _between_marks(question: Question, answer: Messages, marks: tuple[str, ...])
     """An answer without the marks that its template writes around it; behind a plain prompt it ends
     itself.
     """
-    texts = [str(message["content"]) for message in answer]
-    texts[0] = behind_opening(question.text, texts[0])
-    texts[-1] = texts[-1] if question.plain else before_end(texts[-1], marks)
-    return [{**message, "content": text} for message, text in zip(answer, texts, strict=True)]
+    turns = [{**message, "content": str(message["content"])} for message in answer]
+    turns[0]["content"] = behind_opening(question.text, turns[0]["content"])
+    if not question.plain:
+        turns[-1]["content"] = before_end(turns[-1]["content"], marks)
+    return turns
 
 
 def before_end(text: str, marks: tuple[str, ...]) -> str:
     """An answer without the mark at its end that ends a turn or a completion: one is written behind
     every answer.
     """
-    while (bare := text.rstrip()).endswith(marks):
-        text = next(bare.removesuffix(mark) for mark in marks if bare.endswith(mark))
+    while text.rstrip().endswith(marks):
+        text = text.rstrip()
+        for mark in marks:
+            text = text.removesuffix(mark)
     return text
 
 
@@ -786,13 +802,11 @@ def _lost(question: Question, answer: Messages, text: str) -> Refusal | None:
             "whose prompt the chat template writes otherwise once it is answered",
         )
     behind = text[len(question.text) :]
-    if any(
-        _squeezed(str(message["content"])) not in _squeezed(behind)
-        for message in answer
-        if message["role"] == "assistant"
-    ):
-        why = "it does not write the content of an answer beside the rest"
-        return Refusal(question.where, why, "whose content the chat template does not write")
+    shown = _squeezed(behind)
+    for message in answer:
+        if message["role"] == "assistant" and _squeezed(str(message["content"])) not in shown:
+            why = "it does not write the content of an answer beside the rest"
+            return Refusal(question.where, why, "whose content the chat template does not write")
     if names_missing(calls_of(answer), behind):
         why = "it does not write every call of an answer"
         return Refusal(question.where, why, "whose tool_calls the chat template does not write")
@@ -819,7 +833,12 @@ def _is_text(answer: Messages) -> bool:
 def _texts_of(value: object) -> list[str]:
     """Every string inside of a value, keys too."""
     texts: list[str] = []
-    _map_texts(value, lambda text: texts.append(text) or text)
+
+    def kept(text: str) -> str:
+        texts.append(text)
+        return text
+
+    _map_texts(value, kept)
     return texts
 
 
@@ -828,13 +847,15 @@ def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {
-            _map_texts(key, change): inner if _is_name(key, inner) else _map_texts(inner, change)
-            for key, inner in value.items()
-        }
-    return (
-        [_map_texts(inner, change) for inner in value] if isinstance(value, list | tuple) else value
-    )
+        mapped = {}
+        for key, inner in value.items():
+            if not _is_name(key, inner):
+                inner = _map_texts(inner, change)
+            mapped[_map_texts(key, change)] = inner
+        return mapped
+    if isinstance(value, list | tuple):
+        return [_map_texts(inner, change) for inner in value]
+    return value
 
 
 def _is_bare(message: Mapping[str, Any]) -> bool:
@@ -853,7 +874,8 @@ def _is_name(key: object, value: object) -> bool:
 
 _MARK = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 _HTML = re.compile(
-    r"</?(table|caption|thead|tbody|tfoot|tr|th|td|h[1-6]|blockquote|strong|em|b|i|u|s|sub|sup|code|a|br|ul|ol|li|p|div|span)>"
+    r"</?(table|caption|thead|tbody|tfoot|tr|th|td|h[1-6]|blockquote|strong|em|b|i|u|s|sub|sup"
+    r"|code|a|br|ul|ol|li|p|div|span)>"
 )
 
 
@@ -863,8 +885,10 @@ def _is_mark(token: str) -> bool:
 
     GPT-NeoX and Phi add runs of spaces, Gemma adds HTML's tags.
 
-    >>> [_is_mark(token) for token in ("<tool_call>", "[TOOL_CALLS]", "    ", "\\boxed{", "<table>")]
-    [True, True, False, False, False]
+    >>> _is_mark("<tool_call>"), _is_mark("[TOOL_CALLS]")
+    (True, True)
+    >>> _is_mark("    "), _is_mark("\\boxed{"), _is_mark("<table>")
+    (False, False, False)
     """
     return _MARK.fullmatch(token.strip()) is not None and _HTML.fullmatch(token.strip()) is None
 
@@ -878,11 +902,12 @@ def ended(ids: list[int], eos_ids: Sequence[int], tokenizer: PreTrainedTokenizer
     """Ends the ids with EOS: white space behind the last EOS is cut (templates write a newline
     there), a missing one is added.
     """
-    last = max(
-        (len(ids) - 1 - ids[::-1].index(token) for token in eos_ids if token in ids), default=-1
-    )
-    if last >= 0 and (last + 1 == len(ids) or not str(tokenizer.decode(ids[last + 1 :])).strip()):
-        ids = ids[: last + 1]
+    size = len(ids)
+    while size and ids[size - 1] not in eos_ids:
+        size -= 1
+    behind = ids[size:]
+    if size and (not behind or not str(tokenizer.decode(behind)).strip()):
+        ids = ids[:size]
     else:
         ids = [*ids, *eos_ids[:1]]
     return np.asarray(ids, dtype=np.int64)
@@ -901,15 +926,19 @@ def any_of(tokens: Iterable[str]) -> re.Pattern[str]:
 def _alternatives(tokens: Sequence[str]) -> str:
     """A pattern of sorted texts, as a tree of their beginnings."""
     branches = []
-    for _, group in groupby(tokens, key=lambda token: token[:1]):
+    for _, group in groupby(tokens, key=itemgetter(slice(0, 1))):
         alike = list(group)
-        first, last = alike[0], alike[-1]
-        shared = first[
-            : next(
-                (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first)
-            )
-        ]
-        rest = [token[len(shared) :] for token in alike if token != shared]
-        behind = f"(?:{_alternatives(rest)})" + "?" * (len(rest) < len(alike)) if rest else ""
-        branches.append(re.escape(shared) + behind)
+        size = 0
+        for first, last in zip(alike[0], alike[-1], strict=False):
+            if first != last:
+                break
+            size += 1
+        shared = alike[0][:size]
+        rest = [token.removeprefix(shared) for token in alike if token != shared]
+        branch = re.escape(shared)
+        if rest:
+            branch += f"(?:{_alternatives(rest)})"
+            if shared in alike:
+                branch += "?"
+        branches.append(branch)
     return "|".join(branches)

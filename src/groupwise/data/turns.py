@@ -71,7 +71,7 @@ class Proof:
     case: str
     verdict: Verdict
     why: str = ""
-    """Of `rewrites` and `refuses`."""
+    """The reason of `rewrites` and `refuses`."""
 
     def __str__(self) -> str:
         return f"{self.case}: {self.verdict}" + (f" ({self.why})" if self.why else "")
@@ -213,8 +213,8 @@ class Turns:
         raise DataError(str(refused))
 
     def _end_of_turn(self, alone: str, followed: str) -> tuple[str, str]:
-        """Of what stands behind the mark without and with further messages: the token that ends the
-        turn, and the rest.
+        """The token that ends the turn, and the rest, of what stands behind the mark without and
+        with further messages.
         """
         first = self._control_from(followed)
         if first is not None and (

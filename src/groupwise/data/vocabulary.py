@@ -43,14 +43,15 @@ class Vocabulary:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         parts: list[str] = []
         for token in ids:
-            piece = self.pieces[token] if 0 <= token < len(self.pieces) else None
-            parts.append(
-                decoder.decode(piece)
-                if piece is not None
-                else decoder.decode(b"", True) + f"<{token}>"
-            )
-        if parts and (rest := decoder.decode(b"", True)):
-            parts[-1] += rest
+            piece = None
+            if 0 <= token < len(self.pieces):
+                piece = self.pieces[token]
+            if piece is None:
+                parts.append(decoder.decode(b"", True) + f"<{token}>")
+            else:
+                parts.append(decoder.decode(piece))
+        if parts:
+            parts[-1] += decoder.decode(b"", True)
         return parts
 
 
@@ -72,20 +73,17 @@ def from_json(tokenizer: Mapping[str, Any]) -> Vocabulary:
     """The vocabulary of a parsed tokenizer.json.  Raises DataError for one without a vocabulary."""
     try:
         vocab = tokenizer["model"]["vocab"]
-        named = (
-            {int(i): name for name, i in vocab.items()}
-            if isinstance(vocab, dict)
-            else {i: v[0] for i, v in enumerate(vocab)}
-        )
+        if isinstance(vocab, dict):
+            named = {int(i): name for name, i in vocab.items()}
+        else:
+            named = {i: entry[0] for i, entry in enumerate(vocab)}
         added = {int(token["id"]): token for token in tokenizer.get("added_tokens") or ()}
         kinds = json.dumps([tokenizer.get("decoder"), tokenizer.get("pre_tokenizer")])
-        bytes_of = (
-            _byte_level
-            if '"ByteLevel"' in kinds
-            else _sentence_piece
-            if "\\u2581" in kinds or "ByteFallback" in kinds
-            else _plain
-        )
+        bytes_of = _plain
+        if '"ByteLevel"' in kinds:
+            bytes_of = _byte_level
+        elif "\\u2581" in kinds or "ByteFallback" in kinds:
+            bytes_of = _sentence_piece
         ids = [*named, *added]
         if min(ids, default=0) < 0 or max(ids, default=0) >= MOST_TOKENS:
             raise ValueError(f"ids go from {min(ids)} to {max(ids)}")
@@ -102,7 +100,7 @@ def from_json(tokenizer: Mapping[str, Any]) -> Vocabulary:
 
 
 def to_bytes(vocabulary: Vocabulary) -> bytes:
-    """The bytes of a Parquet file with a row per id: `piece` (binary, null: no token), `special`."""
+    """Write a Parquet file with a row per id: `piece` (binary, null: no token), `special`."""
     special = [i in vocabulary.special for i in range(len(vocabulary.pieces))]
     table = pa.table(
         {
@@ -117,16 +115,12 @@ def to_bytes(vocabulary: Vocabulary) -> bytes:
 
 def from_table(table: pa.Table) -> Vocabulary:
     """The vocabulary of the table that `to_bytes` wrote.  Raises DataError."""
-    if table.schema.names != ["piece", "special"] or table.schema.types != [
-        pa.binary(),
-        pa.bool_(),
-    ]:
-        raise DataError(f"no vocabulary: its columns are {table.schema.names}")
+    names, types = table.schema.names, table.schema.types
+    if names != ["piece", "special"] or types != [pa.binary(), pa.bool_()]:
+        raise DataError(f"no vocabulary: its columns are {names}")
     special = table.column("special").to_pylist()
-    return Vocabulary(
-        table.column("piece").to_pylist(),
-        frozenset(i for i, is_special in enumerate(special) if is_special),
-    )
+    ids = frozenset(i for i, is_special in enumerate(special) if is_special)
+    return Vocabulary(table.column("piece").to_pylist(), ids)
 
 
 def _byte_table() -> dict[str, int]:
@@ -137,9 +131,10 @@ def _byte_table() -> dict[str, int]:
         *range(ord("®"), ord("ÿ") + 1),
     ]
     hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {
-        chr(256 + i): byte for i, byte in enumerate(hidden)
-    }
+    table = {chr(byte): byte for byte in shown}
+    for i, byte in enumerate(hidden):
+        table[chr(256 + i)] = byte
+    return table
 
 
 _BYTES = _byte_table()

@@ -76,15 +76,15 @@ class ReadRow:
     """Names the row in messages."""
     content: Content
     answers: tuple[Content, ...] = ()
-    """Of a demonstration the completion; of a pair the chosen and the rejected one; none of a
-    prompt.
+    """The completion of a demonstration, or the chosen and the rejected one of a pair; a prompt has
+    none.
     """
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """Of the chat template, as the row sets them."""
+    """Variables of the chat template, as the row sets them."""
     wrapped: bool = False
     """True if the row asks in one text, of which `chat` made a message."""
     steps: Sequence[str] = ()
-    """Of a solution."""
+    """The steps of a solution."""
     notes: tuple[str, ...] = ()
     """Remarks about the row, for the report."""
     extra: Any = None

@@ -51,7 +51,7 @@ def parse(text: str) -> Expression:
 
 
 def evaluate(expression: Expression) -> Fraction:
-    """Its exact value.  Raises ZeroDivisionError."""
+    """Compute the exact value.  Raises ZeroDivisionError."""
     if isinstance(expression, Number):
         return expression.value
     operator, left, right = (

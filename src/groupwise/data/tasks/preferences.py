@@ -51,7 +51,7 @@ RUDE = (
     "Thank you for wasting my time again today.",
     "I would be mad to help you more.",
 )
-"""As many words as `FRIENDLY`, place by place."""
+"""Phrases with as many words as those of `FRIENDLY`, place by place."""
 
 OPPOSITES = (
     ("hot", "cold"), ("big", "small"), ("fast", "slow"), ("old", "young"), ("dark", "bright"), ("heavy", "light"),
