@@ -26,9 +26,16 @@ TEXTS = ("text", "input_text", "output_text")
 VARIABLES = "chat_template_kwargs"
 """The column with the chat template's variables."""
 ARGUMENTS = (
-    "messages", "conversation", "conversations", "tools", "chat_template", "add_generation_prompt", "continue_final_message",
-    "tokenize", "return_assistant_tokens_mask",
-)  # fmt: skip
+    "messages",
+    "conversation",
+    "conversations",
+    "tools",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "return_assistant_tokens_mask",
+)
 """Arguments of the renderer, which rows and the library set."""
 SWITCHES = ("true", "false", "yes", "no", "on", "off")
 """Texts that stand for a switch; YAML and columnar files make texts of switches."""
@@ -47,7 +54,9 @@ def checked(value: object, column: str, where: str) -> Content:
     if isinstance(value, str):
         return value
     if not isinstance(value, Sequence):
-        kind = "empty (null)" if value is None else f"{value!r:.60} ({type(value).__name__})"
+        kind = f"{value!r:.60} ({type(value).__name__})"
+        if value is None:
+            kind = "empty (null)"
         raise DataError(f"{where}: {column} is {kind}: expected a string or a list of messages")
     return [_message(message, column, where) for message in value] or ""
 
@@ -58,9 +67,7 @@ def _message(message: object, column: str, where: str) -> dict[str, Any]:
             f"{where}: a message in {column} needs role and content, got {message!r:.80}"
         )
     calls = message.get("tool_calls")
-    if calls is not None and not (
-        isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)
-    ):
+    if calls is not None and not _is_list_of_objects(calls):
         raise BadRow(
             NO_CALLS,
             f"{where}: tool_calls of a message in {column} is {calls!r:.60}: expected a list of"
@@ -80,9 +87,15 @@ def _message(message: object, column: str, where: str) -> dict[str, Any]:
     if isinstance(content, list):
         return {**message, "content": "".join(_part(part, column, where) for part in content)}
     if not isinstance(content, str):
-        kind = "null" if content is None else f"{content!r:.60} ({type(content).__name__})"
+        kind = f"{content!r:.60} ({type(content).__name__})"
+        if content is None:
+            kind = "null"
         raise DataError(f"{where}: the content of a message in {column} is {kind}: expected text")
     return dict(message)
+
+
+def _is_list_of_objects(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(inner, Mapping) for inner in value)
 
 
 def _part(part: object, column: str, where: str) -> str:
@@ -90,11 +103,9 @@ def _part(part: object, column: str, where: str) -> str:
         text = part.get("text")
         if isinstance(text, str):
             return text
-    kind = (
-        f"of type {escaped(part['type'])!r:.40}"
-        if isinstance(part, Mapping) and "type" in part
-        else f"{part!r:.40}"
-    )
+    kind = f"{part!r:.40}"
+    if isinstance(part, Mapping) and "type" in part:
+        kind = f"of type {escaped(part['type'])!r:.40}"
     raise BadRow(
         NO_TEXT, f"{where}: {column} holds a part of content {kind}: only text can be read"
     )
@@ -175,15 +186,18 @@ def asks(content: Content, column: str, where: str) -> Content:
 
 def calls_of(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The functions that messages call, with their arguments."""
-    calls = [
-        call
-        for message in messages
-        for call in message.get("tool_calls") or ()
-        if isinstance(call, Mapping)
-    ]
-    return [
-        call["function"] if isinstance(call.get("function"), Mapping) else call for call in calls
-    ]
+    calls: list[Mapping[str, Any]] = []
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            if isinstance(call, Mapping):
+                calls.append(_function_of(call))
+    return calls
+
+
+def _function_of(described: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The function of a tool or call, which stands under `function` or is the whole."""
+    function = described.get("function")
+    return function if isinstance(function, Mapping) else described
 
 
 def from_json(value: Any) -> Any:
@@ -198,30 +212,30 @@ def with_arguments(
     messages: Sequence[Mapping[str, Any]], *, as_text: bool
 ) -> Sequence[Mapping[str, Any]]:
     """The same messages; the arguments of calls are JSON text, or what the text stands for."""
+    converted: list[Mapping[str, Any]] = []
+    for message in messages:
+        if message.get("tool_calls"):
+            calls = [_with_arguments(call, as_text=as_text) for call in message["tool_calls"]]
+            message = {**message, "tool_calls": calls}
+        converted.append(message)
+    return converted
 
-    def converted(call: Any) -> Any:
-        if not isinstance(call, Mapping):
-            return call
-        if isinstance(call.get("function"), Mapping):
-            return {**call, "function": converted(call["function"])}
-        arguments = call.get("arguments")
-        if as_text and isinstance(arguments, Mapping):
+
+def _with_arguments(call: Any, *, as_text: bool) -> Any:
+    """A call with its arguments as JSON text, or as what the text stands for."""
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _with_arguments(call["function"], as_text=as_text)}
+    arguments = call.get("arguments")
+    if as_text:
+        if isinstance(arguments, Mapping):
             return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
-        read = from_json(arguments)
-        return (
-            {**call, "arguments": read}
-            if not as_text and isinstance(read, dict) and not too_deep(read)
-            else call
-        )
-
-    return [
-        (
-            {**one, "tool_calls": [converted(call) for call in one["tool_calls"]]}
-            if one.get("tool_calls")
-            else one
-        )
-        for one in messages
-    ]
+        return call
+    read = from_json(arguments)
+    if isinstance(read, dict) and not too_deep(read):
+        return {**call, "arguments": read}
+    return call
 
 
 def garbled(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
@@ -231,9 +245,7 @@ def garbled(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
     for call in calls_of(messages):
         arguments = call.get("arguments")
         if isinstance(arguments, str) and arguments.strip().startswith("{"):
-            if '"' in arguments and any(
-                json.dumps(arguments, ensure_ascii=ascii) in text for ascii in (True, False)
-            ):
+            if '"' in arguments and any(written in text for written in _as_json(arguments)):
                 return True
         elif isinstance(arguments, Mapping) and arguments and str(dict(arguments)) in text:
             return True
@@ -242,33 +254,35 @@ def garbled(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
 
 def unwritten(messages: Messages, text: str) -> bool:
     """True if a rendering lacks what a message says that is not the assistant's."""
-    others = (
-        str(message["content"]).strip() for message in messages if message["role"] != "assistant"
-    )
-    missing = (words for words in others if words not in text)
-    return any(
-        not any(json.dumps(words, ensure_ascii=ascii)[1:-1] in text for ascii in (True, False))
-        for words in missing
-    )
+    for message in messages:
+        words = str(message["content"]).strip()
+        if message["role"] == "assistant" or words in text:
+            continue
+        if not any(written[1:-1] in text for written in _as_json(words)):
+            return True
+    return False
+
+
+def _as_json(text: str) -> tuple[str, str]:
+    """A text as JSON writes it: with escapes alone, and with all characters."""
+    return json.dumps(text), json.dumps(text, ensure_ascii=False)
 
 
 def tools_in(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """The JSON schemas in a row's column `tools`, a list or its JSON text; None if they cannot be
     read.
 
-    >>> tools_in({"tools": '[{"name": "now"}]'}), tools_in({"tools": None}), tools_in({"tools": ["now"]})
-    ([{'name': 'now'}], [], None)
+    >>> tools_in({"tools": '[{"name": "now"}]'}), tools_in({"tools": None})
+    ([{'name': 'now'}], [])
+    >>> print(tools_in({"tools": ["now"]}))
+    None
     """
     tools = from_json(row.get("tools"))
     if not tools:
         return []
-    if (
-        not isinstance(tools, list)
-        or not all(isinstance(tool, Mapping) for tool in tools)
-        or too_deep(tools)
-    ):
+    if not _is_list_of_objects(tools) or too_deep(tools) or not all(names_of(tools)):
         return None
-    return [dict(tool) for tool in tools] if all(names_of(tools)) else None
+    return [dict(tool) for tool in tools]
 
 
 def variables_in(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
@@ -277,8 +291,8 @@ def variables_in(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
     Raises BadRow for what is neither, and for a name that is no variable of a template.
 
-    >>> variables_in({"chat_template_kwargs": '{"enable_thinking": false}'}, "row 1"), variables_in({}, "row 1")
-    ({'enable_thinking': False}, {})
+    >>> variables_in({"chat_template_kwargs": '{"enable_thinking": false}'}, "row 1")
+    {'enable_thinking': False}
     """
     variables = from_json(row.get(VARIABLES))
     if not variables:
@@ -305,8 +319,8 @@ def switch_as_text(variables: Mapping[str, Any]) -> str:
     """What is wrong with a switch that is set to a text, which every template takes as true; empty
     where none is.
 
-    >>> switch_as_text({"enable_thinking": "no"})
-    "enable_thinking is the text 'no', which a template takes as true: write true or false, without quotes"
+    >>> switch_as_text({"enable_thinking": "no"})[:52]
+    "enable_thinking is the text 'no', which a template t"
     """
     for name, value in variables.items():
         if isinstance(value, str) and value.strip().lower() in SWITCHES:
@@ -319,23 +333,23 @@ def switch_as_text(variables: Mapping[str, Any]) -> str:
 
 def names_of(functions: Sequence[Mapping[str, Any]]) -> list[str]:
     """The name of each tool or call, on its own or under `function`; empty where it has none."""
-    described = [
-        one["function"] if isinstance(one.get("function"), Mapping) else one for one in functions
-    ]
-    return [name if isinstance(name := one.get("name"), str) else "" for one in described]
+    names = []
+    for described in functions:
+        name = _function_of(described).get("name")
+        names.append(name if isinstance(name, str) else "")
+    return names
 
 
 def names_missing(functions: Sequence[Mapping[str, Any]], text: str) -> bool:
     """True if the name of a tool or call does not stand in a rendering as a word.
 
-    >>> names_missing([{"name": "now"}], 'know <call>{"name": "now"}'), names_missing([{"name": "now"}], "know")
-    (False, True)
+    >>> names_missing([{"name": "now"}], 'know <call>{"name": "now"}')
+    False
+    >>> names_missing([{"name": "now"}], "know")
+    True
     """
-    return any(
-        re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) is None
-        for name in set(names_of(functions))
-        if name
-    )
+    names = {re.escape(name) for name in names_of(functions) if name}
+    return any(re.search(rf"(?<!\w){name}(?!\w)", text) is None for name in names)
 
 
 def joined(
@@ -350,8 +364,10 @@ def joined(
     Raises BadRow if the turns begin otherwise than the prompt.
 
     >>> question, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-    >>> [len(joined([question], turns, "chosen", "row 1")) for turns in ([question, answer], [answer])]
-    [2, 2]
+    >>> joined([question], [question, answer], "chosen", "row 1") == [question, answer]
+    True
+    >>> joined([question], [answer], "chosen", "row 1") == [question, answer]
+    True
     """
     opening, question = _opening(prompt), prompt[_opening(prompt) :]
     if not turns or _same(prompt[-len(turns) :], turns):
@@ -384,9 +400,12 @@ def joined(
 
 def _opening(messages: Messages) -> int:
     """How many messages stand before the first that is not the system's."""
-    return next(
-        (i for i, message in enumerate(messages) if message["role"] not in OPENING), len(messages)
-    )
+    count = 0
+    for message in messages:
+        if message["role"] not in OPENING:
+            break
+        count += 1
+    return count
 
 
 def _fills(spoken: Messages, question: Messages) -> bool:
@@ -400,7 +419,8 @@ def _fills(spoken: Messages, question: Messages) -> bool:
         or not _same(spoken[:last], question[:last])
     ):
         return False
-    begun, whole = (str(message["content"]).strip() for message in (question[last], spoken[last]))
+    begun = str(question[last]["content"]).strip()
+    whole = str(spoken[last]["content"]).strip()
     return bool(spoken[last]["role"] == "assistant") and whole.startswith(begun)
 
 

@@ -170,8 +170,8 @@ def _at_home(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> str | Refusal:
 
 
 def _ours(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> str | Refusal:
-    """Render by `CHAT_TEMPLATE`, which needs no sandbox: what transformers does around a foreign template
-    costs more than the template.
+    """Render by `CHAT_TEMPLATE`, which needs no sandbox: what transformers does around a foreign
+    template costs more than the template.
     """
     if chat.continue_final_message:
         return _at_home(tokenizer, chat)
@@ -195,7 +195,10 @@ def _our_template() -> Callable[..., str]:
 
 
 class _Renderer:
-    """The process, started when it is first needed and again whenever it died.  Threads take turns."""
+    """The process, started when it is first needed and again whenever it died.
+
+    Threads take turns.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -260,8 +263,8 @@ class _Renderer:
 
 
 def serve_templates() -> Callable[[Sequence[str], str], Iterator[tuple[str, str]]]:
-    """Serve, in the process, what renders conversations by two templates, of which the second is for those
-    with tools.
+    """Serve, in the process, what renders conversations by two templates, of which the second is
+    for those with tools.
 
     As JSON come the tokenizer's special tokens, and a list of (messages, tools, options, moment).
 

@@ -61,7 +61,8 @@ class LeftOut:
     @classmethod
     def of(cls, error: DataError, number: int = 0) -> LeftOut:
         """The row that this is about."""
-        return cls(error.reason if isinstance(error, BadRow) else UNREADABLE, str(error), number)
+        reason = error.reason if isinstance(error, BadRow) else UNREADABLE
+        return cls(reason, str(error), number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,24 +125,23 @@ class SourceRows(Sequence[Item], Generic[Item]):
         """
         if not columns:
             return self.mapped(in_our_form)
-        taken = {theirs: ours for ours, theirs in columns.items()}
-        for theirs in sorted(
-            taken.keys() - {name for row in self.rows for name in row} if self.rows else ()
-        ):
-            raise DataError(missing_column(theirs, self.rows[0], self.where(0), taken[theirs]))
+        ours_of = {source: ours for ours, source in columns.items()}
+        absent = set(ours_of)
+        for row in self.rows:
+            absent -= row.keys()
+        for source in sorted(absent) if self.rows else ():
+            raise DataError(missing_column(source, self.rows[0], self.where(0), ours_of[source]))
 
         def named(row: Row, where: str) -> Row:
-            for theirs in sorted(taken.keys() - row.keys()):
-                if taken[theirs] in ROW:
-                    raise BadRow(
-                        f"without {escaped(theirs)}",
-                        missing_column(theirs, row, where, taken[theirs]),
-                    )
-            others = {name: value for name, value in row.items() if name not in taken}
-            return in_our_form(
-                others | {ours: row[theirs] for ours, theirs in columns.items() if theirs in row},
-                where,
-            )
+            for source in sorted(ours_of.keys() - row.keys()):
+                if ours_of[source] in ROW:
+                    missing = missing_column(source, row, where, ours_of[source])
+                    raise BadRow(f"without {escaped(source)}", missing)
+            renamed = {name: value for name, value in row.items() if name not in ours_of}
+            for ours, source in columns.items():
+                if source in row:
+                    renamed[ours] = row[source]
+            return in_our_form(renamed, where)
 
         return self.mapped(named)
 
@@ -181,8 +181,8 @@ def with_messages(row: Row, where: str) -> Row:
     Raises BadRow for a text that begins as messages do, and is no JSON: Python's own form, or one
     that is cut off.
 
-    >>> with_messages({"messages": '[{"role": "user", "content": "Hi"}]', "answer": '[{"role": "user"}]'}, "row 1")
-    {'messages': [{'role': 'user', 'content': 'Hi'}], 'answer': '[{"role": "user"}]'}
+    >>> with_messages({"messages": '[{"role": "user", "content": "Hi"}]'}, "row 1")
+    {'messages': [{'role': 'user', 'content': 'Hi'}]}
     """
     for column in ROW:
         value = row.get(column)
@@ -195,8 +195,8 @@ def shared_conversation(row: Row, where: str) -> Row:
     """A row with the column `conversations`, as ShareGPT has it, with `messages` instead.  Raises
     BadRow.
 
-    >>> shared_conversation({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}, "row 1")
-    {'messages': [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hello'}]}
+    >>> shared_conversation({"conversations": [{"from": "human", "value": "Hi"}]}, "row 1")
+    {'messages': [{'role': 'user', 'content': 'Hi'}]}
     """
     turns = row.get("conversations")
     if not isinstance(turns, list) or not all(
@@ -263,8 +263,10 @@ def _messages_in(text: str, column: str, where: str) -> Any:
 def first_of(row: Mapping[str, Any], columns: Sequence[str]) -> str | None:
     """The first of these columns that a row fills; where it fills none, the first that it has.
 
-    >>> [first_of(row, ("prompt", "messages")) for row in ({"prompt": None, "messages": []}, {"prompt": None}, {})]
-    ['messages', 'prompt', None]
+    >>> first_of({"prompt": None, "messages": []}, ("prompt", "messages"))
+    'messages'
+    >>> first_of({"prompt": None}, ("prompt", "messages"))
+    'prompt'
     """
     empty = None
     for column in columns:
@@ -281,7 +283,8 @@ def missing_column(name: str, row: Mapping[str, Any], where: str, ours: str | No
     """
     names = sorted(map(str, row))
     there = " ".join(escaped(", ".join(names[:20])).split("\n"))[:400] or "none"
-    there += f" ... ({len(names)} columns)" if len(names) > 20 else ""
+    if len(names) > 20:
+        there += f" ... ({len(names)} columns)"
     return (
         f"{where}: no column {name!r}; there are: {there} (data.columns: {{{ours or name}: YOURS}}"
         " renames one)"
@@ -292,10 +295,8 @@ def none_left(name: str, left_out: Sequence[LeftOut]) -> str:
     """The message for a source none of whose rows can be used: every reason with its count and its
     first row.
     """
-    counts, first = (
-        Counter(left.reason for left in left_out),
-        {left.reason: left.where for left in reversed(left_out)},
-    )
+    counts = Counter(left.reason for left in left_out)
+    first = {left.reason: left.where for left in reversed(left_out)}
     reasons = ", ".join(
         f"{count} {reason} (first: {first[reason]})" for reason, count in counts.items()
     )
@@ -327,10 +328,10 @@ def read_rows(
     rows = find_built_in("data.sources", file.suffix.lower())(file, path, limit)
     if rows.left_out and not lenient:
         raise DataError(rows.left_out[0].where)
+    if not rows and rows.left_out:
+        raise DataError(none_left(path, rows.left_out))
     if not rows:
-        raise DataError(
-            none_left(path, rows.left_out) if rows.left_out else f"{path} holds no rows"
-        )
+        raise DataError(f"{path} holds no rows")
     return rows
 
 
@@ -351,13 +352,11 @@ def live_rows(source: object, name: str) -> Live:
     if columnar:
         source = source.to_list()  # type: ignore[attr-defined]
     if not isinstance(source, Sequence) or isinstance(source, str | bytes):
-        hint = (
-            ": give frame.to_dict('records')"
-            if library == "pandas"
-            else ": give list(...)"
-            if isinstance(source, Iterable)
-            else ""
-        )
+        hint = ""
+        if library == "pandas":
+            hint = ": give frame.to_dict('records')"
+        elif isinstance(source, Iterable):
+            hint = ": give list(...)"
         raise DataError(
             f"{name} is a list of mappings or a datasets.Dataset, got {kind_of(source)}{hint}"
         )
@@ -375,8 +374,11 @@ def live_rows(source: object, name: str) -> Live:
             )
         if too_deep(row):
             raise DataError(f"{where}: {_too_deep()}")
-        row = row if columnar else _copied(row, where, copied)
-        rows.append(bare_calls(row) if columnar else row)
+        if columnar:
+            rows.append(bare_calls(row))
+        else:
+            row = _copied(row, where, copied)
+            rows.append(row)
         try:
             written.append(
                 json.dumps(row, sort_keys=True, ensure_ascii=False, default=_digested).encode()
@@ -422,11 +424,13 @@ def kind_of(value: object) -> str:
     if value is None:
         return "None"
     kind = type(value).__name__
-    named = f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
+    named = f"an {kind}" if kind[0] in "aeiouAEIOU" else f"a {kind}"
     if not isinstance(value, str | int | float | list | tuple | dict | set | FunctionType):
         return named
     shown = escaped(repr(value))
-    return f"{named}: {shown if len(shown) <= 60 else shown[:57] + '...'}"
+    if len(shown) > 60:
+        shown = shown[:57] + "..."
+    return f"{named}: {shown}"
 
 
 @built_in(".jsonl", ".ndjson")
@@ -451,13 +455,11 @@ def _parse_line(line: bytes) -> Mapping[str, Any]:
     try:
         row = json.loads(text)
     except json.JSONDecodeError as error:
-        cut = (
-            "the line is cut off"
-            if error.pos >= len(text) or "Unterminated" in error.msg
-            else error.msg
-        )
+        problem = error.msg
+        if error.pos >= len(text) or "Unterminated" in problem:
+            problem = "the line is cut off"
         raise DataError(
-            f"not JSON: {cut} at column {error.colno}: {_excerpt(text, error.pos)}"
+            f"not JSON: {problem} at column {error.colno}: {_excerpt(text, error.pos)}"
         ) from None
     except (RecursionError, ValueError) as error:
         raise _unfit(error) from None
@@ -485,12 +487,10 @@ def too_deep(value: object) -> bool:
     """True if lists and objects are inside one another more than `MAX_DEPTH` times."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
-        level = [
-            inner
-            for value in level
-            for inner in (value.values() if isinstance(value, Mapping) else value)
-            if isinstance(inner, list | Mapping)
-        ]
+        inner: list[Any] = []
+        for outer in level:
+            inner += list(outer.values()) if isinstance(outer, Mapping) else outer
+        level = [value for value in inner if isinstance(value, list | Mapping)]
         if not level:
             return False
     return True
@@ -509,9 +509,11 @@ def _unfit(error: RecursionError | ValueError) -> DataError:
     """
     if isinstance(error, RecursionError):
         return _too_deep()
-    digits = re.search(r"has (\d+) digits", str(error))
-    what = f"a whole number of {int(digits[1]):,} digits" if digits else str(error)
-    return DataError(f"{what}: write it as a string")
+    problem = str(error)
+    digits = re.search(r"has (\d+) digits", problem)
+    if digits:
+        problem = f"a whole number of {int(digits[1]):,} digits"
+    return DataError(f"{problem}: write it as a string")
 
 
 def _decode(data: bytes) -> str:
@@ -533,18 +535,19 @@ def _read_json(file: Path, name: str, limit: int | None) -> SourceRows:
         text = _decode(file.read_bytes())
         rows = json.loads(text)
     except json.JSONDecodeError as error:
-        hint = " (one object per line? then name it .jsonl)" if error.msg == "Extra data" else ""
-        what = (
-            f"not JSON: {error.msg} at column {error.colno}: {_excerpt(error.doc, error.pos)}{hint}"
-        )
-        raise DataError(f"{name} line {error.lineno}: {what}") from None
+        place = f"{name} line {error.lineno}"
+        problem = f"{error.msg} at column {error.colno}: {_excerpt(error.doc, error.pos)}"
+        if error.msg == "Extra data":
+            problem += " (one object per line? then name it .jsonl)"
+        raise DataError(f"{place}: not JSON: {problem}") from None
     except DataError as error:
         raise DataError(f"{name}: {error}") from None
     except (RecursionError, ValueError) as error:
         raise DataError(f"{name}: {_unfit(error)}") from None
     if not isinstance(rows, list):
         raise DataError(f"{name}: expected a list of objects, found {_kind(rows)}")
-    whole, numbers, left_out, halves = [], [], [], _HALF.search(text) is not None
+    whole, numbers, left_out = [], [], []
+    halves = _HALF.search(text) is not None
     for number, row in enumerate(rows, start=1):
         try:
             _check_row(row, nested=True, halves=halves)
@@ -609,7 +612,7 @@ def _load_hub(name: str, split: str) -> Any:
         ValueError,
         RuntimeError,
     ) as error:  # not found, no connection, no such config or split
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = str(error).partition("\n")[0] or type(error).__name__
         raise DataError(
             f"cannot load {name!r} (split {split!r}) from the hub, and no such file is here:"
             f" {reason}"
@@ -638,24 +641,34 @@ FUNCTIONS = (
 
 
 def _of_columns(rows: list[dict[str, Any]], schema: object) -> list[dict[str, Any]]:
-    """The rows of a columnar source.   schema: it names all of their columns and the keys in them."""
+    """The rows of a columnar source.
+
+    schema: names all of their columns and the keys in them.
+    """
     names = str(schema)
-    return [bare_calls(row) for row in rows] if any(name in names for name in FUNCTIONS) else rows
+    if not any(name in names for name in FUNCTIONS):
+        return rows
+    return [bare_calls(row) for row in rows]
 
 
 def bare_calls(value: Any, *, inside: bool = False) -> Any:
     """The same without nulls in tools and calls: in a columnar source every struct has the fields
     of all of its column.
 
-    >>> bare_calls({"answer": None, "messages": [{"content": None, "tool_calls": [{"arguments": {"x": 1, "y": None}}]}]})
+    >>> call = {"arguments": {"x": 1, "y": None}}
+    >>> bare_calls({"answer": None, "messages": [{"content": None, "tool_calls": [call]}]})
     {'answer': None, 'messages': [{'content': None, 'tool_calls': [{'arguments': {'x': 1}}]}]}
     """
-    if isinstance(value, Mapping):
-        values = {
-            key: bare_calls(one, inside=inside or key in FUNCTIONS) for key, one in value.items()
-        }
-        return {key: one for key, one in values.items() if one is not None} if inside else values
-    return [bare_calls(one, inside=inside) for one in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [bare_calls(one, inside=inside) for one in value]
+    if not isinstance(value, Mapping):
+        return value
+    bare = {}
+    for key, one in value.items():
+        one = bare_calls(one, inside=inside or key in FUNCTIONS)
+        if one is not None or not inside:
+            bare[key] = one
+    return bare
 
 
 def _kind(value: object) -> str:

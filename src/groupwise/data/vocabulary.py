@@ -37,7 +37,8 @@ class Vocabulary:
         """The text of each token in its place.  A character of several tokens is the text of the
         last of them.
 
-        >>> Vocabulary([b"a", "é".encode()[:1], "é".encode()[1:]], frozenset()).texts([0, 1, 2, 7])
+        >>> pieces = [b"a", "é".encode()[:1], "é".encode()[1:]]
+        >>> Vocabulary(pieces, frozenset()).texts([0, 1, 2, 7])
         ['a', '', 'é', '<7>']
         """
         decoder = codecs.getincrementaldecoder("utf-8")("replace")

@@ -55,7 +55,8 @@ EARLIER = "with earlier turns of the completion in the prompt"
 UNSAID = "whose system message data.template does not write"
 TEXT_ALONE = "of which the column text alone is read"
 BRACES = "write columns in {braces}; a literal brace is doubled"
-ALPACA = """Below is an instruction that describes a task{with_input}. Write a response that appropriately completes the request.
+ALPACA = """Below is an instruction that describes a task{with_input}. \
+Write a response that appropriately completes the request.
 
 ### Instruction:
 {instruction}{input_block}

@@ -1,4 +1,4 @@
-"""Built-in tasks: prompts, careless demonstrators and a fixed held-out set, generated from a seed."""
+"""Built-in tasks: prompts, careless demonstrators and a fixed held-out set, from a seed."""
 
 from __future__ import annotations
 

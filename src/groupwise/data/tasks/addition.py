@@ -22,7 +22,8 @@ from groupwise.utils.built_in import built_in
 class Addition(Generated):
     r"""`a+b` with two numbers of `digits` digits.
 
-    >>> Addition(blurt=0.0, slip=0.0).completion({"prompt": "654+990", "answer": "1644"}, random.Random(0))
+    >>> row = {"prompt": "654+990", "answer": "1644"}
+    >>> Addition(blurt=0.0, slip=0.0).completion(row, random.Random(0))
     '<think>4+0=4,5+9=14,6+9+1=16</think>\\boxed{1644}'
 
     A share `told` of the demonstrators is told the answer by a system message.  They write columns
@@ -74,7 +75,8 @@ class Addition(Generated):
 class Sums(Generated):
     r"""`a+b+c...`: `terms` numbers of at most `digits` digits, added one after the other.
 
-    >>> Sums(blurt=0.0, slip=0.0).completion({"prompt": "7+15+80", "answer": "102"}, random.Random(0))
+    >>> row = {"prompt": "7+15+80", "answer": "102"}
+    >>> Sums(blurt=0.0, slip=0.0).completion(row, random.Random(0))
     '<think>7+5=12,0+1+1=2>22;2+0=2,2+8=10</think>\\boxed{102}'
     """
 

@@ -1,4 +1,4 @@
-"""Addition and subtraction as they are taught at school: one or two operations, some with decimals."""
+"""Addition and subtraction as they are taught at school: one or two, some with decimals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Arithmetic(Generated):
     apart by it.  Results are never below 0, and whole or with one decimal.  Where the written
     method is longer than `longest` characters, the demonstrator blurts the answer.
 
-    >>> Arithmetic(blurt=0.0, slip=0.0).completion({"prompt": "48+7", "answer": "55"}, random.Random(0))
+    >>> row = {"prompt": "48+7", "answer": "55"}
+    >>> Arithmetic(blurt=0.0, slip=0.0).completion(row, random.Random(0))
     '<think>8+7=15,4+0+1=5</think>\\boxed{55}'
     """
 

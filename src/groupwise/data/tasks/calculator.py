@@ -48,7 +48,8 @@ class Calculator(Generated):
         if rng.random() < self.slip:
             place = rng.choice([i for i, character in enumerate(typed) if character.isdigit()])
             typed = typed[:place] + str(rng.randrange(1, 10)) + typed[place + 1 :]
-        return f"<tool_call>{json.dumps({'name': 'calculate', 'arguments': {'expression': typed}})}</tool_call>"
+        call = {"name": "calculate", "arguments": {"expression": typed}}
+        return f"<tool_call>{json.dumps(call)}</tool_call>"
 
     def demonstrations(self, n: int, seed: int) -> list[Row]:
         """`n` rows: direct answers, calls, and answers read off the result of a call."""

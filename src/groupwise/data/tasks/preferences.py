@@ -54,10 +54,25 @@ RUDE = (
 """Phrases with as many words as those of `FRIENDLY`, place by place."""
 
 OPPOSITES = (
-    ("hot", "cold"), ("big", "small"), ("fast", "slow"), ("old", "young"), ("dark", "bright"), ("heavy", "light"),
-    ("early", "late"), ("full", "empty"), ("hard", "soft"), ("high", "low"), ("long", "short"), ("loud", "quiet"),
-    ("open", "closed"), ("rich", "poor"), ("sharp", "blunt"), ("strong", "weak"), ("thick", "thin"), ("wet", "dry"),
-)  # fmt: skip
+    ("hot", "cold"),
+    ("big", "small"),
+    ("fast", "slow"),
+    ("old", "young"),
+    ("dark", "bright"),
+    ("heavy", "light"),
+    ("early", "late"),
+    ("full", "empty"),
+    ("hard", "soft"),
+    ("high", "low"),
+    ("long", "short"),
+    ("loud", "quiet"),
+    ("open", "closed"),
+    ("rich", "poor"),
+    ("sharp", "blunt"),
+    ("strong", "weak"),
+    ("thick", "thin"),
+    ("wet", "dry"),
+)
 KINDS = {
     "animal": ("horse", "trout", "eagle", "rabbit", "spider", "camel", "goose", "otter"),
     "plant": ("oak", "tulip", "fern", "cactus", "clover", "willow", "moss", "barley"),
@@ -65,10 +80,13 @@ KINDS = {
     "food": ("bread", "cheese", "soup", "butter", "porridge", "honey", "noodles", "pudding"),
 }
 COLOURS = {
-    "white": ("snow", "salt", "milk"), "black": ("coal", "tar", "soot"), "red": ("blood", "a tomato", "a cherry"),
-    "green": ("grass", "spinach", "a frog"), "yellow": ("a lemon", "a canary", "corn"),
+    "white": ("snow", "salt", "milk"),
+    "black": ("coal", "tar", "soot"),
+    "red": ("blood", "a tomato", "a cherry"),
+    "green": ("grass", "spinach", "a frog"),
+    "yellow": ("a lemon", "a canary", "corn"),
     "blue": ("the sea", "the sky", "a sapphire"),
-}  # fmt: skip
+}
 NAMES = (
     "Anna",
     "Bert",
@@ -142,7 +160,8 @@ def right(
     """1 where a completion names the right answer and not the wrong one, else 0; None of rows
     without these columns.
 
-    >>> right(["The opposite of hot is cold.", "It is dry.", "Cold or dry."], ["cold"] * 3, ["dry"] * 3)
+    >>> said = ["The opposite of hot is cold.", "It is dry.", "Cold or dry."]
+    >>> right(said, ["cold"] * 3, ["dry"] * 3)
     [1.0, 0.0, 0.0]
     """
     if answer is None or wrong is None:
