@@ -50,14 +50,14 @@ class Stream:
 
     prompt: Prompt
     index: int
-    """Its place in the prompt's group."""
+    """Index in the prompt's group."""
     limit: int
     """The most tokens it may have, answers included."""
     tokens: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
-    """Of each token, nats, as in `Rollout.behavior_logp`."""
+    """Log-probability of each token, nats, as in `Rollout.behavior_logp`."""
     version: list[int] = field(default_factory=list)
-    """Of the weights that drew each token."""
+    """Version of the weights that drew each token."""
     support: list[np.ndarray] = field(default_factory=list)
     """The ids that each token could have been, where sampling truncates."""
     turn: int = 0
@@ -74,7 +74,7 @@ class Stream:
     """Stretches of tokens that the policy did not write."""
     branches: list[Branch] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
-    """Those that have ended, where an environment answers them."""
+    """Turns that have ended, where an environment answers them."""
     conversation: Conversation | None = None
     reply: Future[Reply] | None = None
     """The environment's reply, while it is waited for."""

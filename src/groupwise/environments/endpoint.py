@@ -413,7 +413,7 @@ def chat_answer(
 
 
 def as_stream(answer: Mapping[str, Any], *, usage: bool) -> bytes:
-    """The same as server-sent events, all at once.  usage: with a last event of the token counts."""
+    """Return an answer as server-sent events.   usage: a last event has the token counts."""
     head = {
         "id": answer["id"],
         "object": "chat.completion.chunk",

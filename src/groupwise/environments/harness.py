@@ -75,7 +75,7 @@ class HarnessRun:
     """A harness at work in one episode."""
 
     ending: Future[Ending]
-    """Its end, or what it has failed with."""
+    """The ending of the episode, or what the harness has failed with."""
     stop: Callable[[], object] = lambda: None
     """Breaks it off."""
 
@@ -112,7 +112,7 @@ class LoopHarness:
         *,
         seconds: float,
     ) -> None:
-        """As of `EventLoop`."""
+        """Take the arguments of `EventLoop`."""
         self._make = partial(EventLoop, name, around, seconds=seconds)
         self._loop: EventLoop | None = None
         self._lock = threading.Lock()

@@ -63,6 +63,10 @@ HOPELESS = 16
 """Episodes that fail before one succeeds, after which the harness counts as broken."""
 
 
+UNKNOWN = Ending()
+"""The ending of an episode of which nobody knows what it was worth."""
+
+
 class HarnessEnvironment:
     """Implements `conversation.Environment`: one endpoint, and a harness for each episode."""
 
@@ -91,16 +95,22 @@ class HarnessEnvironment:
         self._changed = threading.Condition()
         self._live: dict[str, HarnessEpisode] = {}
         self._queue: deque[HarnessEpisode] = deque()
-        """Those whose harness waits for its start."""
+        """Episodes whose harness waits for its start."""
         self._running: set[HarnessEpisode] = set()
         self._succeeded, self._failed = 0, 0
         self._closed = False
         host, _, port = settings.listen.rpartition(":")
         outside = harness if isinstance(harness, OutsideHarness) else None
         self.endpoint = Endpoint(
-            self._live.get, name=MODEL, context=context, vocabulary=vocabulary, host=host.strip("[]"), port=int(port), token=token,
+            self._live.get,
+            name=MODEL,
+            context=context,
+            vocabulary=vocabulary,
+            host=host.strip("[]"),
+            port=int(port),
+            token=token,
             episodes=outside,
-        )  # fmt: skip
+        )
         self.endpoint.start()
         threads.begin(self._run, "episodes")
 
@@ -181,13 +191,13 @@ class _DrawnTurn:
     at: float
     """When, by `time.monotonic`."""
     call_ids: Sequence[str] = ()
-    """Of its calls, as the client got them."""
+    """Ids of the turn's calls, as the client got them."""
     keys: tuple[str, ...] = ()
-    """Of the messages up to its own, as the client will repeat them; none of a turn that was
-    requested by token ids.
+    """Keys of the messages up to the turn's own, as the client will repeat them; none of a turn
+    that was requested by token ids.
     """
     setting: str = ""
-    """Of the request: tools and variables."""
+    """Tools and variables of the request."""
 
 
 class HarnessEpisode:
@@ -319,7 +329,7 @@ class HarnessEpisode:
             full or (Finish.ERROR if failure else Finish.DONE), "" if full else failure, ending
         )
 
-    def end(self, finish: Finish, failure: str | None, ending: Ending = Ending()) -> None:  # noqa: B008 - frozen
+    def end(self, finish: Finish, failure: str | None, ending: Ending = UNKNOWN) -> None:
         """The episode is over, and its harness is broken off; only the first call counts.
 
         failure: what the harness has failed with; None: nobody knows, the engine has no use for it.
@@ -494,8 +504,8 @@ class HarnessEpisode:
         if room < 1:
             self._full = Finish.LENGTH
             raise Refused(
-                f"no room for a turn: its context has {context.size} tokens of {environment.context}, and"
-                f" the episode {len(self.stream.tokens) + new.size} of"
+                f"no room for a turn: its context has {context.size} tokens of"
+                f" {environment.context}, and the episode {len(self.stream.tokens) + new.size} of"
                 f" {environment.sampling.max_new_tokens}",
                 code="context_length_exceeded",
             )

@@ -28,7 +28,7 @@ from groupwise.utils.process_main import described
 RESERVED = ("reset", "step", "close", "get_reward")
 """Public methods of an environment that are no tools."""
 STATE_BYTES = 65_536
-"""Of one attribute that reward functions may read, as JSON."""
+"""Most bytes of an attribute that reward functions may read, as JSON."""
 
 
 class MissingColumn(Exception):
@@ -103,7 +103,7 @@ class Instance:
         }
 
     def reset(self, row: Mapping[str, Any], seed: int) -> str | None:
-        """Make the environment and begin its episode; its observation, None where it says nothing."""
+        """Make the environment and begin its episode; return its observation, or None."""
         assert self._factory is not None, "there are tools only"
         self._object = self._factory(**self._args)
         row = copy.deepcopy(dict(row))  # in a thread it is the caller's
@@ -349,16 +349,17 @@ class Instances:
         self.factories = {name: behind(spec, "environment") for name, spec in factories.items()}
 
     def make(self, name: str) -> Instance:
-        """Of one environment; of tools alone if there is none of that name."""
+        """Make the instance of an environment; of tools alone if there is none of that name."""
         return Instance(
             self.functions, self.factories.get(name), self._args if name in self.factories else {}
         )
 
 
 def serve_environments(*setup: Any, objects: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """In a process: imports what is named (see `Instances`).  The process is forked, and each fork
-    is asked first to `begin`: from then on an `Instance` answers."""
-    import numpy.random  # every fork seeds it, also for what imports numpy only when it is called  # noqa: F401
+    """Import what is named (see `Instances`), in a worker process.  The process is forked, and each
+    fork is asked first to `begin`: from then on an `Instance` answers."""
+    # Every fork seeds it, also for what imports numpy only when it is called.
+    import numpy.random  # noqa: F401
 
     instances = Instances(*setup, objects=objects)
     if any(map(_waits, [*instances.functions.values(), *instances.factories.values()])):

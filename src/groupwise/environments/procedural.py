@@ -30,7 +30,7 @@ IGNORANCE = "I do not know."
 ROWS, HELD_OUT = 1_000, 200
 """Rows to train on and to be judged on, where `data.limit` and `data.eval_limit` do not say."""
 HELD_OUT_SEED = 2**31 - 1
-"""Of the held-out rows: always the same, whatever the run's seed."""
+"""Seed of the held-out rows: always the same, whatever the run's seed."""
 FULL = 1.0 - 1e-9
 
 

@@ -18,7 +18,7 @@ KEPT = 1 << 16
 def run_program(
     command: Sequence[str], environment: Mapping[str, str], text: str
 ) -> tuple[int, str, str]:
-    """Its exit status, and the ends of what it has printed to its standard output and error.
+    """Run a program; return its exit status and the ends of what it printed to output and error.
     text: its standard input.
     """
     pipe = subprocess.PIPE

@@ -49,7 +49,7 @@ class Refused(Exception):
         self.status, self.param, self.code = status, param, code
 
     def body(self) -> dict[str, Any]:
-        """As OpenAI's servers write it."""
+        """Return the body of the answer, as OpenAI's servers write it."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {
             "error": {
@@ -67,13 +67,13 @@ class SampledTokens:
 
     tokens: Sequence[int]
     logp: Sequence[float]
-    """Of each token, nats."""
+    """Log-probability of each token, nats."""
     finish: Finish
     """EOS, STOP or LENGTH."""
     version: int
     """Optimizer steps that the policy had taken."""
     turn: int = 0
-    """Its number in the episode."""
+    """Number of the turn in the episode."""
 
 
 # ---- the forms of bodies
@@ -197,8 +197,8 @@ class SamplingRequest(_Body):
                 )
         if self.stop and tuple(self.stop) != sampling.stop:
             raise Refused(
-                f"stop is {str(self.stop)[:80]}, but this run stops at {list(sampling.stop)}: leave it out,"
-                " or set rollout.stop in the recipe",
+                f"stop is {str(self.stop)[:80]}, but this run stops at {list(sampling.stop)}: leave"
+                " it out, or set rollout.stop in the recipe",
                 param="stop",
             )
 
@@ -221,7 +221,7 @@ class _DrawnBody(SamplingRequest):
     allowed_token_ids: list[int] | None = None
     ignore_eos: bool = False
     logprobs: Annotated[int, Field(ge=0, le=1)] = 0
-    """Of the drawn token; no others are known."""
+    """Whether the log-probability of the drawn token is wanted; no others are known."""
     stop_token_ids: list[int] = []
 
 
@@ -307,8 +307,8 @@ class ChatRequest(SamplingRequest):
 
     @cached_property
     def messages(self) -> tuple[Mapping[str, Any], ...]:
-        """As chat templates want them: text in `content`, arguments of calls as objects, with a
-        tool's result the tool's name.
+        """Return the messages as chat templates want them: text in `content`, arguments of calls as
+        objects, with a tool's result the tool's name.
         """
         messages = [part.model_dump(exclude_none=True) for part in self.parts]
         names: dict[str, str] = {}
@@ -341,7 +341,7 @@ class ChatRequest(SamplingRequest):
 
     @property
     def setting(self) -> str:
-        """Names tools and variables: conversations that differ there do not go on from each other."""
+        """Name tools and variables: conversations that differ there do not continue each other."""
         return json.dumps([self.tools, self.variables], sort_keys=True)
 
 
@@ -356,7 +356,7 @@ SENTENCES = {
     "dict_type": "must be an object",
     "list_type": "must be a list",
 }
-"""In place of pydantic's, which speak of Python, by the type of its error."""
+"""Sentences in place of pydantic's, which speak of Python, by the type of its error."""
 
 
 def _read(form: type[Form], body: Mapping[str, Any]) -> Form:
@@ -372,12 +372,13 @@ def _read(form: type[Form], body: Mapping[str, Any]) -> Form:
     kind, value = error["type"], json.dumps(error["input"], default=str)[:80]
     if kind == "extra_forbidden":
         raise Refused(f"unknown parameter {name!r}", param=name)
-    words = error.get("ctx", {})["words"] if kind in ("key", "wrong") else SENTENCES.get(kind)
-    raise Refused(
-        f"{name}"
-        f" {words or 'must be ' + error['msg'].removeprefix('Input should be ') + f', got {value}'}",
-        param=name,
-    )
+    if kind in ("key", "wrong"):
+        words = error.get("ctx", {})["words"]
+    elif kind in SENTENCES:
+        words = SENTENCES[kind]
+    else:
+        words = f"must be {error['msg'].removeprefix('Input should be ')}, got {value}"
+    raise Refused(f"{name} {words}", param=name)
 
 
 @dataclass(slots=True, eq=False)
@@ -390,7 +391,7 @@ class TurnRequest:
     thinking: bool = False
     """True if its context ends inside a think block."""
     new_messages: tuple[Mapping[str, Any], ...] | None = None
-    """Of a chat request: the messages behind the last one that was recognised; all, where none was.
+    """Messages of a chat request behind the last one that was recognised; all, where none was.
     """
     after: int | None = None
     """Number of the turn that was recognised."""
@@ -414,7 +415,8 @@ def read_token_request(
     ends = drawn.stop_token_ids
     if not set(ends) <= set(eos_ids):
         raise Refused(
-            f"stop_token_ids is {str(ends)[:80]}, but completions end at {list(eos_ids)} and nowhere else",
+            f"stop_token_ids is {str(ends)[:80]}, but completions end at {list(eos_ids)} and"
+            " nowhere else",
             param="stop_token_ids",
         )
     if drawn.ignore_eos and not set(eos_ids) <= set(ends):

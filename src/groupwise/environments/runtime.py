@@ -48,7 +48,7 @@ class EnvironmentKind:
     name: str
     """The value of the column `environment` that asks for it; empty where there is only one."""
     title: str
-    """Its class, for messages."""
+    """Name of the environment's class, for messages."""
     schemas: Sequence[Schema] = ()
     """Tools that the policy may call."""
     steps: bool = False
@@ -69,7 +69,7 @@ class ToolResult:
     """What the policy reads."""
     seconds: float = 0.0
     failure: str = ""
-    """As of `records.ToolCall`."""
+    """Kind of the failure, as in `records.ToolCall`."""
 
 
 class EnvironmentBroken(Exception):
@@ -92,8 +92,9 @@ class WorkerThread:
         self._ended: Future[None] = Future()
 
     def ask(self, *request: Any, seconds: float, answers: int = 1) -> Iterator[Any]:
-        """Its answers to a request, each within `seconds` of the one before.  Raises TimeoutError,
-        Died, Raised.
+        """Yield the answers to a request, each within `seconds` of the one before.
+
+        Raises TimeoutError, Died, Raised.
         """
         answer = self._done(partial(self._instance.answer, *request), seconds)
         if request[0] != "call":

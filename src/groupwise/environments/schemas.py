@@ -38,11 +38,12 @@ def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
     if inspect.isgeneratorfunction(written) or inspect.isasyncgenfunction(written):
         raise ConfigError(f"the tool {name!r} yields its result bit by bit: return it as one text")
     documentation = inspect.getdoc(written)
-    if (
-        not documentation or documentation == type.__call__.__doc__
-    ):  # which every `__call__` without one inherits
-        raise ConfigError(f"the tool {name!r} has no docstring: say what it does, and each parameter under `Args:` "
-                          "(a method that is no tool: begin its name with _)")  # fmt: skip
+    inherited = type.__call__.__doc__  # by every `__call__` without one
+    if not documentation or documentation == inherited:
+        raise ConfigError(
+            f"the tool {name!r} has no docstring: say what it does, and each parameter under"
+            " `Args:` (a method that is no tool: begin its name with _)"
+        )
     about, described, returned = _sections(documentation)
     try:
         hints = get_type_hints(written)
@@ -143,8 +144,10 @@ def _of_hint(hint: Any) -> dict[str, Any]:
         return {"type": "object", "additionalProperties": _of_hint(inner[-1])}
     if not inner and isinstance(bare := origin or hint, type) and bare in _PLAIN:
         return {"type": _PLAIN[bare]}
-    raise _Missing(f"the type hint {hint!r} is none that JSON can hold; use int, float, str, bool, an Enum, Literal, or list, "
-                   "tuple[a, b], dict and unions of these")  # fmt: skip
+    raise _Missing(
+        f"the type hint {hint!r} is none that JSON can hold; use int, float, str, bool, an Enum,"
+        " Literal, or list, tuple[a, b], dict and unions of these"
+    )
 
 
 def _of_values(hint: Any, values: Sequence[Any]) -> dict[str, Any]:
@@ -170,8 +173,8 @@ def _of_union(hints: Sequence[Any]) -> dict[str, Any]:
 
 
 def _sections(documentation: str) -> tuple[str, dict[str, str], str | None]:
-    """Of a docstring in Google's style: what the function does, what its parameters are, and what
-    it returns, where it says so.
+    """Split a docstring in Google's style: what the function does, what its parameters are, and
+    what it returns, where it says so.
     """
     about = re.split("Args:|Returns:|Raises:", documentation)[0].strip()
     returned = _under("Returns", "Raises:", documentation)
@@ -206,7 +209,8 @@ def typed(schema: Schema, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments as the tool's function wants them: what must be an integer is no `2.0`.  Raises
     WrongArguments.
 
-    >>> tool = {"function": {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}}, "required": ["n"]}}}
+    >>> takes = {"properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    >>> tool = {"function": {"name": "f", "parameters": takes}}
     >>> typed(tool, {"n": 2.0})
     {'n': 2}
     >>> typed(tool, {"n": "3"})
@@ -277,7 +281,8 @@ def kinds_of(schema: Any, root: Mapping[str, Any], depth: int = 8) -> list[str]:
 
     root: the schema that holds the definitions.
 
-    >>> kinds_of({"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/P"}], "nullable": True}, {"$defs": {"P": {"type": "object"}}})
+    >>> schema = {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/P"}], "nullable": True}
+    >>> kinds_of(schema, {"$defs": {"P": {"type": "object"}}})
     ['integer', 'object', 'null']
     """
     if not isinstance(schema, Mapping) or depth == 0:

@@ -85,8 +85,8 @@ class ParsedTurn:
 def form_of(chat_template: str) -> CallForm | None:
     """The form in which a chat template (Jinja) shows calls; None if it shows none that is known.
 
-    >>> form_of("... <tool_call>\\n<function=' + name + '>' ..."), form_of("... {{ message.content }} ...")
-    ('xml', None)
+    >>> form_of("... <tool_call>\\n<function=' + name + '>' ...")
+    'xml'
     """
     if "<function=" in chat_template:
         return "xml"
@@ -115,7 +115,7 @@ def read_turn(
         a parameter may be text or something else, text that is the other in JSON is read as that.
     Raises ConfigError for an unknown form; never for anything that `text` may hold.
 
-    >>> read_turn('Let me see.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "json").calls
+    >>> read_turn('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "json").calls
     (ParsedCall(name='add', arguments={'a': 1}, id='call_0'),)
     """
     if form not in get_args(CallForm):
@@ -197,7 +197,7 @@ def _tagged(text: str, kinds: Mapping[str, _Kinds] | None) -> tuple[str, str, _C
 
 def _json_call(text: str, place: int) -> tuple[ParsedCall, int]:
     """The call whose JSON begins at `place`, and where it ends.  Raises _NotACall."""
-    value, end = _decoded(text, re.compile(r"\s*").match(text, place).end())  # type: ignore[union-attr]
+    value, end = _decoded(text, len(text) - len(text[place:].lstrip()))
     return _call_of(value, "arguments"), end
 
 
@@ -244,7 +244,7 @@ def _end_of_value(text: str, start: int) -> int | None:
 
 
 def _holds_another(value: str, known: _Kinds) -> bool:
-    """True if the next parameter begins within a value: with a line, or as one that the tool has."""
+    """Return True if a value holds the next parameter: on a new line, or one that the tool has."""
     return any(
         one[1].strip() in known or not value[: one.start()].rpartition("\n")[2].strip()
         for one in re.finditer(r"<parameter=([^>\n]*)>", value)

@@ -145,12 +145,12 @@ class ToolEpisode:
         self._written: Messages = []
         """The whole conversation, with marks around what is encoded as text."""
         self._text = stream.prompt.text
-        """Of what the next turn is drawn behind: all of it where the past is split, else its end.
+        """Text that the next turn is drawn behind: all of it where the past is split, else its end.
         """
         self._opening = self._prompt_text = ""
         """Text of `reset`, and the prompt with it."""
         self._messages: list[Mapping[str, Any]] = []
-        """Those behind the prompt."""
+        """Messages behind the prompt."""
         self._ended, self._failed = False, False
         """Whether the environment has been ended, and whether because it failed."""
         self._reward: float | None = None
@@ -475,7 +475,7 @@ def _marked(text: str, length: int) -> str:
 
 
 def _appended(messages: Messages, observation: str, template: Template) -> Messages:
-    """Messages with an observation behind the text of the last one, which is never more than text."""
+    """Append an observation to the text of the last message; it is never more than text."""
     last = messages[-1]
     shown = template.shielded({"role": "user", "content": observation})["content"]
     content = last["content"]

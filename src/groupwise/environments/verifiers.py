@@ -196,7 +196,7 @@ def _plugin(vf: Any) -> Any:
             return ProgramResult(exit_code=0, stdout="", stderr="")
 
     module = ModuleType(CHAT)
-    module.EndpointHarness, module.__all__ = EndpointHarness, ["EndpointHarness"]  # type: ignore[attr-defined]
+    vars(module).update(EndpointHarness=EndpointHarness, __all__=["EndpointHarness"])
     return module
 
 

@@ -95,7 +95,7 @@ class Server(ThreadingHTTPServer):
         self.close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """In a thread of its own, as long as there are not too many."""
+        """Serve a connection in a thread, as long as there are not too many."""
         if not self._free.acquire(blocking=False):
             self.shutdown_request(request)
             return

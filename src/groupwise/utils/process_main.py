@@ -173,14 +173,14 @@ class Output:
         self._decoder = io.IncrementalNewlineDecoder(utf8, translate=True)
 
     def become(self) -> None:
-        """In the worker: make the pipe its standard output and error."""
+        """Make the pipe the standard output and error of the worker, which calls this."""
         for number in (1, 2):
             os.dup2(self._writer, number)
         os.close(self.reader)
         os.close(self._writer)
 
     def open(self) -> int:
-        """In the supervisor: the end to read from."""
+        """Return the end to read from, for the supervisor, which calls this."""
         os.close(self._writer)
         os.set_blocking(self.reader, False)
         return self.reader
@@ -289,7 +289,8 @@ def serve(
     answers a request with one message for each of its values, any other with one.  A request that
     comes with two sockets is for a fork: its lifeline and its channel."""
     with contextlib.suppress(AttributeError, ValueError):
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what is printed before a kill is seen
+        # What is printed before a kill is seen.
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
         setup, _ = receive(channel, None)
     except (EOFError, OSError):

@@ -64,7 +64,7 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 class Traceback(Exception):
-    """Where an exception was raised in a process: the cause of what is raised for it in the parent."""
+    """The place of an exception in a process: the cause of what the parent raises for it."""
 
     def __str__(self) -> str:
         return f"\n\nin a worker process:\n{self.args[0]}"
@@ -233,8 +233,8 @@ class WorkerProcess:
         return next(self.ask(*request, seconds=seconds))
 
     def ask(self, *request: Any, seconds: float, answers: int = 1) -> Generator[Any, None, None]:
-        """Its answers to one request, each within `seconds` of the one before.  Closed before the
-        last, it kills the process.
+        """Yield the answers to one request, each within `seconds` of the one before.  Closed before
+        the last, it kills the process.
         """
         left = answers
         try:
@@ -262,7 +262,7 @@ class WorkerProcess:
             send(self._channel, payload, time.monotonic() + SEND_SECONDS)
 
     def receive(self, deadline: float) -> Any:
-        """Its next answer."""
+        """Return the next answer."""
         with self._watched():
             reply = json.loads(receive(self._channel, deadline)[0])
             if "error" not in reply:

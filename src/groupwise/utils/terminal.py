@@ -35,7 +35,7 @@ def escaped(text: str, keep: str = "\n") -> str:
 
 
 class _Escapes(dict[int, str]):
-    """The escapes of characters by their code points; those that were not looked up are not there."""
+    """The escapes of characters by their code points, as they are looked up."""
 
     def __init__(self, keep: str) -> None:
         super().__init__({ord(char): char for char in keep})
@@ -78,7 +78,8 @@ def half_character(value: Any) -> str | None:
 
 
 _BARE = re.compile(
-    "[\x7f-\x9f\xad\u0600-\u0605\u061c\u06dd\u070f\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
+    "[\x7f-\x9f\xad\u0600-\u0605\u061c\u06dd\u070f\u180e\u200b-\u200f"
+    "\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
 )
 
 
