@@ -34,6 +34,22 @@ NONSENSE: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any], str]] = {
         {"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}},
         "rope_theta to 0.0",
     ),
+    **{
+        f"base {base}": (
+            LlamaForCausalLM,
+            LlamaConfig,
+            {"rope_parameters": {"rope_type": "default", "rope_theta": base}},
+            f"rope_theta to {base}",
+        )
+        for base in (float("inf"), float("nan"))
+    },
+    "factor inf": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": float("inf")}},
+        "factor to inf: it must be a finite number",
+    ),
+    "epsilon nan": (LlamaForCausalLM, LlamaConfig, {"rms_norm_eps": float("nan")}, "rms_norm_eps to nan"),
     "positions 0": (LlamaForCausalLM, LlamaConfig, {"max_position_embeddings": 0}, "max_position_embeddings to 0: .* at least 1"),
 }
 

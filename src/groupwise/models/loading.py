@@ -45,6 +45,7 @@ from groupwise.distributed import fsdp
 from groupwise.errors import ConfigError, DataError
 from groupwise.models import rope
 from groupwise.models.attention import plain_attention, use_packed_attention
+from groupwise.models.config_checks import check_config, check_vocabulary
 from groupwise.models.gguf import checkpoint_folder
 from groupwise.models.logit_scale import has_deep_head, read_form
 from groupwise.models.lora import ADAPTER_CONFIG, merge_adapter, read_adapter
@@ -475,105 +476,6 @@ def with_facts(policy: Policy) -> Policy:
         form = read_form(model, **passes)
         deep = policy.attention == "single" and has_deep_head(model)
     return replace(policy, form=form, deep_head=deep)
-
-
-WINDOWS = (
-    "sliding_window",
-    "window_size",
-    "attention_window",
-    "attention_window_size",
-    "sliding_window_size",
-    "local_attention",
-)
-"""Fields that say how many tokens a window has."""
-SOFT_CAPS = (
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "router_logit_softcapping",
-    "logits_soft_cap",
-)
-"""Fields that say what scores are capped at."""
-COUNTS = (
-    *(
-        "num_hidden_layers",
-        "n_layer",
-        "num_attention_heads",
-        "n_head",
-        "num_key_value_heads",
-        "num_kv_heads",
-        "head_dim",
-    ),
-    *(
-        "hidden_size",
-        "n_embd",
-        "intermediate_size",
-        "vocab_size",
-        "max_position_embeddings",
-        "n_positions",
-    ),
-)
-"""Fields of a configuration that count something of which there is at least one."""
-
-
-def check_config(config: dict[str, Any]) -> None:
-    """Raises ConfigError for a number that no model can be computed with; `config` is transformers'
-    as a dictionary.
-    """
-    fields = language_part(config)
-    numbers = {
-        k: v for k, v in fields.items() if isinstance(v, (int, float)) and not isinstance(v, bool)
-    }
-
-    def refuse(name: str, value: float, why: str) -> ConfigError:
-        return ConfigError(f"model.path: its config.json sets {name} to {value}: {why}")
-
-    rope = fields.get("rope_parameters")
-    parts = [rope, *rope.values()] if isinstance(rope, dict) else []
-    bases = [
-        part["rope_theta"]
-        for part in parts
-        if isinstance(part, dict) and part.get("rope_theta") is not None
-    ]
-    for theta in [*bases, *([numbers["rope_theta"]] if "rope_theta" in numbers else [])]:
-        if not theta > 0.0:
-            raise refuse(
-                "rope_theta",
-                theta,
-                "positions have no frequencies; take the checkpoint's own, 10000 in most",
-            )
-    for name, value in numbers.items():
-        if name in COUNTS and value < 1:
-            raise refuse(
-                name,
-                value,
-                "it must be at least 1; take the number that the checkpoint was published with",
-            )
-        if name in WINDOWS and value < 1 and fields.get("use_sliding_window") is not False:
-            raise refuse(
-                name,
-                value,
-                "no token would see even itself; set it to null for no window, or to its tokens",
-            )
-        if name in SOFT_CAPS and value <= 0.0:
-            raise refuse(name, value, "scores cannot be capped at it; set it to null for no cap")
-    heads, shared = numbers.get("num_attention_heads"), numbers.get("num_key_value_heads")
-    if heads is not None and shared is not None and heads % shared:
-        raise refuse(
-            "num_key_value_heads",
-            shared,
-            f"its {heads} attention heads cannot share them evenly; take a divisor",
-        )
-
-
-def check_vocabulary(tokens: int, rows: int | None) -> None:
-    """Raises DataError if the tokenizer makes ids that the model has no embedding for.  rows: None
-    where that is not known yet.
-    """
-    if rows is not None and tokens > rows:
-        raise DataError(
-            f"the tokenizer has {tokens} tokens but the model's vocabulary has only {rows}: "
-            "use the tokenizer that belongs to the checkpoint, or resize the model's embeddings"
-        )
 
 
 def embedding_rows(model: PreTrainedModel) -> int:
