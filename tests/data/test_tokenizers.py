@@ -1,3 +1,6 @@
+import json
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,3 +99,48 @@ def test_a_saved_tokenizer_is_loaded_as_it_was_whatever_the_models_family(tmp_pa
     assert loaded(text).input_ids == tokenizer(text).input_ids
     assert len(loaded) == len(tokenizer)
     assert (loaded.pad_token_id, loaded.eos_token_id) == (tokenizer.pad_token_id, tokenizer.eos_token_id)
+
+
+def _damaged(change: str, content: str) -> str:
+    """A tokenizer.json with one fault."""
+    tree = json.loads(content)
+    if change == "a wrong letter":
+        return content.replace('"BPE"', '"BPF"')
+    if change == "a wrong letter in a class":
+        return content.replace('"ByteLevel"', '"ByteLevl"')
+    if change == "cut":
+        return content[:-20]
+    if change == "no object":
+        return "[]"
+    if change == "nested":
+        return "[" * 100_000
+    if change == "an unknown merge":
+        tree["model"]["merges"] = [["qq", "zz"]]
+    if change.startswith("vocabulary"):
+        tree["model"]["vocab"]["a"] = int(change.split()[1])
+    if change.startswith("added"):
+        tree["added_tokens"][0]["id"] = int(change.split()[1])
+    return json.dumps(tree)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("a wrong letter", "did not match any variant"),
+        ("a wrong letter in a class", "did not match any variant"),
+        ("cut", "Expecting"),
+        ("no object", "it holds no JSON object"),
+        ("nested", "recursion"),
+        ("an unknown merge", "`qq` out of vocabulary"),
+        ("vocabulary -1", "the token 'a' has the id -1"),
+        ("vocabulary 2147483648", "the token 'a' has the id 2147483648"),
+        ("added -1", "the token '<pad>' has the id -1"),
+        ("added 2147483648", "the token '<pad>' has the id 2147483648"),
+    ],
+)
+def test_a_damaged_tokenizer_file_is_named(change: str, message: str, tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(_damaged(change, file.read_text()))
+    with pytest.raises(ConfigError, match=rf"tokenizer.json' cannot be read: .*{message}.*copy or fetch it again"):
+        load_tokenizer(str(tmp_path))

@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from sample_texts import TOKENIZER
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+)
 
 from groupwise import train
 from groupwise.config.recipes import parse_stages
@@ -280,6 +287,22 @@ def test_targets_that_are_not_there_or_not_allowed(recipe: Callable[..., Any]) -
 def test_experts_are_refused(tiny_policy: Callable[..., Policy]) -> None:
     with pytest.raises(ConfigError, match=r"not on model.layers.0.mlp.* name the layers"):
         adapt(tiny_policy("mixtral"), LORA, base="")
+
+
+def test_experts_beside_a_shared_one_are_named(tiny_policy: Callable[..., Policy], caplog: pytest.LogCaptureFixture) -> None:
+    """Linear layers of the shared expert get an adapter, the others, which lie stacked in one parameter, do not."""
+    settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+    config = Qwen2MoeConfig(
+        vocab_size=len(TOKENIZER), hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, **settings,
+    )  # fmt: skip
+    adapted = adapt(make_policy(Qwen2MoeForCausalLM(config), TOKENIZER), LORA, base="")
+    assert adapted.adapter is not None
+    assert any("shared_expert" in name for name in adapted.adapter.trained)
+    assert "the experts get no adapter and stay as they are (model.layers.0.mlp.experts.gate_up_proj and 1 more" in caplog.text
+    caplog.clear()
+    adapt(tiny_policy(), LORA, base="")
+    assert "experts" not in caplog.text
 
 
 def test_an_adapter_that_does_not_say_its_base(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import json
 import string
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import ConfigError, DataError
 from groupwise.utils.files import expanded
@@ -29,6 +29,10 @@ CHARACTERS = string.digits + " \n+-*/=.,()<>{}:;?%" + string.ascii_lowercase
 
 PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """Names of the class that follows tokenizer.json and nothing else."""
+
+TOKENIZER_FILE = "tokenizer.json"
+LARGEST_ID = 1 << 24
+"""Ids from here on are no vocabulary's; the largest have a million tokens."""
 
 CHAT_TEMPLATE = (
     "{% if tools %}<|system|>{% for tool in tools %}{{ tool.function.name }}({{"
@@ -78,23 +82,63 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub name, as it was saved.
+    """Load the tokenizer of a folder or hub name, as it was saved.
 
     `AutoTokenizer` puts the class of the model's family in the place of a plain tokenizer
     (transformers 5.23: for Qwen2), which then splits text by that family's rules and not by those
     of tokenizer.json: other ids, without an error.  A folder that says that its tokenizer is a
     plain one is believed.
-    Raises OSError or ValueError, as transformers does.
+
+    Raises ConfigError for a damaged tokenizer.json, else OSError or ValueError as transformers
+    does.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    config = Path(path) / "tokenizer_config.json"
-    if (
-        config.is_file()
-        and json.loads(config.read_text(encoding="utf-8")).get("tokenizer_class") in PLAIN
-    ):
-        return PreTrainedTokenizerFast.from_pretrained(path)
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    folder = Path(path)
+    if (folder / TOKENIZER_FILE).is_file():
+        check_tokenizer_file(folder / TOKENIZER_FILE)
+    config = folder / "tokenizer_config.json"
+    plain = config.is_file() and _read_object(config).get("tokenizer_class") in PLAIN
+    try:
+        if plain:
+            return PreTrainedTokenizerFast.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        if type(error) is Exception:  # the package tokenizers has no class of its own
+            raise _unreadable(folder / TOKENIZER_FILE, str(error)) from error
+        raise
+
+
+def check_tokenizer_file(file: Path) -> None:
+    """Raise ConfigError if a tokenizer.json is no object, or names an id that no token can have."""
+    content = _read_object(file)
+    model = content.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    ids = []
+    if isinstance(vocabulary, dict):
+        ids += vocabulary.items()
+    for token in content.get("added_tokens") or ():
+        if isinstance(token, dict):
+            ids.append((token.get("content"), token.get("id")))
+    for token, id in ids:
+        if type(id) is not int or not 0 <= id < LARGEST_ID:
+            raise _unreadable(file, f"the token {token!r} has the id {id!r}")
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """Read a JSON file that holds an object.  Raises ConfigError."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(file, str(error)) from error
+    if not isinstance(content, dict):
+        raise _unreadable(file, "it holds no JSON object")
+    return content
+
+
+def _unreadable(file: Path, reason: str) -> ConfigError:
+    """Make the error for a damaged file of a tokenizer."""
+    return ConfigError(f"{str(file)!r} cannot be read: {reason:.300}; copy or fetch it again")
 
 
 def check_same_tokens(
@@ -104,14 +148,17 @@ def check_same_tokens(
     *,
     further: bool = False,
 ) -> None:
-    """Raises ConfigError, with the tokens that differ, unless every id means the same to both.
+    """Raise ConfigError, with the tokens that differ, unless every id means the same to both.
 
     whose: of the other tokenizer, for the message.   further: one of them may know more tokens.
     """
     tokens, others = ours.get_vocab(), theirs.get_vocab()
     smaller, larger = sorted((tokens, others), key=len)
-    different = [token for token, id in (smaller if further else {**larger, **smaller}).items() if larger.get(token) != id
-                 or (not further and smaller.get(token) != id)]  # fmt: skip
+    compared = smaller if further else {**larger, **smaller}
+    different = []
+    for token, id in compared.items():
+        if larger.get(token) != id or (not further and smaller.get(token) != id):
+            different.append(token)
     if different:
         shown = ", ".join(
             f"{token!r} is {tokens.get(token, 'unknown')} to the policy and"

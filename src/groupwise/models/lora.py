@@ -29,8 +29,13 @@ from groupwise.config.settings import LoraSettings
 from groupwise.errors import ConfigError
 from groupwise.models.policy import Adapter, Policy
 from groupwise.utils.spelling import nearest
+from groupwise.utils.terminal import logger
+
+log = logger(__name__)
 
 ADAPTER, FOLDER, FILE = "default", "adapter", "adapter_model.safetensors"
+CONVOLUTIONS = (nn.Conv1d, nn.ConvTranspose1d)
+"""Modules whose weights have three dimensions and are no experts."""
 PREFIX = "base_model.model."
 """peft's, before every name in its files."""
 ADAPTER_CONFIG = "adapter_config.json"
@@ -38,7 +43,10 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 def keep_adapter(policy: Policy, folder: Path, parameters: Mapping[str, Tensor]) -> None:
-    """Write the adapter alone: its base is where it was.   parameters: at least the trained ones."""
+    """Write the adapter alone: its base is where it was.
+
+    parameters: at least the trained ones.
+    """
     write_adapter(policy, folder, parameters)
     policy.model.config.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
@@ -93,7 +101,29 @@ def adapt(policy: Policy, lora: LoraSettings, *, base: str, seed: int = 0) -> Po
         score.requires_grad_(True)
         config.modules_to_save = ["score"]  # for the file: peft would otherwise wrap it
     trained = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    _name_bare_experts(model)
     return replace(policy, adapter=Adapter(config=config, trained=trained))
+
+
+def _name_bare_experts(model: nn.Module) -> None:
+    """Warn of experts that lie stacked in one parameter: peft adapts layers, so they stay."""
+    bare = []
+    for module_name, module in model.named_modules():
+        if isinstance(module, CONVOLUTIONS):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() == 3:
+                bare.append((f"{module_name}.{name}", parameter.numel()))
+    if not bare:
+        return
+    share = sum(numel for _, numel in bare) / sum(x.numel() for x in model.parameters())
+    log.warning(
+        "model.lora: the experts get no adapter and stay as they are (%s and %d more, %.0f%% of the"
+        " model's parameters): train without model.lora to train them too",
+        bare[0][0],
+        len(bare) - 1,
+        100.0 * share,
+    )
 
 
 def inject(model: nn.Module, config: Any) -> None:
@@ -235,7 +265,8 @@ def model_without_layers(model: PreTrainedModel, *, merge: bool) -> PreTrainedMo
         layer = name.rpartition(".base_layer.")[0]
         if layer in adapted and name.endswith(".base_layer.weight"):
             if merge:
-                tensor = (tensor + adapted[layer].get_delta_weight(ADAPTER)).to(tensor.dtype)  # type: ignore[operator]
+                delta: Any = adapted[layer].get_delta_weight(ADAPTER)  # type: ignore[operator]
+                tensor = (tensor + delta).to(tensor.dtype)
             weights[f"{layer}.weight"] = tensor
         elif ".lora_" not in name:
             weights[name.replace(".base_layer.", ".")] = tensor

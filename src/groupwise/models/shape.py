@@ -37,7 +37,7 @@ def read_fields(config: Mapping[str, Any]) -> Any:
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    kind = config.get("model_type")
+    kind = str(config.get("model_type"))
     if kind not in CONFIG_MAPPING:
         return SimpleNamespace(**config)
     fields: Any = CONFIG_MAPPING[kind].from_dict(dict(config))

@@ -96,7 +96,7 @@ def empty_model(
 
     kind: one of transformers' Auto classes, or the model's own.
     """
-    model = modules_of(kind, config, dtype, trust_remote_code=trust_remote_code)
+    model: Any = modules_of(kind, config, dtype, trust_remote_code=trust_remote_code)
     # The way `from_pretrained` gets its buffers: placeholders, which the model's own initialisation
     # then computes.
     for module in model.modules():

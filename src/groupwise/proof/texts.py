@@ -17,7 +17,7 @@ from torch import nn
 
 from groupwise.environments.conversation import Reply, Stream
 from groupwise.models import recurrence, rope
-from groupwise.models.loading import WINDOWS
+from groupwise.models.config_checks import WINDOWS
 from groupwise.models.masks import ATTRIBUTE, Reach
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import readout, reads_tokens
