@@ -340,6 +340,8 @@ def test_no_argument_is_carried_over_that_no_key_is_from(kind: str) -> None:
         ("GRPOConfig", "run_name: a\noutput_dir: b", "run_name", "not supported", "output_dir names the run"),
         ("GRPOConfig", "eval_strategy: epoch", "eval_strategy", "not supported", "no evaluation every epoch"),
         ("GRPOConfig", "vllm_dtype: half", "vllm_dtype", "not supported", "{name: vllm, dtype: ...}"),
+        ("GRPOConfig", "environment_factory: [a:A, b:B]", "environment_factory", "not supported", "a run has one environment"),
+        ("GRPOConfig", "environment_factory: {a: a:A}", "environment_factory", "not supported", "a run has one environment"),
         ("GRPOConfig", "report_to: comet_ml", "report_to", "not supported", "there is no dashboard comet_ml"),
         ("GRPOConfig", "generation_kwargs: {stop: a, penalty_alpha: 0.6}", "generation_kwargs", "not supported", "without penalty"),
         ("SFTConfig", "push_to_hub: true", "push_to_hub", "not done here", "`hf upload NAME runs/RUN/final`"),
@@ -415,7 +417,8 @@ def test_a_byte_order_mark_is_no_character_of_a_file(name: str) -> None:
 
 @pytest.mark.parametrize("value", ["a\x1b[2Jb", "a\u202eb", "a\x9bb", "a\nb\U0001f600"])
 def test_values_cannot_steer_a_terminal(value: str) -> None:
-    Path("a.py").write_text(f"GRPOConfig(max_steps=3, stop=[{value!r}], hub_model_id={value!r}, odd={value!r})\n")
+    odd = {"stop": [value], "hub_model_id": value, "odd": value, f"odd{value}": 1, "optim": value, "lr_scheduler_type": value}
+    Path("a.py").write_text(f"GRPOConfig(max_steps=3, **{odd!r})\n")
     imported = import_trl("a.py")
     for text in (imported.summary(), imported.render()):
         assert not set("\x1b\u202e\x9b") & set(text)

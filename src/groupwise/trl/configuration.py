@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 from groupwise.errors import ConfigError
 from groupwise.trl.values import Needed, number_of, short, whole_of
+from groupwise.utils.terminal import escaped
 
 Fate = Literal["same", "changed", "unneeded", "elsewhere", "missing"]
 
@@ -119,7 +120,7 @@ class Line:
 
     def __str__(self) -> str:
         detail = f"  ({self.detail})" if self.detail else ""
-        return f"{self.name}: {short(self.value)}{detail}"
+        return escaped(f"{self.name}: {short(self.value)}{detail}", keep="")
 
 
 class Written(NamedTuple):

@@ -86,13 +86,13 @@ class Imported:
         for title in (*[FATES[fate] for fate in SHOWN], "not read"):
             lines += [f"  {title}: {line}" for line in fates.get(title, ())]
         lines += [f"  still to set: {text}" for text in self.needed]
-        return "\n".join(lines)
+        return escaped("\n".join(lines))
 
     def render(self) -> str:
         """The recipe as YAML: at its head what became of each argument, behind each key where it is
         from.
         """
-        name = Path(self.source).name
+        name = _one_line(Path(self.source).name)
         lines = [f"# From TRL's {self.kind} in {name}, by `groupwise recipes import-trl`."]
         for title, here in self.by_fate().items():
             lines.append(f"# {title}:")

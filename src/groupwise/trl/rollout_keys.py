@@ -236,7 +236,10 @@ def called(function: Any) -> str:
 def write_environment(trl: Configuration) -> None:
     """Write the tools and the environment."""
     tools, factory = trl.arguments.get("tools"), trl.arguments.get("environment_factory")
-    if isinstance(factory, list) and factory:
+    if isinstance(factory, Mapping) or (isinstance(factory, list) and len(factory) > 1):
+        trl.note("environment_factory", "missing", "a run has one environment")
+        factory = None
+    elif isinstance(factory, list) and factory:
         factory = factory[0]
     if tools:
         trl.write("environment.tools", tools, "tools")

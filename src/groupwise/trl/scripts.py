@@ -351,10 +351,10 @@ class Script:
 
     def followed(self, node: ast.expr) -> ast.expr:
         """What a name stands for."""
-        seen = set(self.definitions)
-        while isinstance(node, ast.Name) and node.id in self.constants and node.id not in seen:
-            seen.add(node.id)
-            node = self.constants[node.id]
+        for _ in range(DEPTH):
+            if not isinstance(node, ast.Name) or node.id in self.definitions:
+                break
+            node = self.constants.get(node.id, node)
         return node
 
     def optional(self, node: ast.expr) -> Any:
