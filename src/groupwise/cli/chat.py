@@ -82,7 +82,7 @@ def chat(
     from groupwise.api.loaded_policy import load_policy
     from groupwise.api.progress import safe
     from groupwise.api.tool_chat import Answered
-    from groupwise.rewards.compose import spoken
+    from groupwise.rewards.completions import spoken
     from groupwise.runs.folder import origin_of
     from groupwise.runs.trust import demand_trust
 

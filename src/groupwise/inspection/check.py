@@ -34,7 +34,8 @@ from groupwise.models.policy import Policy
 from groupwise.proof.passes import model_pass
 from groupwise.records import Finish, Prompt, Rollout, RolloutGroup, Sampling
 from groupwise.rewards.accuracy import as_text, check_gold
-from groupwise.rewards.compose import Rewards, prompt_of
+from groupwise.rewards.completions import prompt_of
+from groupwise.rewards.compose import Rewards
 from groupwise.runs.inputs import resolved
 from groupwise.runs.job import Job, make_job
 from groupwise.runs.policies import fit_threads

@@ -18,7 +18,8 @@ import numpy as np
 from groupwise.config.settings import VERDICTS, RewardSettings
 from groupwise.data.sources import SourceRows, read_rows
 from groupwise.errors import ConfigError, DataError, RunError
-from groupwise.rewards.compose import Rewards, as_messages, build_rewards, combine
+from groupwise.rewards.completions import as_messages
+from groupwise.rewards.compose import Rewards, build_rewards, combine
 from groupwise.rewards.registry import GOLD_COLUMNS
 from groupwise.rewards.user_functions import NO_COLUMN, Completions
 from groupwise.runs import recorded

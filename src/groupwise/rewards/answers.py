@@ -21,7 +21,9 @@ PROSE = 3
 QUOTES = "\"'“”„‟‘’‚‛«»‹›"
 MINUS = str.maketrans(dict.fromkeys("−﹣－‒", "-"))
 """Characters that mean a minus sign."""
-_QUOTES_ALIKE = str.maketrans(dict.fromkeys("“”„‟«»", '"') | dict.fromkeys("‘’‚‛‹›", "'"))
+_DOUBLE = dict.fromkeys("“”„‟«»", '"')
+_SINGLE = dict.fromkeys("‘’‚‛‹›", "'")
+_QUOTES_ALIKE = str.maketrans(_DOUBLE | _SINGLE)
 
 _LINE_ENDS = re.compile(r"\r\n?|[\v\f\x85\u2028\u2029]")
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -38,7 +40,7 @@ APART = 50
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _MENTION = re.compile(r"answers?|(?:correct|right|best) (?:option|choice|solution)", re.IGNORECASE)
 MENTIONS = 100
-"""Of the word "answer": those that are looked at, from the end."""
+"""Mentions of an answer that are looked at, from the end."""
 _PHRASE = re.compile(
     rf"(?:{_MENTION.pattern})"
     r"[*_`\"']{0,3}(?:\s(?:to|for|of)\s[^\n.:=?]{1,80}?)?[*_`\"']{0,3}\s*"
@@ -62,7 +64,7 @@ _TAKEN_BACK = re.compile(r"(?:no|wait|actually|sorry)\b\s*[-,.:!\u2013\u2014]", 
 _FINISHED = re.compile(r"\n|[.!?][*_`]{0,3}\s")
 _CLOSED = re.compile(r"([*_`])[.!?]+$")
 _BOLD_SIDE = re.compile(r"(=\s*)\*\*([^*]+)\*\*(?=[.!?]*$)")
-"""Of an equation: 17 + 25 = **42**."""
+"""A side of an equation in bold: 17 + 25 = **42**."""
 _DISPLAYS = {"\\[": "\\]", "$$": "$$", "```": "```"}
 _SPAN = re.compile(r"\$\$?[^$]+\$\$?|\\\((?:[^\\]|\\(?!\)))+\\\)")
 _VERB = re.compile(r"(?<=[\w$)}])\s+(?:is|are|was|equals)\s*:?\s+")
@@ -98,20 +100,19 @@ _NEGATION = re.compile(r"\b(?:not|no|never|neither)\b|n['’]t\b", re.IGNORECASE
 
 _NUMBER = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
 _ANY_NUMBER = re.compile(
-    rf"(?<![\d.])([-+]?)\s?\$?\s?((?:{_NUMBER})(?:[eE][-+]?\d{{1,3}}(?![\w.]))?)(?:/(\d{{1,12}})(?![\d/.]))?"
+    rf"(?<![\d.])([-+]?)\s?\$?\s?((?:{_NUMBER})(?:[eE][-+]?\d{{1,3}}(?![\w.]))?)"
+    r"(?:/(\d{1,12})(?![\d/.]))?"
 )
 
 
 def alike(text: str) -> str:
-    """The same text for all ways to write line ends, quotes, accents and minus signs."""
-    return unicodedata.normalize(
-        "NFC", _LINE_ENDS.sub("\n", text).translate(_QUOTES_ALIKE).translate(MINUS)
-    )
+    """Return the same text for all ways to write line ends, quotes, accents and minus signs."""
+    text = _LINE_ENDS.sub("\n", text).translate(_QUOTES_ALIKE).translate(MINUS)
+    return unicodedata.normalize("NFC", text)
 
 
 def boxes(text: str) -> Iterator[tuple[int, int, str, bool]]:
-    r"""Start, end and content of every `\boxed{...}` in order, braces balanced, and whether it is
-    closed.
+    r"""Yield start, end and content of every `\boxed{...}` in order, and whether it is closed.
 
     >>> [content for _, _, content, _ in boxes(r"\boxed{1}, then \boxed{\frac{1}{2}}")]
     ['1', '\\frac{1}{2}']
@@ -137,7 +138,7 @@ def boxes(text: str) -> Iterator[tuple[int, int, str, bool]]:
 
 
 def find_answer(text: str, *, cut: bool = False) -> str | None:
-    r"""The final answer that a completion gives, as text; None if it gives none.
+    r"""Return the final answer that a completion gives, as text; None if it gives none.
 
     It is looked for in the final message.  A marked answer comes first: the last of `\boxed{}`
     (several in a row, joined by commas or "and", are one set of answers), `####` and `<answer>`;
@@ -153,10 +154,12 @@ def find_answer(text: str, *, cut: bool = False) -> str | None:
 
     >>> find_answer(r"<think>maybe \boxed{3}</think> It is \boxed{4}.")
     '4'
-    >>> find_answer("2 + 2 = 4\n#### 4"), find_answer("So the answer is $x = 4$."), find_answer("Let me see.\nHm.")
-    ('4', '$x = 4$', None)
-    >>> find_answer("**Answer: 42**"), find_answer("42, not 41."), find_answer("The answer is 42? No, 41.")
+    >>> find_answer("2 + 2 = 4\n#### 4"), find_answer("So the answer is $x = 4$.")
+    ('4', '$x = 4$')
+    >>> find_answer("**Answer: 42**"), find_answer("42, not 41."), find_answer("Let me see.\nHm.")
     ('42', '42', None)
+    >>> find_answer("The answer is 42? No, 41.") is None
+    True
     >>> find_answer("The answer is 4", cut=True), find_answer("The answer is 42. So", cut=True)
     (None, '42')
     """
@@ -199,11 +202,11 @@ def _is_prose(text: str) -> bool:
 
 
 def find_gold(text: str) -> str | None:
-    r"""The answer that a data row gives: what its last `####`, `\boxed{}` or `<answer>` holds, else
-    all of it.
+    r"""Return the answer that a data row gives: what its last `####`, `\boxed{}` or `<answer>`
+    holds, else all of it.
 
-    >>> find_gold("He pays 3 * 4 = <<3*4=12>>12 dollars.\n#### 1,012"), find_gold(r" \frac{1}{2}"), find_gold(" ")
-    ('1,012', '\\frac{1}{2}', None)
+    >>> find_gold("He pays <<3*4=12>>12 dollars.\n#### 1,012"), find_gold(r" \frac{1}{2}")
+    ('1,012', '\\frac{1}{2}')
     """
     text = _LINE_ENDS.sub("\n", text)
     answer = marked(text)
@@ -211,8 +214,8 @@ def find_gold(text: str) -> str | None:
 
 
 def marked(text: str, *, cut: bool = False) -> str | None:
-    """The answer that stands in a box, in an `<answer>` tag or behind `####`, whichever comes last;
-    None if none is there.
+    """Return the answer that stands in a box, in an `<answer>` tag or behind `####`, whichever
+    comes last; None if none is there.
     """
     return max(
         _boxed(text, cut),
@@ -270,31 +273,33 @@ def _tagged(text: str, cut: bool) -> tuple[int, str | None]:
 
 
 def statement(text: str) -> str | None:
-    """What follows the last "answer is", "answer:" or heading "Answer" that something follows, up
-    to the end of the line.
+    """Return what follows the last "answer is", "answer:" or heading "Answer" that something
+    follows, up to the end of the line.
 
     None if it is a question, or if the next sentence takes it back.
 
     >>> statement("The answer is 41. The answer is 42."), statement("The answer is 42? No, 41.")
     ('42.', None)
     """
-    phrases = [
-        _PHRASE.match(text, mention.start()) for mention in [*_MENTION.finditer(text)][-MENTIONS:]
-    ]
-    ends = sorted(
-        {match.end() for match in (*phrases, *_HEADING.finditer(text)) if match is not None}
-    )
-    for end in reversed(ends):
+    ends = {heading.end() for heading in _HEADING.finditer(text)}
+    mentions = list(_MENTION.finditer(text))
+    for mention in mentions[-MENTIONS:]:
+        phrase = _PHRASE.match(text, mention.start())
+        if phrase is not None:
+            ends.add(phrase.end())
+    for end in sorted(ends, reverse=True):
         answer = _first_line(text[end:])
         if answer.strip(" .*_`"):
-            sentence = _SENTENCE.search(answer)
-            first, behind = (
-                (answer[: sentence.end()], answer[sentence.end() :]) if sentence else (answer, "")
-            )
-            return (
-                None if first.rstrip(" *_`").endswith("?") or _TAKEN_BACK.match(behind) else answer
-            )
+            return None if _is_taken_back(answer) else answer
     return None
+
+
+def _is_taken_back(answer: str) -> bool:
+    """Return True for a question, and where the next sentence says otherwise."""
+    sentence = _SENTENCE.search(answer)
+    end = len(answer) if sentence is None else sentence.end()
+    asks = answer[:end].rstrip(" *_`").endswith("?")
+    return asks or _TAKEN_BACK.match(answer, end) is not None
 
 
 def _first_line(text: str) -> str:
@@ -309,11 +314,13 @@ def _first_line(text: str) -> str:
 
 
 def clause(text: str) -> str:
-    r"""Of what was said as the answer the answer: without reasons and later sentences; of words
-    around formulas the formulas.
+    r"""Return the answer alone: without reasons and later sentences, and without words around
+    formulas.
 
-    >>> clause("42, not 41."), clause("the expression $2x + 1$."), clause("$3$ or $4$. I hope so"), clause("not $42$")
-    ('42', '$2x + 1$', '$3$ or $4$', 'not $42$')
+    >>> clause("42, not 41."), clause("the expression $2x + 1$.")
+    ('42', '$2x + 1$')
+    >>> clause("$3$ or $4$. I hope so"), clause("not $42$")
+    ('$3$ or $4$', 'not $42$')
     """
     if len(text) > LONGEST_ANSWER:
         return text
@@ -341,14 +348,13 @@ def _without_aside(text: str) -> str:
 
 
 def tidy(text: str) -> str:
-    """Without the marks of Markdown, quotes and the full stop around it.
+    """Return a text without the marks of Markdown, quotes and the full stop around it.
 
     >>> tidy("**42**."), tidy("`42`"), tidy("“Paris”.")
     ('42', '42', 'Paris')
     """
-    text = (
-        _CLOSED.sub(r"\1", _BOLD_SIDE.sub(r"\1\2", text.strip())).lstrip("*_`").rstrip("*_` .\t\n")
-    )
+    text = _BOLD_SIDE.sub(r"\1\2", text.strip())
+    text = _CLOSED.sub(r"\1", text).lstrip("*_`").rstrip("*_` .\t\n")
     if text.endswith("}") and text.count("{") < text.count("}"):  # of {"answer": 42}
         text = text[:-1].rstrip()
     if len(text) > 1 and text[0] in QUOTES and text[-1] in QUOTES:
@@ -357,10 +363,11 @@ def tidy(text: str) -> str:
 
 
 def last_number(text: str) -> Decimal | Fraction | None:
-    """The final number of a text: in its marked answer if it has one, else the last number written.
+    """Return the final number of a text: in its marked answer if it has one, else the last number
+    written.
 
-    >>> last_number("She has 3 bags.\\n#### 1,234"), last_number("that makes $12.50."), last_number("none")
-    (Decimal('1234'), Decimal('12.50'), None)
+    >>> last_number("She has 3 bags.\\n#### 1,234"), last_number("that makes $12.50.")
+    (Decimal('1234'), Decimal('12.50'))
     """
     answer = marked(text)
     numbers = _ANY_NUMBER.findall((text if answer is None else answer).translate(MINUS))
@@ -379,8 +386,10 @@ def final_number(text: str, *, cut: bool = False) -> Decimal | Fraction | None:
     """`last_number` of the answer that a text gives, if that holds one, else of what follows its
     thinking.  cut: as in `find_answer`.
 
-    >>> final_number("The answer is 42, not 41."), final_number("It is 6 * 7 = 42, I think."), final_number("42", cut=True)
-    (Decimal('42'), Decimal('42'), None)
+    >>> final_number("The answer is 42, not 41."), final_number("It is 6 * 7 = 42, I think.")
+    (Decimal('42'), Decimal('42'))
+    >>> final_number("42", cut=True) is None
+    True
     """
     answer = find_answer(text, cut=cut)
     if answer is not None and _NEGATION.match(answer):

@@ -60,8 +60,10 @@ class Outcome:
 def described(labels: Sequence[str]) -> str:
     """Name completions in a message.
 
-    >>> described(["0 of row 5", "1 of row 5"]), described(["0 of row 5"] * 4)
-    ('completions 0 of row 5, 1 of row 5', 'completions 0 of row 5, 0 of row 5, 0 of row 5 ... (4 in all)')
+    >>> described(["0 of row 5", "1 of row 5"])
+    'completions 0 of row 5, 1 of row 5'
+    >>> described(["0 of row 5"] * 4)
+    'completions 0 of row 5, 0 of row 5, 0 of row 5 ... (4 in all)'
     """
     if len(labels) == 1:
         return f"completion {labels[0]}"
@@ -107,7 +109,7 @@ def failure(reward: Reward, message: str, excerpts: Sequence[Excerpt]) -> Reward
 def outcomes_of(
     calls: Sequence[RewardCall], answers: Sequence[Mapping[str, Any] | None]
 ) -> list[Outcome]:
-    """Read the answers of `functions.Functions`.  Raises RewardError for one of a call that failed."""
+    """Read the answers of `functions.Functions`.  Raises RewardError for a call that failed."""
     outcomes = []
     for call, answer in zip(calls, answers, strict=False):
         if answer is None:

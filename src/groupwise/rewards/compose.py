@@ -22,10 +22,10 @@ from groupwise.config.live_objects import object_of
 from groupwise.config.settings import RewardSettings, verdict_of
 from groupwise.config.texts import demand_values
 from groupwise.errors import ConfigError, Findings, RewardError
-from groupwise.records import Episode, Prompt, Rollout, RolloutGroup
+from groupwise.records import Rollout, RolloutGroup
 from groupwise.rewards import calls
 from groupwise.rewards.calls import Host, Outcome, described
-from groupwise.rewards.environment import EnvironmentState
+from groupwise.rewards.completions import completions_of
 from groupwise.rewards.functions import Excerpt, Functions, RewardCall
 from groupwise.rewards.registry import GOLD_COLUMNS, find_builtin
 from groupwise.rewards.step_rewards import ProcessReward, step_signal
@@ -75,9 +75,9 @@ class LiveReward:
 
     def settings(self) -> RewardSettings:
         """The same as an entry of a recipe, without the function."""
-        inner = (
-            self.function.function if isinstance(self.function, ProcessReward) else self.function
-        )
+        inner = self.function
+        if isinstance(inner, ProcessReward):
+            inner = inner.function
         name = self.name or getattr(inner, "__name__", type(inner).__name__)
         if self.timeout is not None and not (math.isfinite(self.timeout) and self.timeout > 0.0):
             raise ConfigError(
@@ -125,83 +125,129 @@ def build_rewards(
         finite, a bad argument, or a parameter that the data have no column for; Problems if several
         are wrong.  `key` of an error is that of the recipe.
 
-    >>> rewards = build_rewards([RewardSettings(function="exact"), RewardSettings(function="think_format", weight=0.1)],
-    ...                         columns=["prompt", "answer"])
+    >>> settings = [RewardSettings(function="exact"), RewardSettings(function="tags", weight=0.1)]
+    >>> rewards = build_rewards(settings, columns=["prompt", "answer"])
     >>> rewards.names, rewards.weights
-    (('exact', 'think_format'), (1.0, 0.1))
+    (('exact', 'tags'), (1.0, 0.1))
     """
     if not settings:
         raise ConfigError(
             "there is no reward function; name at least one under rewards:, e.g. `- function:"
             " accuracy`"
         )
-    offered = [column for column in columns if column not in RESERVED]
     entries = [_entry(entry, place) for place, entry in enumerate(settings)]
-    wrong = Findings()
-    files = {
-        file_of(entry.function): Host()
-        for entry, live in entries
-        if live is None and ":" in entry.function
-    }
-    names, rewards = list[str](), list[Reward]()
+    build = _Build([column for column in columns if column not in RESERVED], tokenizer)
     try:
-        for host in files.values():
-            host.start()  # they start side by side
-        for place, (entry, live) in enumerate(entries):
-            key, name = f"rewards.{place}", entry.name or entry.function.rpartition(":")[2]
-            with wrong.of(f"{key}.args"):
-                demand_values(entry.args, f"{key}.args")
-            with wrong.of(f"{key}.weight"):
-                if not math.isfinite(entry.weight):
-                    raise ConfigError(
-                        f"the reward {name!r} has weight {entry.weight}; a weight is a finite"
-                        " number"
-                    )
-            with wrong.of(f"{key}.name"):
-                if name in names:
-                    raise ConfigError(
-                        f"two reward functions have the name {name!r}; give one of them another by"
-                        " name:"
-                    )
-            names.append(name)
-            with wrong.of(f"{key}.function"):
-                if live is None and ":" not in entry.function:
-                    rewards.append(find_builtin(entry, offered, tokenizer))
-                    continue
-                if live is not None:
-                    signature = read_signature(live.function, name, entry.args, offered)
-                elif (host := files[file_of(entry.function)]).worker is None:
-                    continue  # that the file cannot be imported is one mistake
-                else:
-                    signature = host.describe(entry.function, name, entry.args, offered)
-                rewards.append(
-                    Reward(
-                        name=name,
-                        weight=float(entry.weight),
-                        spec=entry.function,
-                        signature=signature,
-                        arguments=dict(entry.args),
-                        timeout=entry.timeout,
-                    )
-                )
-        with wrong.of("verdict"):
-            verdict = verdict_of([entry for entry, _ in entries], verdict)
-            if verdict is not None and verdict not in names:
-                raise ConfigError(
-                    f"verdict: there is no reward {verdict!r}; the rewards are {', '.join(names)}"
-                )
-        wrong.settle()
-        return Rewards(
-            rewards,
-            offered,
-            files,
-            verdict,
-            {entry.function: live for entry, live in entries if live is not None},
-        )
+        build.start(entries)
+        for entry in entries:
+            build.add(entry)
+        return build.rewards([entry.settings for entry in entries], verdict)
     except BaseException:
-        for host in files.values():
-            host.kill()
+        build.kill()
         raise
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Entry:
+    """One of the functions that `build_rewards` takes."""
+
+    key: str
+    """The place in the recipe: rewards.0."""
+    settings: RewardSettings
+    live: LiveReward | None
+    """The function itself, where it is an object of the program."""
+
+    @property
+    def name(self) -> str:
+        return self.settings.name or self.settings.function.rpartition(":")[2]
+
+    @property
+    def in_file(self) -> bool:
+        """Return True for a function of a file or module."""
+        return self.live is None and ":" in self.settings.function
+
+
+class _Build:
+    """Finds and checks functions one by one, and collects what is wrong with them."""
+
+    def __init__(self, columns: Sequence[str], tokenizer: Any) -> None:
+        self._columns, self._tokenizer = columns, tokenizer
+        self._wrong = Findings()
+        self._names: list[str] = []
+        self._rewards: list[Reward] = []
+        self._live: dict[str, LiveReward] = {}
+        self._files: dict[str, Host] = {}
+
+    def start(self, entries: Sequence[_Entry]) -> None:
+        """Start the processes of all files, side by side."""
+        for entry in entries:
+            if entry.in_file:
+                self._files[file_of(entry.settings.function)] = Host()
+        for host in self._files.values():
+            host.start()
+
+    def kill(self) -> None:
+        """End the processes."""
+        for host in self._files.values():
+            host.kill()
+
+    def add(self, entry: _Entry) -> None:
+        """Check an entry, and find its function."""
+        key, settings = entry.key, entry.settings
+        with self._wrong.of(f"{key}.args"):
+            demand_values(settings.args, f"{key}.args")
+        with self._wrong.of(f"{key}.weight"):
+            if not math.isfinite(settings.weight):
+                raise ConfigError(
+                    f"the reward {entry.name!r} has weight {settings.weight}; a weight is a finite"
+                    " number"
+                )
+        with self._wrong.of(f"{key}.name"):
+            if entry.name in self._names:
+                raise ConfigError(
+                    f"two reward functions have the name {entry.name!r}; give one of them another"
+                    " by name:"
+                )
+        self._names.append(entry.name)
+        with self._wrong.of(f"{key}.function"):
+            reward = self._found(entry)
+            if reward is not None:
+                self._rewards.append(reward)
+
+    def _found(self, entry: _Entry) -> Reward | None:
+        """Return a function with its signature; None for another one of a file that is refused."""
+        settings = entry.settings
+        if entry.live is None and not entry.in_file:
+            return find_builtin(settings, self._columns, self._tokenizer)
+        if entry.live is not None:
+            self._live[settings.function] = entry.live
+            function = entry.live.function
+            signature = read_signature(function, entry.name, settings.args, self._columns)
+        else:
+            host = self._files[file_of(settings.function)]
+            if host.worker is None:
+                return None  # that the file cannot be imported is one mistake
+            signature = host.describe(settings.function, entry.name, settings.args, self._columns)
+        return Reward(
+            name=entry.name,
+            weight=float(settings.weight),
+            spec=settings.function,
+            signature=signature,
+            arguments=dict(settings.args),
+            timeout=settings.timeout,
+        )
+
+    def rewards(self, settings: Sequence[RewardSettings], verdict: str | None) -> Rewards:
+        """Return the functions together.  Raises what was found wrong."""
+        with self._wrong.of("verdict"):
+            verdict = verdict_of(settings, verdict)
+            if verdict is not None and verdict not in self._names:
+                raise ConfigError(
+                    f"verdict: there is no reward {verdict!r}; the rewards are"
+                    f" {', '.join(self._names)}"
+                )
+        self._wrong.settle()
+        return Rewards(self._rewards, self._columns, self._files, verdict, self._live)
 
 
 def file_of(spec: str) -> str:
@@ -209,26 +255,24 @@ def file_of(spec: str) -> str:
     return spec.rpartition(":")[0]
 
 
-def _entry(
-    reward: RewardSettings | LiveReward | Callable[..., Any], place: int
-) -> tuple[RewardSettings, LiveReward | None]:
-    """One of the functions that `build_rewards` takes, as a recipe has it, and itself where it is
-    an object of the program.
-    """
+def _entry(reward: RewardSettings | LiveReward | Callable[..., Any], place: int) -> _Entry:
+    key = f"rewards.{place}"
     if isinstance(reward, RewardSettings):
-        live: LiveReward = object_of(reward.function, f"rewards.{place}.function")
+        live: LiveReward | None = object_of(reward.function, f"{key}.function")
         if live is None:
-            return reward, None
-        reward = replace(
+            return _Entry(key=key, settings=reward, live=None)
+        live = replace(
             live,
             weight=reward.weight,
             name=reward.name or live.name,
             args=reward.args,
             timeout=reward.timeout,
         )
-    elif not isinstance(reward, LiveReward):
-        reward = LiveReward(function=reward)
-    return reward.settings(), reward
+    elif isinstance(reward, LiveReward):
+        live = reward
+    else:
+        live = LiveReward(function=reward)
+    return _Entry(key=key, settings=live.settings(), live=live)
 
 
 class Rewards:
@@ -254,12 +298,8 @@ class Rewards:
         self._hosts = _hosts(self._rewards, dict(files or {}), live or {})
         """Where functions run that do not run in this process, by name."""
         self._thread: threads.Thread | None = None
-        """In which functions of the program run, where they run here: always the same, and never
-        the main one, whoever calls.
-        """
-        self._functions = Functions(
-            {spec: one.function for spec, one in (live or {}).items() if one.runs == "here"}
-        )
+        """The thread of functions that run here: always the same, and never the main one."""
+        self._functions = Functions(_functions_of_this_process(live or {}))
         self._lock = threading.Lock()
         self.seconds: dict[str, float] = {}
         """How long each function took in the last call, without what a worker process takes to
@@ -289,11 +329,14 @@ class Rewards:
         """The functions that compare with a gold answer, by name, each with the data's column that
         holds it.
         """
-        columns = {
-            r.name: r.gold or next((c for c in GOLD_COLUMNS if c in r.signature.named), None)
-            for r in self._rewards
-        }
-        return {name: column for name, column in columns.items() if column is not None}
+        columns: dict[str, str] = {}
+        for reward in self._rewards:
+            named = [column for column in GOLD_COLUMNS if column in reward.signature.named]
+            if reward.gold is not None:
+                columns[reward.name] = reward.gold
+            elif named:
+                columns[reward.name] = named[0]
+        return columns
 
     @property
     def process(self) -> bool:
@@ -317,22 +360,12 @@ class Rewards:
             self._thread = None
 
     def plan(self) -> Iterator[str]:
-        """Each function with where it runs, and what happens to a call that does not end."""
+        """Yield each function with where it runs, and what happens to a call that does not end."""
         for reward in self._rewards:
-            each = "a completion" if reward.signature.single else "a call"
-            more = "" if reward.signature.single else f", or {calls.SECONDS_EACH:g} s a completion,"
-            if reward.name not in self._hosts:
-                yield f"{reward.name}: in this process"
-            elif reward.timeout is not None:
-                yield (
-                    f"{reward.name}: in a worker process; {reward.timeout:g} s for {each}, then"
-                    " None"
-                )
+            if reward.name in self._hosts:
+                yield f"{reward.name}: in a worker process; {_limit_in_words(reward)}"
             else:
-                yield (
-                    f"{reward.name}: in a worker process; {each} that takes"
-                    f" {calls.DEFAULT_SECONDS:g} s{more} ends the run"
-                )
+                yield f"{reward.name}: in this process"
 
     def score(self, groups: Sequence[Sequence[Rollout]]) -> list[RolloutGroup]:
         """Score every completion of every group, in one call per function; groups and completions
@@ -347,7 +380,7 @@ class Rewards:
             return []
         if not self._rewards:  # a teacher is learnt from
             return [unjudged(group) for group in groups]
-        outcomes = self._outcomes(self._completions(rollouts))
+        outcomes = self._outcomes(completions_of(rollouts, self._columns))
         values = [outcome.values for outcome in outcomes]
         metrics, columns = self._logged(outcomes)
         rewards = self.matrix(values)
@@ -356,6 +389,10 @@ class Rewards:
         scored, end = [], 0
         for group in groups:
             begin, end = end, end + len(group)
+            signals = {}
+            if process is not None:
+                signals["process"] = tuple(process[begin:end])
+            extra = {name: tuple(column[begin:end]) for name, column in columns.items()}
             scored.append(
                 RolloutGroup(
                     rollouts=tuple(group),
@@ -363,9 +400,9 @@ class Rewards:
                     rewards=rewards[begin:end],
                     reward=combined[begin:end],
                     weights=self.weights,
-                    signals={} if process is None else {"process": tuple(process[begin:end])},
+                    signals=signals,
                     logged=metrics,
-                    extra={name: tuple(column[begin:end]) for name, column in columns.items()},
+                    extra=extra,
                     verdict=self.verdict,
                 )
             )
@@ -379,23 +416,22 @@ class Rewards:
     def _outcomes(self, batch: Completions) -> list[Outcome]:
         # rollouts ahead of training come from several threads, and a function need not bear that
         with self._lock:
-            outcomes = self._called(batch)
-            self.seconds |= {
-                name: outcome.seconds for name, outcome in zip(self.names, outcomes, strict=True)
-            }
-            for reward, outcome in zip(self._rewards, outcomes, strict=True):
+            ended = self._called(batch)
+            for reward in self._rewards:
+                outcome = ended[reward.name]
+                self.seconds[reward.name] = outcome.seconds
                 self._count_late(reward, outcome, batch)
-            return outcomes
+            return [ended[name] for name in self.names]
 
     def _logged(self, outcomes: Sequence[Outcome]) -> tuple[dict[str, float], dict[str, list[Any]]]:
-        """The metrics and columns of all functions.  Raises RewardError for a column that two of
-        them log.
+        """Return the metrics and columns of all functions.  Raises RewardError for a column that
+        two of them log.
         """
-        metrics: dict[str, list[float]] = {}
+        logged: dict[str, list[float]] = {}
         columns: dict[str, list[Any]] = {}
         for name, outcome in zip(self.names, outcomes, strict=True):
             for metric, values in outcome.notes.get("metrics", {}).items():
-                metrics.setdefault(metric, []).extend(filter(math.isfinite, values))
+                logged.setdefault(metric, []).extend(filter(math.isfinite, values))
             for column, values in outcome.notes.get("columns", {}).items():
                 if column in columns:
                     raise RewardError(
@@ -403,52 +439,54 @@ class Rewards:
                         " one logs, too"
                     )
                 columns[column] = values
-        return {
-            metric: float(np.mean(values)) if values else math.nan
-            for metric, values in metrics.items()
-        }, columns
+        metrics = {}
+        for metric, values in logged.items():
+            metrics[metric] = float(np.mean(values)) if values else math.nan
+        return metrics, columns
 
-    def _called(self, batch: Completions) -> list[Outcome]:
-        """What each function gave.  The first failure ends all calls: their answers would be taken
-        for those of the next.
+    def _called(self, batch: Completions) -> dict[str, Outcome]:
+        """Return what each function gave, by name.  The first failure ends all calls: their answers
+        would be taken for those of the next.
         """
-        work: dict[Host | None, list[RewardCall]] = {}
-        for reward in self._rewards:
-            if reward.function is None:
-                work.setdefault(self._hosts.get(reward.name), []).extend(
-                    _calls(reward, batch, self.state)
-                )
-        work = {host: sorted(some, key=calls.order_of) for host, some in work.items()}
+        work = self._work(batch)
+        here = work.pop(None, [])
         ended: dict[str, Outcome] = {}
         made: list[tuple[RewardCall, Outcome]] = []
-        stop, running = threading.Event(), dict[Future[list[Outcome]], Host]()
+        running: dict[Future[list[Outcome]], Host] = {}
+        stop = threading.Event()
         try:
             for host, some in work.items():
-                if host is not None:
-                    running[threads.begin(partial(host.run, some, stop), "groupwise-rewards")] = (
-                        host
-                    )
-            here = self._in_thread(work[None]) if None in work else None
+                assert host is not None
+                begun = threads.begin(partial(host.run, some, stop), "groupwise-rewards")
+                running[begun] = host
+            beside = self._in_thread(here) if here else None
             for reward in self._rewards:
                 if reward.function is not None:
                     ended[reward.name] = _in_this_process(reward, batch)
-            if here is not None:
-                made += zip(work[None], here.result(), strict=True)
+            if beside is not None:
+                made += zip(here, beside.result(), strict=True)
             for future in as_completed(running):
                 made += zip(work[running[future]], future.result(), strict=True)
         except BaseException:  # Ctrl-C among others
             stop.set()
-            while unfinished := wait(running, timeout=0.0).not_done:
-                for future in unfinished:
-                    running[future].kill()
-                wait(unfinished, timeout=0.05)
+            _kill_until_ended(running)
             raise
         for reward in self._rewards:
             if reward.function is None:
-                ended[reward.name] = calls.all_together(
-                    [one for one in made if one[0].reward is reward]
-                )
-        return [ended[name] for name in self.names]
+                of_reward = [pair for pair in made if pair[0].reward is reward]
+                ended[reward.name] = calls.all_together(of_reward)
+        return ended
+
+    def _work(self, batch: Completions) -> dict[Host | None, list[RewardCall]]:
+        """Return the calls of each process in their order; None: of the thread of this process."""
+        work: dict[Host | None, list[RewardCall]] = {}
+        for reward in self._rewards:
+            if reward.function is None:
+                made = _calls(reward, batch, self.state)
+                work.setdefault(self._hosts.get(reward.name), []).extend(made)
+        for some in work.values():
+            some.sort(key=calls.order_of)
+        return work
 
     def _in_thread(self, some: Sequence[RewardCall]) -> Future[list[Outcome]]:
         if self._thread is None:
@@ -462,131 +500,49 @@ class Rewards:
         self.state = TrainerState(global_step=step, max_steps=last)
 
     def matrix(self, values: Sequence[Sequence[Any]]) -> np.ndarray:
-        """float64 (N, K): what `call` returned as numbers, None as NaN, step rewards as their sum."""
-        return np.stack(
-            [_column(reward, column) for reward, column in zip(self._rewards, values, strict=True)],
-            axis=1,
-        )
+        """Return what `call` returned as float64 (N, K): None as NaN, steps as their sum."""
+        return np.stack(list(map(_column, self._rewards, values)), axis=1)
 
     def _count_late(self, reward: Reward, outcome: Outcome, batch: Completions) -> None:
         """A failure is not a wrong answer: scoring it 0 would teach the policy to fail, so it ends
         the run.  Only a call that ran out of its own time says nothing (None), as long as such
         calls are few.  Raises RewardError.
         """
-        single, late = reward.signature.single, outcome.late
+        late = [batch.labels[place] for place in outcome.late]
+        single = reward.signature.single
         self._calls[reward.name] += len(batch) if single else 1
-        if late:
-            self._late[reward.name] += len(late) if single else 1
-            without, every = self._late[reward.name], self._calls[reward.name]
-            what = (
-                f"{without} of {every} calls of the reward function {reward.name!r} had no result"
-                f" within {reward.timeout:g} s"
-            )
-            what += f"; the last on {described([batch.labels[index] for index in late])}"
-            if without > max(1.0, LATE_SHARE * every):
-                raise RewardError(f"{what}; give it more time (timeout:) or make it faster")
-            log.warning("%s; they count as None", what)
-
-    def _completions(self, rollouts: Sequence[Rollout]) -> Completions:
-        prompts = [prompt_of(rollout.prompt) for rollout in rollouts]
-        chat = [isinstance(prompt, list) for prompt in prompts]
-        episodes = [rollout.episode for rollout in rollouts]
-        texts = [spoken(rollout) for rollout in rollouts]
-        answered = any(episode is not None for episode in episodes)
-        return Completions(
-            labels=[rollout.place for rollout in rollouts],
-            prompts=prompts,
-            prompt_messages=[rollout.prompt.messages for rollout in rollouts],
-            prompt_texts=[rollout.prompt.text for rollout in rollouts],
-            completions=[
-                (
-                    list(e.messages)
-                    if e is not None and e.messages
-                    else as_messages(text)
-                    if c
-                    else text
-                )
-                for text, e, c in zip(texts, episodes, chat, strict=True)
-            ],
-            texts=texts,
-            prompt_ids=[rollout.prompt.tokens.tolist() for rollout in rollouts],
-            completion_ids=[rollout.tokens.tolist() for rollout in rollouts],
-            finish_reasons=[rollout.finish.value for rollout in rollouts],
-            columns={
-                column: [rollout.prompt.row.get(column) for rollout in rollouts]
-                for column in self._columns
-            },
-            environments=[_state(episode) for episode in episodes] if answered else None,
-            environment_rewards=(
-                [None if e is None else e.reward for e in episodes] if answered else None
-            ),
-            written_ids=(
-                [rollout.tokens[rollout.trained].tolist() for rollout in rollouts]
-                if answered
-                else None
-            ),
+        if not late:
+            return
+        self._late[reward.name] += len(late) if single else 1
+        without, every = self._late[reward.name], self._calls[reward.name]
+        message = (
+            f"{without} of {every} calls of the reward function {reward.name!r} had no result"
+            f" within {reward.timeout:g} s; the last on {described(late)}"
         )
+        if without > max(1.0, LATE_SHARE * every):
+            raise RewardError(f"{message}; give it more time (timeout:) or make it faster")
+        log.warning("%s; they count as None", message)
 
     def _process(
         self, rollouts: Sequence[Rollout], values: Sequence[Sequence[Any]]
     ) -> list[np.ndarray] | None:
-        """Per completion (n,): weighted step rewards at the tokens that end a step, summed over the
-        process functions, else NaN.
+        """Return for each completion (n,) the weighted step rewards at the tokens that end a step,
+        summed over the process functions, else NaN; None without such a function.
         """
-        columns = [
-            (reward, column)
-            for reward, column in zip(self._rewards, values, strict=True)
-            if reward.signature.process
-        ]
-        if not columns:
+        if not self.process:
             return None
+        weights, columns = list[float](), list[tuple[str, Sequence[Any]]]()
+        for reward, column in zip(self._rewards, values, strict=True):
+            if reward.signature.process:
+                weights.append(reward.weight)
+                columns.append((reward.name, column))
         signals = []
         for index, rollout in enumerate(rollouts):
-            parts = [
-                step_signal(reward.name, column[index], len(rollout), rollout.place)
-                for reward, column in columns
-            ]
-            signals.append(
-                combine(np.stack(parts, axis=1), tuple(reward.weight for reward, _ in columns))
-            )
+            parts = []
+            for name, column in columns:
+                parts.append(step_signal(name, column[index], len(rollout), rollout.place))
+            signals.append(combine(np.stack(parts, axis=1), weights))
         return signals
-
-
-def prompt_of(prompt: Prompt) -> str | list[Mapping[str, Any]]:
-    """A prompt as reward functions see it: the messages of a row that brings messages, else its
-    text without a chat template.
-    """
-    if prompt.messages is None:
-        return prompt.text
-    return str(prompt.messages[-1]["content"]) if prompt.wrapped else list(prompt.messages)
-
-
-def spoken(rollout: Rollout) -> str:
-    """The text of a completion for rewards that read one text: of several turns the policy's last
-    one, with its reasoning.
-
-    Text of tools and environments is left out: an answer that stands only in a tool's result was
-    not given by the policy."""
-    if rollout.episode is None:
-        return rollout.text
-    last = next(
-        (
-            message
-            for message in reversed(rollout.episode.messages)
-            if message["role"] == "assistant"
-        ),
-        None,
-    )
-    if last is None:
-        return ""
-    reasoning = last.get("reasoning_content")
-    return f"<think>{reasoning}</think>{last['content']}" if reasoning else str(last["content"])
-
-
-def _state(episode: Episode | None) -> EnvironmentState | None:
-    if episode is None or episode.state is None:
-        return None
-    return EnvironmentState(episode.environment or "environment", episode.state, episode.reward)
 
 
 def no_rewards() -> Rewards:
@@ -624,37 +580,71 @@ def combine(rewards: np.ndarray, weights: Sequence[float]) -> np.ndarray:
     return np.where(unjudged_N, np.nan, sum_N)
 
 
-def as_messages(text: str) -> list[dict[str, str]]:
-    """A completion as the chat message that it is."""
-    return [{"role": "assistant", "content": text}]
-
-
 def _column(reward: Reward, values: Sequence[Any]) -> np.ndarray:
-    """(N,): the results of a function as numbers, None as NaN, steps as their sum."""
-    if reward.signature.process:
-        values = [sum(r for _, r in steps) if steps else None for steps in values]
-    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+    """Return the results of a function as numbers (N,): None as NaN, steps as their sum."""
+    numbers = np.full(len(values), np.nan)
+    for place, value in enumerate(values):
+        if reward.signature.process:
+            value = sum(step_reward for _, step_reward in value) if value else None
+        if value is not None:
+            numbers[place] = value
+    return numbers
+
+
+def _limit_in_words(reward: Reward) -> str:
+    """Say how long a call may take, and what happens then."""
+    single = reward.signature.single
+    call = "a completion" if single else "a call"
+    if reward.timeout is not None:
+        return f"{reward.timeout:g} s for {call}, then None"
+    longer = "" if single else f", or {calls.SECONDS_EACH:g} s a completion,"
+    return f"{call} that takes {calls.DEFAULT_SECONDS:g} s{longer} ends the run"
+
+
+def _functions_of_this_process(live: Mapping[str, LiveReward]) -> dict[str, Callable[..., Any]]:
+    return {spec: reward.function for spec, reward in live.items() if reward.runs == "here"}
+
+
+def _kill_until_ended(running: Mapping[Future[list[Outcome]], Host]) -> None:
+    """Kill processes until the threads that wait for them have ended."""
+    unfinished = wait(running, timeout=0.0).not_done
+    while unfinished:
+        for future in unfinished:
+            running[future].kill()
+        wait(unfinished, timeout=0.05)
+        unfinished = wait(running, timeout=0.0).not_done
+
+
+class _Fork:
+    """Makes what answers the calls of a live function, in a fork of this process."""
+
+    def __init__(self, spec: str, function: Callable[..., Any]) -> None:
+        self._spec, self._function = spec, function
+
+    def __call__(self) -> Callable[..., Any]:
+        return Functions({self._spec: self._function}).answer
 
 
 def _hosts(
     rewards: Sequence[Reward], files: dict[str, Host], live: Mapping[str, LiveReward]
 ) -> dict[str, Host]:
-    """The process of each function that has one, by name; they start here.   files: processes that
-    can be used, by file.
+    """Start the process of each function that has one; return them by name.
+
+    files: processes that can be used, by file.
     """
     hosts: dict[str, Host] = {}
     shared: dict[str, Host] = {}
     for reward in rewards:
-        handed_over, file = live.get(reward.spec), file_of(reward.spec)
-        if reward.function is not None or (handed_over is not None and handed_over.runs == "here"):
+        if reward.function is not None:
             continue
-        if handed_over is not None:
-            hosts[reward.name] = Host(
-                lambda spec=reward.spec, f=handed_over.function: Functions({spec: f}).answer
-            )
+        if reward.spec in live:
+            if live[reward.spec].runs == "fork":
+                hosts[reward.name] = Host(_Fork(reward.spec, live[reward.spec].function))
             continue
+        file = file_of(reward.spec)
         alone = reward.timeout is not None and not reward.signature.asynchronous
-        host = (None if alone else shared.get(file)) or files.pop(file, None) or Host()
+        host = None if alone else shared.get(file)
+        host = host or files.pop(file, None) or Host()
         host.specs.append(reward.spec)
         hosts[reward.name] = host
         if not alone:

@@ -30,8 +30,10 @@ def think_format(prompts: Sequence[str], completions: Sequence[str]) -> list[flo
 
     A `<think>` that the chat template has already opened at the end of the prompt counts as opened.
 
-    >>> think_format(["2+2=", "2+2=", "2+2=<think>\\n"], ["<think>four</think> 4", "4", "four</think> 4"])
-    [1.0, 0.0, 1.0]
+    >>> think_format(["2+2=", "2+2="], ["<think>four</think> 4", "4"])
+    [1.0, 0.0]
+    >>> think_format(["2+2=<think>\\n"], ["four</think> 4"])
+    [1.0]
     """
     rewards = []
     for prompt, text in zip(prompts, completions, strict=True):

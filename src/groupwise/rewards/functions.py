@@ -146,7 +146,7 @@ class Functions:
         return function
 
     def answer(self, request: str, *arguments: Any) -> Any:
-        """Answer a request: `describe` gives a function's signature, `call` the answers of calls."""
+        """Answer a request: `describe` gives a signature, `call` the answers of calls."""
         if request == "describe":
             return self._describe(*arguments)
         return self.run(arguments)
@@ -228,7 +228,7 @@ class Functions:
 
 
 async def _in_time(task: asyncio.Task[Any], seconds: float | None) -> bool:
-    """Return True if the task ended in time; else it has been cancelled, as it is with its waiter."""
+    """Return True if the task ended in time; else cancel it, as it is with its waiter."""
     import asyncio
 
     try:

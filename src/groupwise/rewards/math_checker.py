@@ -26,7 +26,7 @@ WALL_SECONDS = 5.0
 """Wall-clock deadline of one comparison, for what waits instead of computing."""
 MEMORY = 2 << 30
 DIGITS = 30
-"""Of constants that are compared."""
+"""Digits to which constants are compared."""
 MAX_CALLS = 2_000
 """Comparisons after which a worker retires: sympy's caches only grow (Math-Verify #63)."""
 CACHED = 100_000
@@ -159,7 +159,7 @@ def shared_checker() -> Checker:
 
 
 def judge() -> Callable[[str, str | None], float | None]:
-    """In a worker: import math-verify, warm it up, and return the function that compares.
+    """Import math-verify in a worker, warm it up, and return the function that compares.
 
     Raises RewardError if math-verify is not installed.
     """
@@ -182,7 +182,9 @@ def judge() -> Callable[[str, str | None], float | None]:
             and "\n" not in text
             and (len(text) <= 100 or "\\" in text)
         )
-        return parse(f"\\boxed{{{text}}}" if bare else text, parsing_timeout=None)  # type: ignore[arg-type]
+        if bare:
+            text = f"\\boxed{{{text}}}"
+        return parse(text, parsing_timeout=None)  # type: ignore[arg-type]
 
     def library(gold: str, answer: str | None) -> float | None:
         gold_parsed = read(gold)

@@ -69,11 +69,11 @@ def model_reward(
         )
     settings = ModelSettings(
         path=path,
-        dtype=dtype,
-        device=device,
-        attention=attention,
+        dtype=dtype,  # type: ignore[arg-type]
+        device=device,  # type: ignore[arg-type]
+        attention=attention,  # type: ignore[arg-type]
         trust_remote_code=trust_remote_code,
-    )  # type: ignore[arg-type]
+    )
     scorer = _Scorer(tokenizer, read_blueprint(settings), settings, tokens_per_microbatch)
     pooling = scorer.pooling
     if steps is None:
@@ -264,10 +264,10 @@ class _Scorer:
             token_scores = score_tokens(
                 self.policy, scored, max_tokens_per_microbatch=self.max_tokens_per_microbatch
             )
-            scores = [
-                float(pool_weights(self.pooling, score_n.size) @ score_n)
-                for score_n in token_scores
-            ]  # type: ignore[arg-type]
+            scores = []
+            for score_n in token_scores:
+                weight_n = pool_weights(self.pooling, score_n.size)  # type: ignore[arg-type]
+                scores.append(float(weight_n @ score_n))
         else:
             scores = whole_scores(self.policy, scored)
         known = iter(scores)

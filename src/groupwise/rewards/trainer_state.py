@@ -87,7 +87,7 @@ class Notes:
         return {name: every[name] for name in names}
 
     def as_json(self) -> dict[str, Any]:
-        """As JSON, to be sent from a worker process."""
+        """Return the notes as JSON, to be sent from a worker process."""
         return {"metrics": self.metrics, "columns": self.columns}
 
 
@@ -98,7 +98,7 @@ def _name(function: str, name: object) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value that JSON does not know: numpy's and torch's become Python's, anything else its text."""
+    """Return a value that JSON does not know as Python's, or as its text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
@@ -106,8 +106,8 @@ def joined(logs: Sequence[Mapping[str, Any]], counts: Sequence[int]) -> dict[str
     """The logs of several calls joined into one; completions of a call that logged nothing have
     None.   counts: completions of each.
 
-    >>> joined([{"metrics": {"a": [1.0]}, "columns": {}}, {}, {"metrics": {"a": [0.0]}, "columns": {"b": [7]}}], [1, 1, 1])
-    {'metrics': {'a': [1.0, 0.0]}, 'columns': {'b': [None, None, 7]}}
+    >>> joined([{"metrics": {"a": [1.0]}}, {"columns": {"b": [7]}}], [1, 1])
+    {'metrics': {'a': [1.0]}, 'columns': {'b': [None, 7]}}
     """
     metrics: dict[str, list[float]] = {}
     columns: dict[str, list[Any]] = {

@@ -41,7 +41,7 @@ SINGULAR = {
 LARGEST = (2.0 - 2.0**-23) * 2.0**127
 """A reward beyond this is taken for an accident: single precision cannot hold it."""
 NO_COLUMN = "which the data do not have"
-"""In every message about a column that is missing."""
+"""Every message about a missing column says this."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,9 +52,9 @@ class Signature:
     """What it is given by name: of `OFFERED` (or `SINGULAR`), `RUN_PARAMETERS`, columns, or `gold`.
     """
     named: Sequence[str]
-    """Its own parameters; what else it asks for is taken by its `**keywords`."""
+    """The parameters that it names; what else it asks for is taken by its `**keywords`."""
     optional: Sequence[str]
-    """Those with a default: what the completions do not come with is left out."""
+    """Parameters with a default: what the completions do not come with is left out."""
     single: bool
     """True: it takes one completion and returns one number.  False: TRL's signature."""
     asynchronous: bool
@@ -72,7 +72,7 @@ class Completions:
     """Name each completion in messages (`Rollout.place`)."""
     prompts: Sequence[Any]
     """TRL's convention: messages if the row's prompt was messages, else its text
-    (`compose.prompt_of`).
+    (`completions.prompt_of`).
     """
     prompt_texts: Sequence[str]
     """The text that the policy continues, chat template applied."""
@@ -86,7 +86,7 @@ class Completions:
     prompt_ids: Sequence[Sequence[int]] | None = None
     completion_ids: Sequence[Sequence[int]] | None = None
     written_ids: Sequence[Sequence[int]] | None = None
-    """Of `completion_ids` those that the policy wrote: what built-in functions count."""
+    """The ids that the policy wrote, which built-in functions count."""
     finish_reasons: Sequence[str] | None = None
     environments: Sequence[Any] | None = None
     """The final `EnvironmentState` of each completion; None where it had no environment."""
