@@ -235,8 +235,6 @@ KNOTTED = {
     "config.strict_yaml",
     "data.messages",
     "data.packing",
-    "inspection.replay_report",
-    "inspection.score",
     "models.rope",
     "proof.passes",
     "rollout.vllm.engine",
@@ -280,8 +278,6 @@ LONG_LINED = {
     "data.wording",
     "distributed.comm",
     "errors",
-    "inspection.check",
-    "inspection.explain",
     "models.backbone",
     "models.gguf",
     "models.layers",
@@ -325,9 +321,6 @@ LONG_LINED = {
     "training.preferences",
     "training.teachers",
     "training.work",
-    "viewer.groups",
-    "viewer.health",
-    "viewer.report",
 }
 FRAGMENTED = {
     "api.evaluate",
@@ -343,9 +336,6 @@ FRAGMENTED = {
     "data.templates",
     "data.turns",
     "data.wording",
-    "inspection.replay",
-    "inspection.replay_report",
-    "inspection.score",
     "models.layers",
     "models.loading",
     "models.logit_scale",
@@ -375,7 +365,6 @@ FRAGMENTED = {
     "training.groups",
     "training.passes",
     "training.work",
-    "viewer.server",
 }
 
 

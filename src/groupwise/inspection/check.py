@@ -1,4 +1,4 @@
-"""`groupwise check`: try the model, tokenizer, data and rewards of a recipe before hours of training.
+"""`groupwise check`: try model, tokenizer, data and rewards of a recipe before hours of training.
 
 Loading the model proves it (`proof`): scoring, training and sampling give what the model's own
 forward and backward pass gives.  Then a few completions are sampled and scored with the recipe's
@@ -45,7 +45,7 @@ from groupwise.training.samples import sample_of, unbranched
 from groupwise.utils.spelling import counted
 
 PROMPTS, COMPLETIONS, TOKENS = 8, 4, 96
-"""Size of the sample: first prompts that training draws, completions of each, longest completion."""
+"""Size of the sample: first prompts that training draws, completions of each, and their tokens."""
 WHOLE = 4
 """Prompts that are completed up to the recipe's own length, where TOKENS say too little."""
 FEW = 0.5

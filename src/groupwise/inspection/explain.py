@@ -90,7 +90,7 @@ class WorkedExample:
     """The completions that have tokens to train, weights final."""
     passes: tuple[Pass, ...]
     recorded: bool = False
-    """True for a group of a run: prompt, texts and the first tokens of each completion are shown."""
+    """True for a group of a run, of which texts and the first tokens of completions are shown."""
     pieces: vocabulary.Vocabulary | None = None
     """The texts of token ids, where the run recorded them."""
 
@@ -186,8 +186,8 @@ def _check_numbers(
 def _check_explainable(algorithm: Algorithm) -> None:
     if algorithm.needs.forking:
         raise ConfigError(
-            "group.entropy_quantile asks for the entropies of a whole step, which stand in no table:"
-            " explain --preset NAME"
+            "group.entropy_quantile asks for the entropies of a whole step, which stand in no"
+            " table: explain --preset NAME"
         )
     if algorithm.divergence is not None:
         raise ConfigError(
@@ -541,7 +541,7 @@ def _weights(example: WorkedExample) -> list[str]:
 
 
 def _token_rows(example: WorkedExample, seen: Pass) -> list[str]:
-    """Write the table of a pass: a row for each token; of a run, for the first of each completion."""
+    """Write a row for each token of a pass; of a run, for the first tokens of each completion."""
     columns = {
         "old": example.column("behavior_logp"),
         "l": seen.logp,

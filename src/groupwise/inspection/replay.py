@@ -52,8 +52,7 @@ from groupwise.training.samples import minibatches, weigh
 from groupwise.utils.spelling import counted
 
 Columns = list[list[np.ndarray]]
-"""Of each group and each of its completions, a number per token; empty where nothing was computed.
-"""
+"""A number per token of each group and completion; empty where nothing was computed."""
 
 ROUNDING = 1e-5
 """Share of `ClosedForm.scale` by which a recorded loss, a sum in float32, may differ from the same
@@ -70,15 +69,14 @@ with bfloat16 products.
 REACH = 20
 """Recorded steps that are trained again, at most, on the way to the weights before a step."""
 TIMES = (
-    *(
-        "tokens/per_second",
-        "flops/per_second",
-        "tokens/shared",
-        "tokens/dead",
-        "tokens/recomputed",
-        "tokens/discarded",
-    ),
-    *("ranks/", "prompts/"),
+    "tokens/per_second",
+    "flops/per_second",
+    "tokens/shared",
+    "tokens/dead",
+    "tokens/recomputed",
+    "tokens/discarded",
+    "ranks/",
+    "prompts/",
 )
 """Metrics that say how a step was computed, not what."""
 FIXED = (
@@ -128,7 +126,7 @@ class ReplayedStep:
     step: Step | None
     """What the training loop yielded; None without a model."""
     learner: Learner | None
-    """As the step left it."""
+    """Policy and optimizer after the step."""
 
     @property
     def loss(self) -> float:
@@ -137,20 +135,23 @@ class ReplayedStep:
 
     def column(self, name: str) -> Columns:
         """`gradient` or `ratio`, in the order of the groups."""
-        merged = {key: values for part in self.parts for key, values in getattr(part, name).items()}
+        merged: dict[tuple[str, int], np.ndarray] = {}
+        for part in self.parts:
+            merged |= getattr(part, name)
         nothing = np.zeros(0)
-        return [
-            [merged.get((group.prompt.id, one.index), nothing) for one in group.rollouts]
-            for group in self.groups
-        ]
+        columns = []
+        for group in self.groups:
+            keys = [(group.prompt.id, rollout.index) for rollout in group.rollouts]
+            columns.append([merged.get(key, nothing) for key in keys])
+        return columns
 
     @property
     def gradient(self) -> list[float]:
         """Sum of |dLoss / dlog-prob| over the tokens of each group."""
-        return [
-            float(sum(np.abs(column).sum() for column in group))
-            for group in self.column("gradient")
-        ]
+        sizes = []
+        for columns in self.column("gradient"):
+            sizes.append(float(sum(np.abs(column).sum() for column in columns)))
+        return sizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -219,13 +220,12 @@ def replay(
     finally:
         torch.set_num_threads(threads_before)
     if again.step is not None:
-        lost = [
-            name
-            for name in recorded.metrics.keys() - again.step.metrics.keys()
-            if not name.startswith(TIMES)
-        ]
-        notes += [f"{', '.join(sorted(lost))}: no metrics that a replay computes"] if lost else []
-    notes += [f"loss and gradient of every log-prob: {again.without}"] if again.without else []
+        missing = sorted(recorded.metrics.keys() - again.step.metrics.keys())
+        lost = [name for name in missing if not name.startswith(TIMES)]
+        if lost:
+            notes.append(f"{', '.join(lost)}: no metrics that a replay computes")
+    if again.without:
+        notes.append(f"loss and gradient of every log-prob: {again.without}")
     return Replay(
         folder=run.folder,
         number=number,
@@ -421,19 +421,18 @@ def _apart(folder: Path, number: int, recorded: Step) -> tuple[str | None, int]:
         for name in ("groupwise", "torch", "transformers", "numpy")
     ]
     facts += [(name, then.get(name), now.get(name)) for name in ("cpu", "gpus", "kernels")]
-    different = [
-        f"{name} {before} then, {after} now" for name, before, after in facts if before != after
-    ]
-    different += ["a GPU adds up in an order of its own"] if now["gpus"] else []
-    different += (
-        ["several processes shared the step"]
-        if any(name.startswith("ranks/") for name in recorded.metrics)
-        else []
-    )
+    different = []
+    for name, before, after in facts:
+        if before != after:
+            different.append(f"{name} {before} then, {after} now")
+    if now["gpus"]:
+        different.append("a GPU adds up in an order of its own")
+    if any(name.startswith("ranks/") for name in recorded.metrics):
+        different.append("several processes shared the step")
     threads = then.get("torch_threads")
-    return "; ".join(different) or None, (
-        threads if isinstance(threads, int) and threads > 0 else torch.get_num_threads()
-    )
+    if not isinstance(threads, int) or threads <= 0:
+        threads = torch.get_num_threads()
+    return "; ".join(different) or None, threads
 
 
 # ---------------------------------------------------------------- computing
@@ -469,15 +468,13 @@ def _computed(
             " the run did not record: that takes the weights before the step"
         )
     advantages, seen = algorithm.advantages(groups), step or recorded
-    steps = [
-        weigh([groups[i] for i in part], [advantages[i] for i in part], algorithm)
-        for part in minibatches(groups, run.recipe.group)
-    ]
+    steps = []
+    for part in minibatches(groups, run.recipe.group):
+        samples = weigh([groups[i] for i in part], [advantages[i] for i in part], algorithm)
+        steps.append(samples)
     last = () if first else seen.columns.get("last_logp", ())
-    logp, entropy = (
-        _by_name(groups, columns)
-        for columns in (last or seen.current_logp, seen.columns.get("entropy", ()))
-    )
+    logp = _by_name(groups, last or seen.current_logp)
+    entropy = _by_name(groups, seen.columns.get("entropy", ()))
     parts, without = [], None
     try:
         parts = [closed_form(algorithm, samples, logp, entropy or None) for samples in steps]
@@ -534,11 +531,11 @@ def _weighted(groups: Sequence[RolloutGroup], recipe: Recipe) -> Sequence[Rollou
 
 
 def _by_name(groups: Sequence[RolloutGroup], columns: Sequence[Sequence[np.ndarray]]) -> Tokens:
-    return {
-        (group.prompt.id, rollout.index): values
-        for group, column in zip(groups, columns, strict=False)
-        for rollout, values in zip(group.rollouts, column, strict=False)
-    }
+    by_name = {}
+    for group, column in zip(groups, columns, strict=False):
+        for rollout, values in zip(group.rollouts, column, strict=False):
+            by_name[group.prompt.id, rollout.index] = values
+    return by_name
 
 
 # ---------------------------------------------------------------- comparing
@@ -574,14 +571,14 @@ def _figures(
     step, learner = again.step, again.learner
     if step is None or learner is None:
         return
-    limit = 0.0 if apart is None else ELSEWHERE_LOW if _is_low(learner) else ELSEWHERE
+    limit = 0.0
+    if apart is not None:
+        limit = ELSEWHERE_LOW if _is_low(learner) else ELSEWHERE
     yield _figure("log-probs", _flat(recorded.current_logp), _flat(step.current_logp), limit)
     for name in COMPUTED:
         if any(name in group.signals for group in recorded.groups):
-            then, now = (
-                [c for group in one.groups for c in group.signals.get(name, ())]
-                for one in (recorded, step)
-            )
+            then = _flat([group.signals.get(name, ()) for group in recorded.groups])
+            now = _flat([group.signals.get(name, ()) for group in step.groups])
             yield _figure(name, then, now, limit)
     for name, value in recorded.metrics.items():
         if not name.startswith(TIMES) and name in step.metrics:
@@ -594,9 +591,8 @@ def _figures(
     saved = checkpoint.place(run.folder, recorded.number)
     if saved.is_dir() and not checkpoint.damage(saved):
         written = run.learner(recorded.number)
-        then, now = (
-            _numbers(dict(one.policy.model.named_parameters())) for one in (written, learner)
-        )
+        then = _numbers(dict(written.policy.model.named_parameters()))
+        now = _numbers(dict(learner.policy.model.named_parameters()))
         yield _figure("weights after the step", then, now, limit)
         yield _figure(
             "optimizer after the step",
@@ -630,7 +626,10 @@ def _mismatch(run: RecordedRun, again: ReplayedStep) -> str | None:
 
 
 def _flat(columns: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
-    return [column for group in columns for column in group]
+    flat: list[np.ndarray] = []
+    for group in columns:
+        flat += group
+    return flat
 
 
 def _figure(

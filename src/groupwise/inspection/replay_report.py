@@ -1,4 +1,4 @@
-"""A replay as text and as JSON."""
+"""Write a replay as text and as JSON."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from typing import Any
 import numpy as np
 
 from groupwise.inspection.replay import TIMES, Figure, Replay, ReplayedStep
-from groupwise.records import Rollout
 from groupwise.runs.plan import algorithm_line
 from groupwise.utils.spelling import counted
 
 SHOWN = (
-    *(
-        "rewards, added up",
-        "advantages",
-        "loss, closed form",
-        "log-probs",
-        "reference_logp",
-        "scored_logp",
-        "loss",
-        "grad_norm",
-    ),
-    *("kl", "weights after the step", "optimizer after the step"),
+    "rewards, added up",
+    "advantages",
+    "loss, closed form",
+    "log-probs",
+    "reference_logp",
+    "scored_logp",
+    "loss",
+    "grad_norm",
+    "kl",
+    "weights after the step",
+    "optimizer after the step",
 )
 """Figures that are always printed; of the others, those that differ."""
 MOST = 3
@@ -32,132 +31,165 @@ MOST = 3
 
 
 def render(replayed: Replay) -> str:
-    """A replay in words and tables."""
-    groups, again, changed = replayed.recorded.groups, replayed.again, replayed.changed
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    tokens = sum(int(rollout.trained.sum()) for rollout in rollouts)
-    lines = [
-        (
-            f"step {replayed.number} of {replayed.folder}: {counted(len(rollouts), 'completion')}"
-            f" of {counted(len(groups), 'prompt')}, {counted(tokens, 'token')}"
-        ),
-        algorithm_line(again.algorithm),
-        _beginning(replayed),
-        (
-            "compared bit for bit"
-            if replayed.apart is None
-            else f"compared within a tolerance: {replayed.apart}"
-        ),
-        "",
-    ]
+    """Write a replay in words and tables."""
+    again, changed = replayed.again, replayed.changed
+    lines = [*_head(replayed), ""]
     shown = [figure for figure in replayed.figures if figure.name in SHOWN or not figure.same]
-    lines += _table(
-        ["", "recorded", "replayed", "largest difference"], [_row(figure) for figure in shown]
-    )
-    if others := len(replayed.figures) - len(shown):
-        lines.append(f"other metrics that are the same: {others}")
+    head = ["", "recorded", "replayed", "largest difference"]
+    lines += _table(head, [_row(figure) for figure in shown])
+    if len(shown) < len(replayed.figures):
+        lines.append(f"other metrics that are the same: {len(replayed.figures) - len(shown)}")
     lines += ["", *_gradient("gradient by log-prob", again)]
     if changed is not None:
-        lines += ["", f"changed: {algorithm_line(changed.algorithm)}"]
-        lines += [f"not computed of the change: {changed.without}"] if changed.without else []
-        pairs = compared(again, changed).items()
-        lines += _table(
-            ["", "recorded", "changed"],
-            [[name, _number(one), _number(other)] for name, (one, other) in pairs],
-        )
-        if changed.parts and again.parts:
-            lines += _gradient("changed gradient by log-prob", changed)
-            lines.append(
-                "  tokens:"
-                f" {', '.join(f'{count} {name}' for name, count in pushes(again, changed).items())}"
-            )
-    lines += ["", *(f"not computed: {note}" for note in replayed.notes)] if replayed.notes else []
-    lines += ["", replayed.mismatch] if replayed.mismatch is not None else []
-    wrong = [figure.name for figure in replayed.figures if not figure.same]
-    whole = "the recorded step computed again is the same" + (
-        ", as far as it was computed" if replayed.notes else ""
-    )
-    return "\n".join([*lines, "", f"NOT the same: {', '.join(wrong)}" if wrong else whole])
+        lines += ["", *_changed(again, changed)]
+    if replayed.notes:
+        lines += ["", *(f"not computed: {note}" for note in replayed.notes)]
+    if replayed.mismatch is not None:
+        lines += ["", replayed.mismatch]
+    return "\n".join([*lines, "", _verdict(replayed)])
+
+
+def _head(replayed: Replay) -> list[str]:
+    groups = replayed.recorded.groups
+    completions, tokens = 0, 0
+    for group in groups:
+        completions += len(group.rollouts)
+        tokens += sum(int(rollout.trained.sum()) for rollout in group.rollouts)
+    size = f"{counted(completions, 'completion')} of {counted(len(groups), 'prompt')}"
+    compared_how = "compared bit for bit"
+    if replayed.apart is not None:
+        compared_how = f"compared within a tolerance: {replayed.apart}"
+    return [
+        f"step {replayed.number} of {replayed.folder}: {size}, {counted(tokens, 'token')}",
+        algorithm_line(replayed.again.algorithm),
+        _beginning(replayed),
+        compared_how,
+    ]
 
 
 def _beginning(replayed: Replay) -> str:
     if replayed.begun is None:
         return "without a model: from the recorded log-probs"
+    text = "from the model that the run began with"
+    if replayed.begun:
+        text = f"from checkpoint {replayed.begun}"
     way = replayed.number - 1 - replayed.begun
-    begin = (
-        f"checkpoint {replayed.begun}" if replayed.begun else "the model that the run began with"
-    )
-    return f"from {begin}" + (f", by way of {counted(way, 'recorded step')}" if way else "")
+    if way:
+        text += f", by way of {counted(way, 'recorded step')}"
+    return text
 
 
 def _row(figure: Figure) -> list[str]:
-    limit = "" if figure.same or not figure.limit else f" (at most {figure.limit:.2g})"
-    difference = "0" if figure.difference == 0.0 else f"{figure.difference:.2g}"
-    return [
-        figure.name,
-        _number(figure.recorded),
-        _number(figure.replayed),
-        difference + limit + ("" if figure.same else "  <--"),
-    ]
+    difference = "0"
+    if figure.difference != 0.0:
+        difference = f"{figure.difference:.2g}"
+    if not figure.same:
+        if figure.limit:
+            difference += f" (at most {figure.limit:.2g})"
+        difference += "  <--"
+    return [figure.name, _number(figure.recorded), _number(figure.replayed), difference]
 
 
 def _gradient(title: str, outcome: ReplayedStep) -> list[str]:
-    """How large a gradient is, and the groups with the largest shares."""
+    """Say how large a gradient is, and which groups have the largest shares."""
     if not outcome.parts:
         return []
     total = sum(outcome.gradient)
-    largest = sorted(enumerate(outcome.gradient), key=lambda pair: -pair[1])[:MOST]
-    shares = ", ".join(f"{place}: {size / total:.1%}" for place, size in largest if size > 0.0)
-    return [
-        f"{title}: sum of |dLoss/dlog-prob| {_number(total)}",
-        *([f"  largest groups: {shares}"] if shares else []),
-    ]
+    lines = [f"{title}: sum of |dLoss/dlog-prob| {_number(total)}"]
+    largest = np.argsort(-np.array(outcome.gradient), kind="stable")[:MOST]
+    shares = []
+    for place in largest:
+        size = outcome.gradient[place]
+        if size > 0.0:
+            shares.append(f"{place}: {size / total:.1%}")
+    if shares:
+        lines.append(f"  largest groups: {', '.join(shares)}")
+    return lines
+
+
+def _changed(again: ReplayedStep, changed: ReplayedStep) -> list[str]:
+    lines = [f"changed: {algorithm_line(changed.algorithm)}"]
+    if changed.without:
+        lines.append(f"not computed of the change: {changed.without}")
+    rows = []
+    for name, (recorded, other) in compared(again, changed).items():
+        rows.append([name, _number(recorded), _number(other)])
+    lines += _table(["", "recorded", "changed"], rows)
+    if changed.parts and again.parts:
+        lines += _gradient("changed gradient by log-prob", changed)
+        counts = [f"{count} {name}" for name, count in pushes(again, changed).items()]
+        lines.append(f"  tokens: {', '.join(counts)}")
+    return lines
+
+
+def _verdict(replayed: Replay) -> str:
+    wrong = [figure.name for figure in replayed.figures if not figure.same]
+    if wrong:
+        return f"NOT the same: {', '.join(wrong)}"
+    text = "the recorded step computed again is the same"
+    return f"{text}, as far as it was computed" if replayed.notes else text
 
 
 def compared(again: ReplayedStep, changed: ReplayedStep) -> dict[str, tuple[float, float]]:
-    """What both make of the completions, by name: loss and gradient, and where there was a model
-    the metrics that differ.
+    """Compare what both make of the completions, by name.
+
+    These are loss and gradient, and where there was a model the metrics that differ.
     """
     figures = {"mean |advantage|": (_size(again.advantages), _size(changed.advantages))}
     if again.parts and changed.parts:
         figures[f"loss, {again.which} pass"] = (again.loss, changed.loss)
         figures["sum of |dLoss/dlog-prob|"] = (sum(again.gradient), sum(changed.gradient))
-    if again.step is not None and changed.step is not None:
-        one, other = again.step.metrics, changed.step.metrics
-        for name in sorted(one.keys() | other.keys()):
-            pair = one.get(name, math.nan), other.get(name, math.nan)
-            if pair[0] != pair[1] and not all(map(math.isnan, pair)) and not name.startswith(TIMES):
-                figures[name] = pair
+    if again.step is None or changed.step is None:
+        return figures
+    before, after = again.step.metrics, changed.step.metrics
+    for name in sorted(before.keys() | after.keys()):
+        pair = before.get(name, math.nan), after.get(name, math.nan)
+        unknown = math.isnan(pair[0]) and math.isnan(pair[1])
+        if pair[0] != pair[1] and not unknown and not name.startswith(TIMES):
+            figures[name] = pair
     return figures
 
 
 def pushes(again: ReplayedStep, changed: ReplayedStep) -> dict[str, int]:
-    """How many tokens both push the same way, the other way, or only one of them."""
-    both = [[column for row in _gradients(step) for column in row] for step in (again, changed)]
-    one, other = (np.concatenate([np.zeros(0), *columns]) for columns in both)
+    """Count the tokens that both push the same way, the other way, or only one of them pushes."""
+    recorded_N, changed_N = _flat_gradient(again), _flat_gradient(changed)
+    same_N = (recorded_N != 0) & (np.sign(recorded_N) == np.sign(changed_N))
     return {
-        "pushed the same way": int(((one != 0) & (np.sign(one) == np.sign(other))).sum()),
-        "pushed the other way": int((one * other < 0).sum()),
-        "only by the recorded": int(((one != 0) & (other == 0)).sum()),
-        "only by the changed": int(((one == 0) & (other != 0)).sum()),
-        "by neither": int(((one == 0) & (other == 0)).sum()),
+        "pushed the same way": int(same_N.sum()),
+        "pushed the other way": int((recorded_N * changed_N < 0).sum()),
+        "only by the recorded": int(((recorded_N != 0) & (changed_N == 0)).sum()),
+        "only by the changed": int(((recorded_N == 0) & (changed_N != 0)).sum()),
+        "by neither": int(((recorded_N == 0) & (changed_N == 0)).sum()),
     }
 
 
+def _flat_gradient(outcome: ReplayedStep) -> np.ndarray:
+    columns = [np.zeros(0)]
+    for row in _gradients(outcome):
+        columns += row
+    return np.concatenate(columns)
+
+
 def _gradients(outcome: ReplayedStep) -> list[list[np.ndarray]]:
-    """Of each group and completion: dLoss/dlog-prob of its tokens, 0 at those of completions that
-    were not trained.
+    """Return dLoss/dlog-prob of the tokens of each group and completion.
+
+    It is 0 at the tokens of completions that were not trained.
     """
-
-    def whole(column: np.ndarray, rollout: Rollout) -> np.ndarray:
-        return column if column.size else np.zeros(len(rollout))
-
-    rows = zip(outcome.column("gradient"), outcome.groups, strict=True)
-    return [[whole(*pair) for pair in zip(row, group.rollouts, strict=True)] for row, group in rows]
+    gradients = []
+    for columns, group in zip(outcome.column("gradient"), outcome.groups, strict=True):
+        row = []
+        for column, rollout in zip(columns, group.rollouts, strict=True):
+            row.append(column if column.size else np.zeros(len(rollout)))
+        gradients.append(row)
+    return gradients
 
 
 def _size(advantages: Sequence[Sequence[np.ndarray]]) -> float:
-    values = np.concatenate([np.zeros(0), *(column for group in advantages for column in group)])
+    """Return the mean size of the advantages."""
+    columns = [np.zeros(0)]
+    for group in advantages:
+        columns += group
+    values = np.concatenate(columns)
     return float(np.abs(values).mean()) if values.size else math.nan
 
 
@@ -166,26 +198,28 @@ def _number(value: float) -> str:
 
 
 def _table(head: list[str], rows: Sequence[list[str]]) -> list[str]:
-    widths = [max(len(row[place]) for row in [head, *rows]) for place in range(len(head))]
-    return [
-        "  ".join(
-            [
-                row[0].ljust(widths[0]),
-                *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)),
-            ]
-        ).rstrip()
-        for row in [head, *rows]
-    ]
+    """Align columns: the first to the left, the others to the right."""
+    widths = []
+    for cells in zip(head, *rows, strict=True):
+        widths.append(max(map(len, cells)))
+    lines = []
+    for row in [head, *rows]:
+        cells = [row[0].ljust(widths[0])]
+        for cell, width in zip(row[1:], widths[1:], strict=True):
+            cells.append(cell.rjust(width))
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 # ---------------------------------------------------------------- as JSON
 
 
 def as_dict(replayed: Replay) -> dict[str, Any]:
-    """A replay as JSON has it; numbers that are not finite are null."""
+    """Return a replay as JSON has it; numbers that are not finite are null."""
     again, changed = replayed.again, replayed.changed
-    figures = [
-        {
+    figures = []
+    for figure in replayed.figures:
+        fields = {
             "name": figure.name,
             "recorded": _json(figure.recorded),
             "replayed": _json(figure.replayed),
@@ -193,9 +227,8 @@ def as_dict(replayed: Replay) -> dict[str, Any]:
             "limit": figure.limit,
             "same": figure.same,
         }
-        for figure in replayed.figures
-    ]
-    return {
+        figures.append(fields)
+    answer: dict[str, Any] = {
         "run": str(replayed.folder),
         "step": replayed.number,
         "same": replayed.same,
@@ -203,54 +236,59 @@ def as_dict(replayed: Replay) -> dict[str, Any]:
         "apart": replayed.apart,
         "figures": figures,
         "recorded": _outcome(again),
-        "changed": None if changed is None else _outcome(changed),
-        "pushes": (
-            pushes(again, changed)
-            if changed is not None and changed.parts and again.parts
-            else None
-        ),
+        "changed": None,
+        "pushes": None,
         "pass": again.which,
         "mismatch": replayed.mismatch,
         "notes": replayed.notes,
     }
+    if changed is not None:
+        answer["changed"] = _outcome(changed)
+        if changed.parts and again.parts:
+            answer["pushes"] = pushes(again, changed)
+    return answer
 
 
 def token_gradients(replayed: Replay) -> list[list[dict[str, Any]]]:
-    """Of each group and completion: dLoss/dlog-prob of its tokens, recorded and changed; null if
-    there is none.
+    """Return dLoss/dlog-prob of the tokens of each group and completion, recorded and changed.
 
-    0 at the tokens of completions that were not trained.
+    Null where there is none, 0 at the tokens of completions that were not trained.
     """
+    recorded, changed = _columns(replayed, replayed.again), _columns(replayed, replayed.changed)
+    answer = []
+    for g, group in enumerate(replayed.recorded.groups):
+        rows = []
+        for i, rollout in enumerate(group.rollouts):
+            row = {
+                "index": rollout.index,
+                "recorded": recorded[g][i],
+                "changed": changed[g][i],
+            }
+            rows.append(row)
+        answer.append(rows)
+    return answer
 
-    def columns(outcome: ReplayedStep | None) -> list[list[list[float] | None]]:
-        if outcome is None or not outcome.parts:
-            return [[None] * len(group.rollouts) for group in replayed.recorded.groups]
-        return [
-            [[float(f"{value:.6g}") for value in column] for column in row]
-            for row in _gradients(outcome)
-        ]
 
-    both = zip(
-        replayed.recorded.groups, columns(replayed.again), columns(replayed.changed), strict=True
-    )
-    return [
-        [
-            {"index": rollout.index, "recorded": one, "changed": other}
-            for rollout, one, other in zip(group.rollouts, recorded, changed, strict=True)
-        ]
-        for group, recorded, changed in both
-    ]
+def _columns(replayed: Replay, outcome: ReplayedStep | None) -> list[list[list[float] | None]]:
+    """Return gradients as JSON has them, with six significant digits."""
+    if outcome is None or not outcome.parts:
+        return [[None] * len(group.rollouts) for group in replayed.recorded.groups]
+    rows: list[list[list[float] | None]] = []
+    for columns in _gradients(outcome):
+        row: list[list[float] | None] = []
+        for column in columns:
+            row.append([float(f"{value:.6g}") for value in column])
+        rows.append(row)
+    return rows
 
 
 def _outcome(outcome: ReplayedStep) -> dict[str, Any]:
+    metrics = {} if outcome.step is None else outcome.step.metrics
     return {
         "algorithm": algorithm_line(outcome.algorithm),
         "loss": _json(outcome.loss),
         "without": outcome.without,
-        "metrics": {
-            name: _json(value)
-            for name, value in (outcome.step.metrics if outcome.step is not None else {}).items()
-        },
+        "metrics": {name: _json(value) for name, value in metrics.items()},
         "gradient": outcome.gradient if outcome.parts else None,
     }
 

@@ -1,5 +1,4 @@
-"""Reward functions over completions that exist already: what `groupwise score` does, before any
-compute is spent.
+"""`groupwise score`: run reward functions over completions that exist, before compute is spent.
 
 N rows   K reward functions
 """
@@ -8,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,7 +49,7 @@ class TimedCall(NamedTuple):
     """The first of its rows."""
     count: int
     seconds: float
-    """Of the function: a worker process that has to start first does not count."""
+    """Seconds of the function: a worker process that has to start first does not count."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,64 +78,85 @@ class ScoreReport:
     """Every call of every function."""
 
     def render(self, *, rows: int = 10) -> str:
-        """Plain text: per function mean, spread, share of None and histogram; the first `rows`
-        rows; the slowest calls.
+        """Write plain text: a summary and a histogram of each function, the first `rows` rows, and
+        the slowest calls.
 
         Control characters of completions are shown as escapes: what a model wrote must not steer a
         terminal.
         """
-        lines = [f"{counted(len(self.rows), 'completion')}{self.source and f' of {self.source}'}"]
-        columns = list(zip(self.names, self.rewards.T, strict=True))
-        if len(columns) > 1:
-            columns.append(("reward (weighted sum)", self.reward))
-        for name, column in columns:
+        source = f" of {self.source}" if self.source else ""
+        lines = [f"{counted(len(self.rows), 'completion')}{source}"]
+        for name, column in zip(self.names, self.rewards.T, strict=True):
             lines += ["", *_summary(name, column)]
-        lines += ["", *self._differing()] if self.groups else []
-        shown = [
-            ("prompt", self.prompts, 24),
-            ("gold", self.golds, 16),
-            ("completion", self.texts, 60),
-        ]
-        shown = [(title, cells[:rows], width) for title, cells, width in shown if cells and rows]
-        heads = [f"{visible(name, 12):>12}" for name in self.names]
-        heads += [title if width > 24 else f"{title:<{width}}" for title, _, width in shown]
-        lines += ["", "row  " + "  ".join(heads)] if rows else []
-        for n in range(min(rows, len(self.rows))):
-            values = [
-                f"{'None' if math.isnan(v) else format(v, '.4g'):>12}" for v in self.rewards[n]
-            ]
-            cells = [
-                visible(cells[n], width) if width > 24 else f"{visible(cells[n], width):<{width}}"
-                for _, cells, width in shown
-            ]
-            lines.append(f"{n + 1:<5}" + "  ".join(values + cells))
-        slowest = sorted(self.calls, key=lambda call: -call.seconds)[:SLOWEST]
-        slow = [self._described(call) for call in slowest if call.seconds >= SLOW]
-        return "\n".join([*lines, "", *slow] if slow else lines)
+        if len(self.names) > 1:
+            lines += ["", *_summary("reward (weighted sum)", self.reward)]
+        if self.groups:
+            lines += ["", self._differing()]
+        if rows:
+            lines += ["", *self._table(rows)]
+        slow = self._slow()
+        if slow:
+            lines += ["", *slow]
+        return "\n".join(lines)
 
-    def _differing(self) -> Iterator[str]:
-        """Of how many prompts the completions get different rewards: only these teach."""
+    def _table(self, rows: int) -> list[str]:
+        """Write the first rows: their rewards, and as much of their texts as has room."""
+        texts: list[tuple[str, Sequence[str], int]] = []
+        if self.prompts:
+            texts.append(("prompt", self.prompts, 24))
+        if self.golds:
+            texts.append(("gold", self.golds, 16))
+        texts.append(("completion", self.texts, 60))
+        head = [f"{visible(name, 12):>12}" for name in self.names]
+        head += [title.ljust(_least(width)) for title, _, width in texts]
+        lines = ["row  " + "  ".join(head)]
+        for n in range(min(rows, len(self.rows))):
+            cells = []
+            for value in self.rewards[n]:
+                cells.append("None".rjust(12) if math.isnan(value) else f"{value:>12.4g}")
+            for _, column, width in texts:
+                cells.append(visible(column[n], width).ljust(_least(width)))
+            lines.append(f"{n + 1:<5}" + "  ".join(cells))
+        return lines
+
+    def _differing(self) -> str:
+        """Say for how many prompts the completions get different rewards: only these teach."""
         several = [self.reward[begin:end] for begin, end in self.groups if end - begin > 1]
         if not several:
-            yield (
+            return (
                 "one completion for each prompt: whether rewards differ within a prompt is not to"
                 " be seen"
             )
-            return
-        differ = sum(len(np.unique(group[~np.isnan(group)])) > 1 for group in several)
-        prompts = counted(len(several), "prompt")
-        yield (
-            f"{differ} of {prompts} with several completions have different rewards; the others"
-            " teach nothing"
+        differ = 0
+        for group in several:
+            if len(np.unique(group[~np.isnan(group)])) > 1:
+                differ += 1
+        return (
+            f"{differ} of {counted(len(several), 'prompt')} with several completions have"
+            " different rewards; the others teach nothing"
         )
 
-    def _described(self, call: TimedCall) -> str:
-        others = f" and {call.count - 1} more of its prompt" if call.count > 1 else ""
-        took = (
-            f"slow: {visible(call.function, 60)} took {call.seconds:.2f} s on"
-            f" {self.rows[call.row]}{others}"
-        )
-        return f"{took}: {visible(self.texts[call.row], 60)}"
+    def _slow(self) -> list[str]:
+        """Name the slowest calls."""
+        lines = []
+        for call in sorted(self.calls, key=_negative_seconds)[:SLOWEST]:
+            if call.seconds < SLOW:
+                break
+            name, text = visible(call.function, 60), visible(self.texts[call.row], 60)
+            rows = self.rows[call.row]
+            if call.count > 1:
+                rows += f" and {call.count - 1} more of its prompt"
+            lines.append(f"slow: {name} took {call.seconds:.2f} s on {rows}: {text}")
+        return lines
+
+
+def _least(width: int) -> int:
+    """Return the width that a column is filled up to: long texts are not."""
+    return width if width <= 24 else 0
+
+
+def _negative_seconds(call: TimedCall) -> float:
+    return -call.seconds
 
 
 def score_file(
@@ -158,57 +178,63 @@ def score_file(
 
     Raises DataError for a bad file or row, ConfigError for functions that the columns cannot serve,
     RewardError for bad results."""
-    read, source, further = _rows(expanded(path), steps)
-    table = read.renamed(columns or {}).first(limit)
-    rows, names = list(table), [table.where(i) for i in range(len(table))]
+    completions = _read(expanded(path), steps)
+    table = completions.rows.renamed(columns or {}).first(limit)
+    rows = list(table)
+    names = [table.where(i) for i in range(len(table))]
     for name, row in zip(names, rows, strict=True):
         _check(name, row)
-    present = list(dict.fromkeys(column for row in rows for column in row))
+    present: dict[str, None] = {}
+    for row in rows:
+        present |= dict.fromkeys(row)
     settings = [RewardSettings(function=one) if isinstance(one, str) else one for one in functions]
-    rewards, calls = [], list[TimedCall]()
-    scorer, present = _built(settings, present, further)
+    scorer, known = _built(settings, list(present), completions)
+    groups = _groups(rows)
+    rewards: list[np.ndarray] = []
+    calls: list[TimedCall] = []
     with scorer:
-        groups = _groups(rows)
         for begin, end in groups:
-            batch = _completions(rows[begin:end], names[begin:end], present)
+            batch = _completions(rows[begin:end], names[begin:end], known)
             rewards.append(scorer.matrix(scorer.call(batch)))
-            calls += [
-                TimedCall(name, begin, end - begin, seconds)
-                for name, seconds in scorer.seconds.items()
-            ]
+            for name, seconds in scorer.seconds.items():
+                calls.append(TimedCall(name, begin, end - begin, seconds))
         matrix = np.concatenate(rewards)
         gold = next(iter(scorer.golds.values()), None)
+        golds = () if gold is None else tuple(str(row.get(gold, "")) for row in rows)
         return ScoreReport(
             names=scorer.names,
-            source=source,
+            source=completions.source,
             rewards=matrix,
             reward=combine(matrix, scorer.weights),
             rows=tuple(names),
             texts=tuple(_text(row["completion"]) for row in rows),
             prompts=tuple(_text(row["prompt"]) for row in rows),
-            golds=() if gold is None else tuple(str(row.get(gold, "")) for row in rows),
+            golds=golds,
             groups=tuple(groups),
             calls=tuple(calls),
         )
 
 
 def _built(
-    settings: Sequence[RewardSettings], present: list[str], further: Callable[[], list[str]]
+    settings: Sequence[RewardSettings], present: list[str], completions: ReadCompletions
 ) -> tuple[Rewards, list[str]]:
-    """The functions, and the columns that they may ask for: those of the rows, else those of the
-    run's other rows too.
+    """Build the functions, and return the columns that they may ask for.
+
+    Those are the rows' columns, and where they do not suffice those of the run's other rows too.
     """
-
-    def build(columns: list[str]) -> Rewards:
-        return build_rewards(settings, columns=[one for one in columns if one not in TOKEN_COLUMNS])
-
     try:
-        return build(present), present
+        return _build(settings, present), present
     except ConfigError as error:
-        more = list(dict.fromkeys([*present, *further()])) if NO_COLUMN in str(error) else present
-        if more == present:
+        if NO_COLUMN not in str(error):
             raise
-        return build(more), more
+        known = list(dict.fromkeys([*present, *completions.further_columns()]))
+        if known == present:
+            raise
+        return _build(settings, known), known
+
+
+def _build(settings: Sequence[RewardSettings], columns: list[str]) -> Rewards:
+    return build_rewards(settings, columns=[one for one in columns if one not in TOKEN_COLUMNS])
 
 
 def visible(text: str, width: int) -> str:
@@ -228,127 +254,142 @@ def visible(text: str, width: int) -> str:
 
 
 def _summary(name: str, column: np.ndarray) -> list[str]:
+    """Summarise a function's rewards in a line and a histogram."""
+    title = visible(name, 60)
     values = column[~np.isnan(column)]
     none = f"None {np.isnan(column).mean():.1%}"
     if not values.size:
-        return [f"{visible(name, 60)}: {none}"]
-    stats = (
-        f"mean {values.mean():.4g}, std {values.std():.4g}, min {values.min():.4g}, max"
-        f" {values.max():.4g}, {none}"
-    )
+        return [f"{title}: {none}"]
     distinct = np.unique(values)
     if distinct.size == 1 and values.size > 1:
-        return [
-            f"{visible(name, 60)}: {values[0]:.4g} for every completion, {none}: it teaches nothing"
-            " here"
-        ]
-    if distinct.size <= 10:
-        bins = [(f"{value:.4g}", int((values == value).sum())) for value in distinct]
-    else:
-        counts, edges = np.histogram(values, bins=10)
-        bins = [
-            (f"{low:.3g} .. {high:.3g}", int(c))
-            for low, high, c in zip(edges, edges[1:], counts, strict=False)
-        ]
-    width = max(len(label) for label, _ in bins)
-    bars = [
-        f"  {label:>{width}}  {count:>6}  {'#' * math.ceil(BARS * count / values.size)}"
-        for label, count in bins
+        return [f"{title}: {values[0]:.4g} for every completion, {none}: it teaches nothing here"]
+    lines = [
+        f"{title}: mean {values.mean():.4g}, std {values.std():.4g}, min {values.min():.4g}, max"
+        f" {values.max():.4g}, {none}"
     ]
-    return [f"{visible(name, 60)}: {stats}", *bars]
+    bins = _bins(values)
+    width = max(len(label) for label, _ in bins)
+    for label, count in bins:
+        bar = "#" * math.ceil(BARS * count / values.size)
+        lines.append(f"  {label:>{width}}  {count:>6}  {bar}")
+    return lines
 
 
-def _rows(
-    path: Path, steps: Sequence[range] | None
-) -> tuple[SourceRows, str, Callable[[], list[str]]]:
-    """Rows of a file; of a run folder, or of one of its recorded steps, the completions as they
-    were sampled.  And what was read, and a way to the columns of the run's other rows.
+def _bins(values: np.ndarray) -> list[tuple[str, int]]:
+    """Count values: each of at most ten different ones, else in ten ranges."""
+    distinct, counts = np.unique(values, return_counts=True)
+    bins = []
+    if distinct.size <= 10:
+        for value, count in zip(distinct, counts, strict=True):
+            bins.append((f"{value:.4g}", int(count)))
+        return bins
+    counts, edges = np.histogram(values, bins=10)
+    for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True):
+        bins.append((f"{low:.3g} .. {high:.3g}", int(count)))
+    return bins
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCompletions:
+    """Completions of a file or a run."""
+
+    rows: SourceRows
+    source: str
+    """Names what was read."""
+    origin: Origin | None = None
+    """The run that the rows are of."""
+    run: RunFiles | None = None
+    """The run's files, where the rows are some of its recorded steps."""
+
+    def further_columns(self) -> list[str]:
+        """Return columns that the run's rows may have, although those that were read lack them."""
+        columns = _golds_of(self.origin)
+        if self.run is None:
+            return columns
+        texts: set[str] = set()
+        for step in recorded.steps(self.run)[0]:
+            texts |= set(recorded.table(self.run, step, ["row"]).column("row").to_pylist())
+        for text in sorted(texts):
+            columns += json.loads(text)
+        return list(dict.fromkeys(columns))
+
+
+def _read(path: Path, steps: Sequence[range] | None) -> ReadCompletions:
+    """Read the rows of a file; of a run folder, or of one of its recorded steps, the completions as
+    they were sampled.
 
     Raises ConfigError for steps of what is no run, or that it did not record.
     """
-    home = origin_of(path) if path.is_dir() else None
+    if not path.is_dir():
+        return _read_file(path, steps)
+    home = origin_of(path)
     run = RunFiles(path if home is None else home.folder)
-    have, wrong = recorded.steps(run) if path.is_dir() else ({}, [])
+    have, wrong = recorded.steps(run)
+    if not have and wrong:
+        raise RunError(wrong[0])
+    if not have and home is not None:
+        raise ConfigError(
+            f"{path} is a run without recorded completions: save.rollouts_every says which steps"
+            " record theirs"
+        )
     if not have:
-        if wrong:
-            raise RunError(wrong[0])
-        if home is not None:
-            raise ConfigError(
-                f"{path} is a run without recorded completions: save.rollouts_every says which"
-                " steps record theirs"
-            )
-        if steps is not None:
-            raise ConfigError(
-                f"--steps are those of a run, and {path} is none that has recorded any"
-            )
-        rows = read_rows(str(path))
-        if not len(rows) or not set(rows[0]) >= RECORDED:
-            return rows, str(path), list
-        return _recorded(rows), str(path), lambda: _golds_of(origin_of(path))
-    chosen = (
-        [max(have)]
-        if steps is None
-        else [step for step in have if any(step in part for part in steps)]
-    )
-    all_of = f"recorded are {counted(len(have), 'step')} from {min(have)} to {max(have)}"
+        return _read_file(path, steps)
+    chosen = [max(have)]
+    if steps is not None:
+        chosen = [step for step in have if any(step in part for part in steps)]
+    span = f"recorded are {counted(len(have), 'step')} from {min(have)} to {max(have)}"
     if not chosen:
-        raise ConfigError(f"{run.folder} has no such step; {all_of}")
-    tables = [
-        SourceRows(name=str(run.folder / have[step]), rows=recorded.table(run, step).to_pylist())
-        for step in chosen
-    ]
-    rows = [row for table in tables for row in table]
-    name = tables[0].name if len(tables) == 1 else str(run.folder / recorded.ROLLOUTS)
-    which = (
-        f"step {chosen[0]}"
-        if len(chosen) == 1
-        else f"{len(chosen)} steps from {chosen[0]} to {chosen[-1]}"
-    )
-
-    def further() -> list[str]:
-        texts = {
-            text
-            for step in have
-            for text in recorded.table(run, step, ["row"]).column("row").unique().to_pylist()
-        }
-        return [
-            *_golds_of(home),
-            *dict.fromkeys(column for text in sorted(texts) for column in json.loads(text)),
-        ]
-
-    return (
+        raise ConfigError(f"{run.folder} has no such step; {span}")
+    rows: list[Any] = []
+    for step in chosen:
+        table = SourceRows(
+            name=str(run.folder / have[step]), rows=recorded.table(run, step).to_pylist()
+        )
+        rows += list(table)
+    name, which = str(run.folder / have[chosen[0]]), f"step {chosen[0]}"
+    if len(chosen) > 1:
+        name = str(run.folder / recorded.ROLLOUTS)
+        which = f"{len(chosen)} steps from {chosen[0]} to {chosen[-1]}"
+    return ReadCompletions(
         _recorded(SourceRows(name=name, rows=rows)),
-        f"{run.folder}, {which} ({all_of}; --steps chooses)",
-        further,
+        f"{run.folder}, {which} ({span}; --steps chooses)",
+        home,
+        run,
     )
+
+
+def _read_file(path: Path, steps: Sequence[range] | None) -> ReadCompletions:
+    if steps is not None:
+        raise ConfigError(f"--steps are those of a run, and {path} is none that has recorded any")
+    rows = read_rows(str(path))
+    if not len(rows) or not set(rows[0]) >= RECORDED:
+        return ReadCompletions(rows, str(path))
+    return ReadCompletions(_recorded(rows), str(path), origin_of(path))
 
 
 def _golds_of(origin: Origin | None) -> list[str]:
-    """The columns that a run's own functions compare with, which the rows that it recorded may all
-    lack.
+    """Name the columns that a run's own functions compare with.
+
+    The rows that it recorded may all lack them.
     """
-    named = [
-        one
-        for one in (origin.recipe.rewards if origin is not None else ())
-        if one.function in VERDICTS
-    ]
-    return [str(one.args.get("column", GOLD_COLUMNS[0])) for one in named]
+    columns = []
+    for one in origin.recipe.rewards if origin is not None else ():
+        if one.function in VERDICTS:
+            columns.append(str(one.args.get("column", GOLD_COLUMNS[0])))
+    return columns
 
 
 def _recorded(rows: SourceRows) -> SourceRows:
-    """A run's record as rows: the data row's columns, and what was asked and answered under the
-    usual names.
+    """Turn a run's record into rows of data: the columns of the data row, and what was asked and
+    answered under the usual names.
     """
-    named = [
-        {
-            **json.loads(row["row"]),
-            "prompt": _prompt_of(row),
-            "completion": row["completion_text"],
-            **{column: row[column] for column in ("prompt_ids", "completion_ids")},
-            "finish_reason": row["finish"],
-        }
-        for row in rows
-    ]
+    named = []
+    for row in rows:
+        data = json.loads(row["row"])
+        data |= {"prompt": _prompt_of(row), "completion": row["completion_text"]}
+        data |= {"prompt_ids": row["prompt_ids"], "completion_ids": row["completion_ids"]}
+        data["finish_reason"] = row["finish"]
+        named.append(data)
     return replace(rows, rows=named)
 
 
@@ -363,6 +404,7 @@ def _prompt_of(row: Mapping[str, Any]) -> Any:
 
 
 def _check(name: str, row: Any) -> None:
+    """Raise DataError for a row that cannot be scored."""
     if not isinstance(row, dict):
         raise DataError(
             f"{name}: a row is an object with prompt and completion, not a {type(row).__name__}"
@@ -373,17 +415,19 @@ def _check(name: str, row: Any) -> None:
                 f"{name}: no {column!r}; columns: {', '.join(map(repr, row))}; name yours by"
                 f" --column {column}=YOURS"
             )
-        value = row[column]
-        messages = (
-            isinstance(value, list)
-            and value
-            and all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in value)
-        )
-        if not isinstance(value, str) and not messages:
+        if not isinstance(row[column], str) and not _is_messages(row[column]):
             raise DataError(
-                f"{name}: {column!r} is {visible(repr(value), 60)}, expected a string or messages"
-                " with a content"
+                f"{name}: {column!r} is {visible(repr(row[column]), 60)}, expected a string or"
+                " messages with a content"
             )
+
+
+def _is_messages(value: Any) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    return all(
+        isinstance(message, dict) and isinstance(message.get("content"), str) for message in value
+    )
 
 
 def _text(value: str | list[dict[str, str]]) -> str:
@@ -391,29 +435,34 @@ def _text(value: str | list[dict[str, str]]) -> str:
 
 
 def _groups(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
-    starts = [n for n, row in enumerate(rows) if n == 0 or row["prompt"] != rows[n - 1]["prompt"]]
+    """Return the first row, and the row behind the last, of neighbours with one prompt."""
+    starts = []
+    for n, row in enumerate(rows):
+        if n == 0 or row["prompt"] != rows[n - 1]["prompt"]:
+            starts.append(n)
     return list(zip(starts, [*starts[1:], len(rows)], strict=True))
 
 
 def _completions(
     rows: Sequence[Mapping[str, Any]], names: Sequence[str], present: Sequence[str]
 ) -> Completions:
+    """Make the batch of a group, as reward functions get it."""
+    columns: dict[str, list[Any]] = {}
+    for column in present:
+        columns[column] = [row.get(column) for row in rows]
     texts = [_text(row["completion"]) for row in rows]
-
-    def tokens(column: str) -> list[Any] | None:
-        return [row.get(column) for row in rows] if column in present else None
-
+    completions: list[Any] = []
+    for row, text in zip(rows, texts, strict=True):
+        chat = isinstance(row["prompt"], list)
+        completions.append(as_messages(text) if chat else text)
     return Completions(
         labels=names,
         prompts=[row["prompt"] for row in rows],
         prompt_texts=[_text(row["prompt"]) for row in rows],
-        completions=[
-            as_messages(t) if isinstance(r["prompt"], list) else t
-            for t, r in zip(texts, rows, strict=True)
-        ],
+        completions=completions,
         texts=texts,
-        columns={column: [row.get(column) for row in rows] for column in present},
-        prompt_ids=tokens("prompt_ids"),
-        completion_ids=tokens("completion_ids"),
-        finish_reasons=tokens("finish_reason"),
+        columns=columns,
+        prompt_ids=columns.get("prompt_ids"),
+        completion_ids=columns.get("completion_ids"),
+        finish_reasons=columns.get("finish_reason"),
     )
