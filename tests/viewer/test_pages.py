@@ -190,11 +190,9 @@ def test_search_finds_all_of_it_and_nothing_else(pages: Pages, made: Any) -> Non
 
 def test_a_search_answers_in_time_and_says_where_to_go_on(pages: Pages, made: Any) -> None:
     source, index = pages.sources[0], pages.indexes[0]
-    first = questions.search(source, index, questions.SearchQuery(text="nowhere to be found"), max_tokens_per_microbatch=0.0)
+    first = questions.search(source, index, questions.SearchQuery(text="nowhere to be found"), seconds=0.0)
     assert first == {"matches": [], "next": 39, "seen": 1, "left": 39}
-    second = questions.search(
-        source, index, questions.SearchQuery(text="nowhere to be found"), cursor=39, max_tokens_per_microbatch=0.0
-    )
+    second = questions.search(source, index, questions.SearchQuery(text="nowhere to be found"), cursor=39, seconds=0.0)
     assert second["next"] == 38
 
 

@@ -76,15 +76,18 @@ def key_of(prompt: str) -> str:
 def lengths_of(table: pa.Table) -> np.ndarray:
     """Tokens of each completion; characters where there are no tokens."""
     if "trained" in table.column_names:
-        return pc.fill_null(pc.list_value_length(table.column("trained")), 0).to_numpy()  # type: ignore[attr-defined]
-    return pc.fill_null(pc.utf8_length(table.column("completion_text")), 0).to_numpy()  # type: ignore[attr-defined]
+        lengths = pc.list_value_length(table.column("trained"))  # type: ignore[attr-defined]
+    else:
+        lengths = pc.utf8_length(table.column("completion_text"))  # type: ignore[attr-defined]
+    return pc.fill_null(lengths, 0).to_numpy()  # type: ignore[attr-defined]
 
 
 def numbers(table: pa.Table, name: str) -> np.ndarray:
     """A column as float64, NaN where it is null."""
     if name not in table.column_names:
         return np.full(len(table), np.nan)
-    return pc.fill_null(table.column(name).cast(pa.float64()), math.nan).to_numpy()  # type: ignore[attr-defined]
+    column = table.column(name).cast(pa.float64())
+    return pc.fill_null(column, math.nan).to_numpy()  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +127,7 @@ def prompts_in(table: pa.Table) -> pa.ChunkedArray | pa.Array:
 
 
 def groups_in(table: pa.Table) -> Iterator[tuple[int, slice, str]]:
-    """Number, rows and prompt of each group of a step; the prompt is that of its first completion."""
+    """Number and rows of each group of a step, and the prompt of its first completion."""
     place = numbers(table, "group").astype(np.int64)
     starts = np.flatnonzero(np.diff(place, prepend=-1)).tolist()
     columns = [name for name in PROMPT if name in table.column_names]
@@ -138,21 +141,18 @@ def overview(source: CompletionSource, step: int, kind: str = TRAINING) -> Json:
     answers.
     """
     table = source.table(step, OVERVIEW, kind)
-    reward, length, texts = (
-        numbers(table, "reward"),
-        lengths_of(table),
-        table.column("completion_text").to_pylist(),
-    )
-    finish = (
-        [value or "" for value in table.column("finish").to_pylist()]
-        if "finish" in table.column_names
-        else [""] * len(table)
-    )
-    groups = [
-        {
+    reward, length = numbers(table, "reward"), lengths_of(table)
+    texts = table.column("completion_text").to_pylist()
+    finish = [""] * len(table)
+    if "finish" in table.column_names:
+        finish = [value or "" for value in table.column("finish").to_pylist()]
+    groups: list[Json] = []
+    prompts: list[str] = []
+    for place, rows, prompt in groups_in(table):
+        prompts.append(prompt)
+        fields = {
             "group": place,
             "key": key_of(prompt),
-            "prompt": prompt,
             "rewards": plain(reward[rows]),
             "lengths": length[rows].tolist(),
             "finish": finish[rows],
@@ -160,24 +160,26 @@ def overview(source: CompletionSource, step: int, kind: str = TRAINING) -> Json:
             "mean": mean(reward[rows]),
             "distinct": len(set(texts[rows])),
         }
-        for place, rows, prompt in groups_in(table)
-    ]
-    for one, prompt in zip(
-        groups, without_shared_lines([one["prompt"] for one in groups]), strict=True
-    ):
-        one["prompt"] = excerpt(prompt)
-    groups.sort(key=lambda group: (-(group["spread"] or 0.0), -group["distinct"], group["group"]))
+        groups.append(fields)
+    for fields, prompt in zip(groups, without_shared_lines(prompts), strict=True):
+        fields["prompt"] = excerpt(prompt)
+    groups.sort(key=_rank)
+    functions = {}
+    for name in reward_names(table.column_names):
+        functions[name] = mean(numbers(table, f"rewards/{name}"))
     return {
         "step": step,
         "kind": kind,
         "groups": groups,
-        "functions": {
-            name: mean(numbers(table, f"rewards/{name}"))
-            for name in reward_names(table.column_names)
-        },
+        "functions": functions,
         "reward": mean(reward),
         "completions": len(table),
     }
+
+
+def _rank(group: Json) -> tuple[float, int, int]:
+    """Order groups by the spread of their rewards, then by how many answers differ."""
+    return -(group["spread"] or 0.0), -group["distinct"], group["group"]
 
 
 def group(source: CompletionSource, step: int, place: int, kind: str = TRAINING) -> Json:
@@ -227,7 +229,8 @@ def _rows(
     DataError if there are none.
     """
     table = source.table(step, None, kind)
-    rows = table.filter(pc.equal(table.column("group"), place)).to_pylist()  # type: ignore[attr-defined]
+    here = pc.equal(table.column("group"), place)  # type: ignore[attr-defined]
+    rows = table.filter(here).to_pylist()
     if not rows:
         raise DataError(f"{source.name} holds no group {place} in step {step}")
     return rows, reward_names(table.column_names)
@@ -237,44 +240,40 @@ def _completion(
     row: Mapping[str, Any], names: Sequence[str], known: Vocabulary | None, total: float, begin: int
 ) -> Json:
     ids, text = row.get("completion_ids"), row.get("completion_text") or ""
-    advantages = row.get("advantages") or []
+    advantages = set(row.get("advantages") or ())
     shown: Json = {
         "index": row["index"],
         "reward": _finite(row.get("reward")),
         "rewards": {name: _finite(row.get(f"rewards/{name}")) for name in names},
         "finish": row.get("finish") or "",
-        "advantage": _finite(advantages[0]) if advantages and len(set(advantages)) == 1 else None,
+        "advantage": _finite(advantages.pop()) if len(advantages) == 1 else None,
         "begin": begin,
     }
     if row.get("messages"):
         shown["messages"] = loaded(row["messages"])
     episode = loaded(row.get("episode"))
     if isinstance(episode, dict):
-        with suppress(
-            KeyError, TypeError, ValueError, AttributeError
-        ):  # of another form than a run writes
+        # One of another form than a run writes is left out.
+        with suppress(KeyError, TypeError, ValueError, AttributeError):
             shown["episode"] = _episode(episode)
     if ids is None or known is None:
         if isinstance(episode, dict) and isinstance(episode.get("messages"), list):
             shown["messages"] = episode["messages"]
-        return {
-            **shown,
-            "length": len(text),
-            "unit": "characters",
-            "text": text[begin : begin + CHARACTERS],
-        }
+        text_shown = text[begin : begin + CHARACTERS]
+        return shown | {"length": len(text), "unit": "characters", "text": text_shown}
     end = begin + TOKENS
-    return {
-        **shown,
+    columns = {}
+    for name, values in token_columns(row, total).items():
+        columns[name] = _rounded(values[begin:end])
+    trained = row["trained"][begin:end]
+    return shown | {
         "length": len(ids),
         "unit": "tokens",
         "tokens": known.texts(ids)[begin:end],
         "ids": ids[begin:end],
         "special": [i for i, token in enumerate(ids[begin:end]) if token in known.special],
-        "untrained": [i for i, trained in enumerate(row["trained"][begin:end]) if not trained],
-        "columns": {
-            name: _rounded(values[begin:end]) for name, values in token_columns(row, total).items()
-        },
+        "untrained": [i for i, mark in enumerate(trained) if not mark],
+        "columns": columns,
     }
 
 
@@ -300,78 +299,66 @@ TURN = {
 
 
 def _episode(episode: Mapping[str, Any]) -> Json:
-    """An episode (`records.Episode`) as it is shown: of other contexts their lengths."""
+    """Return an episode (`records.Episode`) as it is shown, without the ids of contexts."""
+    turns = []
+    for turn in episode.get("turns") or ():
+        calls = [_fields(CALL, call) for call in turn.get("calls") or ()]
+        turns.append(_fields(TURN, turn) | {"calls": calls})
+    branches = []
+    for branch in episode.get("branches") or ():
+        # A context of the first token is the prompt that `reset` wrote: nothing was split.
+        if int(branch["begin"]) > 0:
+            context = len(branch.get("context") or ())
+            branches.append({"begin": int(branch["begin"]), "context": context})
+    whole = _fields({"reward": _finite, "environment": _text}, episode)
+    return {"turns": turns, "branches": branches, **whole}
 
-    def fields(known: Mapping[str, Callable[[Any], Any]], values: Mapping[str, Any]) -> Json:
-        return {name: read(values.get(name)) for name, read in known.items()}
 
-    turns = [
-        fields(TURN, turn) | {"calls": [fields(CALL, call) for call in turn.get("calls") or ()]}
-        for turn in episode.get("turns") or ()
-    ]
-    # A context of the first token is the prompt that `reset` wrote: nothing was split.
-    branches = [
-        {"begin": int(branch["begin"]), "context": len(branch.get("context") or ())}
-        for branch in episode.get("branches") or ()
-        if int(branch["begin"]) > 0
-    ]
-    return {
-        "turns": turns,
-        "branches": branches,
-        **fields({"reward": _finite, "environment": _text}, episode),
-    }
+def _fields(known: Mapping[str, Callable[[Any], Any]], values: Mapping[str, Any]) -> Json:
+    return {name: read(values.get(name)) for name, read in known.items()}
 
 
 def token_columns(row: Mapping[str, Any], total: float = math.nan) -> dict[str, np.ndarray]:
-    """The quantities of a completion's tokens (n,), as far as they were recorded.   total: the
-    group's sum of |gradients|.
+    """The quantities of a completion's tokens (n,), as far as they were recorded.
+
+    total: the group's sum of |gradients|.
     """
-
-    def column(name: str) -> np.ndarray | None:
-        values = row.get(name)
-        return np.asarray(values, np.float64) if values else None
-
-    behavior, current, advantage = (
-        column("behavior_logp"),
-        column("current_logp"),
-        column("advantages"),
-    )
-    last, reference, clipped = (
-        column("update/last_logp"),
-        column("signals/reference_logp"),
-        column("update/clipped"),
-    )
-    columns: dict[str, np.ndarray | None] = {
-        "logp": current if current is not None else behavior,
-        "entropy": column("update/entropy"),
+    behavior, current = _column(row, "behavior_logp"), _column(row, "current_logp")
+    advantage, reference = _column(row, "advantages"), _column(row, "signals/reference_logp")
+    last, gradient = _column(row, "update/last_logp"), _column(row, "update/gradient")
+    logp = current if current is not None else behavior
+    columns = {
+        "logp": logp,
+        "entropy": _column(row, "update/entropy"),
+        "version": _column(row, "version"),
+        "behavior": behavior,
     }
     if advantage is not None and behavior is not None:
         seen = last if last is not None else current
-        ratio = (
-            np.exp(np.clip(seen - behavior, -20.0, 20.0))
-            if seen is not None
-            else np.ones_like(behavior)
-        )
-        columns |= {
-            "push": advantage * ratio,
-            "ratio": ratio,
-            "clipped": clipped,
-            "advantage": advantage,
-        }
-    if reference is not None and columns["logp"] is not None:
-        columns["kl"] = columns["logp"] - reference
+        ratio = np.ones_like(behavior)
+        if seen is not None:
+            ratio = np.exp(np.clip(seen - behavior, -20.0, 20.0))
+        columns["push"] = advantage * ratio
+        columns["ratio"] = ratio
+        columns["clipped"] = _column(row, "update/clipped")
+        columns["advantage"] = advantage
+    if reference is not None and logp is not None:
+        columns["kl"] = logp - reference
     if current is not None and behavior is not None:
         columns["mismatch"] = current - behavior
-    gradient = column("update/gradient")
     if gradient is not None and total > 0.0:
         columns["gradient"] = gradient / total
-    version = column("version")
-    columns |= {"version": version, "behavior": behavior}
-    return {
-        name: values
-        for name, values in columns.items()
-        if values is not None and values.size == len(row["completion_ids"])
-    }
+    tokens = len(row["completion_ids"])
+    known = {}
+    for name, values in columns.items():
+        if values is not None and values.size == tokens:
+            known[name] = values
+    return known
+
+
+def _column(row: Mapping[str, Any], name: str) -> np.ndarray | None:
+    values = row.get(name)
+    return np.asarray(values, np.float64) if values else None
 
 
 def _gradient_total(rows: Sequence[Mapping[str, Any]]) -> float:
@@ -414,13 +401,19 @@ def without_shared_lines(prompts: Sequence[str]) -> list[str]:
     ['2+2?', '3+4?']
     """
     lines = [prompt.split("\n") for prompt in prompts]
-    most = min((len(one) for one in lines), default=1) - 1
-    first = next((place for place in range(most) if len({one[place] for one in lines}) > 1), most)
-    last = next(
-        (place for place in range(most - first) if len({one[-1 - place] for one in lines}) > 1),
-        most - first,
-    )
+    most = min(map(len, lines), default=1) - 1
+    first = 0
+    while first < most and _same(lines, first):
+        first += 1
+    last = 0
+    while last < most - first and _same(lines, -1 - last):
+        last += 1
     return ["\n".join(one[first : len(one) - last]) for one in lines]
+
+
+def _same(lines: Sequence[Sequence[str]], place: int) -> bool:
+    """Return whether all texts have the same line at a place."""
+    return len({one[place] for one in lines}) == 1
 
 
 def excerpt(text: str, limit: int = EXCERPT) -> str:

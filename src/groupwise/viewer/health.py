@@ -15,9 +15,20 @@ SHOWN = 10
 """Files that a warning names."""
 
 FIGURES = (
-    "reward", "groups/dead", "entropy", "completions/mean_length", "completions/clipped_ratio", "kl", "grad_norm", "ratio/kl",
-    "mismatch/max", "eval/greedy", "eval/sampled", "accuracy", "loss",
-)  # fmt: skip
+    "reward",
+    "groups/dead",
+    "entropy",
+    "completions/mean_length",
+    "completions/clipped_ratio",
+    "kl",
+    "grad_norm",
+    "ratio/kl",
+    "mismatch/max",
+    "eval/greedy",
+    "eval/sampled",
+    "accuracy",
+    "loss",
+)
 """The metrics that say most; those that a run does not have are left out, and the loss where there
 is a reward.
 """
@@ -60,15 +71,13 @@ def unread(problems: Sequence[str]) -> list[dict[str, str]]:
 def figures(names: Iterable[str]) -> list[dict[str, Any]]:
     """The figures that stand first, of those that the run has."""
     known = set(names)
-    return [
-        described(name)
-        for name in FIGURES
-        if name in known and not (name == "loss" and "reward" in known)
-    ]
+    if "reward" in known:
+        known.discard("loss")
+    return [described(name) for name in FIGURES if name in known]
 
 
 def described(metric: str) -> dict[str, Any]:
-    """What the metric table says of a metric: its label, its unit, its meaning and the usual range."""
+    """Label, unit, meaning and usual range of a metric, as the metric table has them."""
     row = ROWS[metric]
     return {
         "metric": metric,
@@ -83,10 +92,10 @@ def first(names: Iterable[str]) -> list[str]:
     page draws.
     """
     known = set(names)
-    return [
-        *(figure["metric"] for figure in figures(known)),
-        *(["eval/reward"] if "eval/reward" in known else []),
-    ]
+    metrics = [figure["metric"] for figure in figures(known)]
+    if "eval/reward" in known:
+        metrics.append("eval/reward")
+    return metrics
 
 
 HELD_OUT, OTHERS = "Held-out prompts", "Others"
@@ -96,40 +105,40 @@ def families(names: Iterable[str]) -> list[dict[str, Any]]:
     """The metrics of a run by subject, in the order of the metric table: first those that stand
     first, last those without a row.
 
-    >>> [(family["title"], family["names"]) for family in families(["mine", "lr", "eval/nll", "reward"])]
-    [('The run', ['reward']), ('The step', ['lr']), ('Held-out prompts', ['eval/nll']), ('Others', ['mine'])]
+    >>> found = families(["mine", "lr", "reward"])
+    >>> [(family["title"], family["names"]) for family in found]
+    [('The run', ['reward']), ('The step', ['lr']), ('Others', ['mine'])]
     """
-    known = sorted(name for name in set(names) if not name.endswith("/half_width"))
+    known = [name for name in set(names) if not name.endswith("/half_width")]
     leading = [figure["metric"] for figure in figures(known)]
-    subjects: dict[str, list[str]] = {
-        "The run": leading,
-        **{section.title: [] for section in METRICS},
-        OTHERS: [],
-    }
+    subjects: dict[str, list[str]] = {"The run": leading}
+    for section in METRICS:
+        subjects[section.title] = []
+    subjects[OTHERS] = []
     for name in sorted(known, key=_place):
         if name not in leading:
-            title = (
-                OTHERS
-                if find(name) is None
-                else HELD_OUT
-                if name.startswith("eval/")
-                else METRICS[_place(name)[0]].title
-            )
-            subjects[title].append(name)
+            subjects[_subject(name)].append(name)
     return [{"title": title, "names": inside} for title, inside in subjects.items() if inside]
+
+
+def _subject(name: str) -> str:
+    """Return the title under which a metric stands."""
+    if find(name) is None:
+        return OTHERS
+    if name.startswith("eval/"):
+        return HELD_OUT
+    return METRICS[_place(name)[0]].title
 
 
 @cache
 def _place(name: str) -> tuple[int, int, str]:
     """Section and row of a metric in the table, then its name."""
     row = find(name)
-    rows = [
-        (i, k, name)
-        for i, section in enumerate(METRICS)
-        for k, one in enumerate(section.metrics)
-        if one is row
-    ]
-    return rows[0] if rows else (len(METRICS), 0, name)
+    for i, section in enumerate(METRICS):
+        for k, one in enumerate(section.metrics):
+            if one is row:
+                return i, k, name
+    return len(METRICS), 0, name
 
 
 WORK = (
@@ -153,27 +162,34 @@ def work(history: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
     [0.75, 0.25]
     """
 
-    def mean_of(name: str) -> float | None:
-        values = [
-            line[name] for line in history[-RECENT:] if name in line and math.isfinite(line[name])
-        ]
-        return sum(values) / len(values) if values else None
-
-    rows: list[dict[str, Any]] = [
-        {**described(metric), "value": value}
-        for metric in WORK
-        if (value := mean_of(metric)) is not None
-    ]
-    names = {
-        name
-        for line in history[-RECENT:]
-        for name in line
-        if name.startswith("time/") and not name.startswith(WITHIN)
-    }
-    phases = {name: mean_of(name) or 0.0 for name in sorted(names)}
+    lines = history[-RECENT:]
+    rows: list[dict[str, Any]] = []
+    for metric in WORK:
+        value = _mean(lines, metric)
+        if value is not None:
+            rows.append({**described(metric), "value": value})
+    names: set[str] = set()
+    for line in lines:
+        names |= {name for name in line if name.startswith("time/")}
+    phases = {}
+    for name in sorted(names):
+        if not name.startswith(WITHIN):
+            phases[name] = _mean(lines, name) or 0.0
     total = sum(phases.values()) or 1.0
-    for name, seconds in sorted(phases.items(), key=lambda phase: -phase[1]):
-        label = f"Seconds: {name.removeprefix('time/')}"
-        share = {"value": seconds, "share": seconds / total}
-        rows.append({"metric": name, "label": label, "unit": "seconds", "meaning": "", **share})
+    for name in sorted(phases, key=phases.__getitem__, reverse=True):
+        row = {
+            "metric": name,
+            "label": f"Seconds: {name.removeprefix('time/')}",
+            "unit": "seconds",
+            "meaning": "",
+            "value": phases[name],
+            "share": phases[name] / total,
+        }
+        rows.append(row)
     return rows
+
+
+def _mean(lines: Sequence[Mapping[str, float]], name: str) -> float | None:
+    """Return the mean of a metric over the lines that have it; None if none has."""
+    values = [line[name] for line in lines if math.isfinite(line.get(name, math.nan))]
+    return sum(values) / len(values) if values else None

@@ -119,31 +119,26 @@ class Pages:
         gone by.
         """
         metrics = self._source(parameters).metrics()
-        names = (
-            parameters["names"].split(",")
-            if parameters.get("names")
-            else sorted(metrics.values.keys() - {"wall"})
-        )
+        names = sorted(metrics.values.keys() - {"wall"})
+        if parameters.get("names"):
+            names = parameters["names"].split(",")
         steps = list(metrics.steps)
         cut = max(1, -(-len(steps) // self.points))
-        wall = metrics.values.get("wall", ())
-        began = next((second for second in wall if math.isfinite(second)), 0.0)
-        sampled = np.nan_to_num(
-            np.array(metrics.values.get("tokens/sampled", ())), posinf=0.0, neginf=0.0
-        )
         ends = slice(cut - 1, None, cut)
+        sampled = np.array(metrics.values.get("tokens/sampled", ()))
+        sampled = np.nan_to_num(sampled, posinf=0.0, neginf=0.0)
+        wall = np.array(metrics.values.get("wall", ()))
+        known = wall[np.isfinite(wall)]
+        began = float(known[0]) if known.size else 0.0
+        values = {}
+        for name in names:
+            if name in metrics.values:
+                values[name] = _thinned(metrics.values[name], cut)
         return {
             "steps": steps[ends],
-            "tokens": [round(value) for value in np.cumsum(sampled).tolist()[ends]],
-            "seconds": [
-                round(value - began, 1) if math.isfinite(value) else None
-                for value in list(wall)[ends]
-            ],
-            "values": {
-                name: _thinned(metrics.values[name], cut)
-                for name in names
-                if name in metrics.values
-            },
+            "tokens": [round(value) for value in np.cumsum(sampled)[ends].tolist()],
+            "seconds": groups.plain(np.round(wall - began, 1)[ends]),
+            "values": values,
         }
 
     def health(self, parameters: Parameters) -> Json:
@@ -175,11 +170,10 @@ class Pages:
                 "reward": None,
                 "completions": 0,
             }
-        nearest = (
-            _newest(source, kind)
-            if wanted is None
-            else min(steps, key=lambda step: (abs(step - wanted), step))
-        )
+        if wanted is None:
+            nearest = _newest(source, kind)
+        else:
+            nearest = min(steps, key=lambda step: (abs(step - wanted), step))
         return groups.overview(source, nearest, kind)
 
     def group(self, parameters: Parameters) -> Json:
@@ -189,11 +183,13 @@ class Pages:
 
     def more(self, parameters: Parameters) -> Json:
         """A completion from token `begin` on."""
-        step, group, index, begin = (
-            _needed(parameters, name) for name in ("step", "group", "index", "begin")
-        )
         return groups.more(
-            self._source(parameters), step, group, index, begin, self._kind(parameters)
+            self._source(parameters),
+            _needed(parameters, "step"),
+            _needed(parameters, "group"),
+            _needed(parameters, "index"),
+            _needed(parameters, "begin"),
+            self._kind(parameters),
         )
 
     def visits(self, parameters: Parameters) -> Json:
@@ -231,9 +227,11 @@ class Pages:
         if not steps:
             raise DataError(f"{source.name} holds no completions")
         first, last = _whole(parameters, "first"), _whole(parameters, "last")
-        return questions.lenses(
-            source, steps[-10:][0] if first is None else first, steps[-1] if last is None else last
-        )
+        if first is None:
+            first = steps[-10:][0]
+        if last is None:
+            last = steps[-1]
+        return questions.lenses(source, first, last)
 
     def compare(self, parameters: Parameters) -> Json:
         """Compare two steps on the prompts they share, and name the steps that share most with the
@@ -329,15 +327,16 @@ class Pages:
 def _set_keys(config: Mapping[str, Any]) -> list[str]:
     """The keys of a recipe whose value is not the default."""
     table = settings_table()
-
-    def plain(value: Any) -> Any:
-        return tuple(value) if isinstance(value, list | tuple) else value
-
-    def differs(key: str, value: Any) -> bool:
+    changed = []
+    for key, value in config.items():
         setting = table.get(normal(key))
-        return setting is None or plain(setting.default) != plain(value)
+        if setting is None or _plain(setting.default) != _plain(value):
+            changed.append(key)
+    return changed
 
-    return [key for key, value in config.items() if differs(key, value)]
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _newest(source: CompletionSource, kind: str) -> int:

@@ -38,13 +38,15 @@ from groupwise.viewer.groups import (
     prompts_in,
     reward_names,
 )
-from groupwise.viewer.index import Index
+from groupwise.viewer.index import Entry, Index
 from groupwise.viewer.sources import TRAINING, CompletionSource
 
-BUDGET = 0.15
+SEARCH_SECONDS = 0.15
 """Seconds of a search's one answer; where they do not suffice, it says where to go on."""
 PAGE = 60
 """Completions of an answer."""
+STEPS = 12
+"""Steps of a stretch whose completions are looked at."""
 SCATTER = 2000
 """Completions of a picture."""
 READ = 600
@@ -88,86 +90,78 @@ def search(
     query: SearchQuery,
     *,
     cursor: int | None = None,
-    max_tokens_per_microbatch: float = BUDGET,
+    seconds: float = SEARCH_SECONDS,
 ) -> Json:
     """Completions that match a query, newest step first; whole steps at a time.
 
     cursor: the step to go on with.   `next`: the same for the next call, None at the end.   `seen`
         counts the steps looked at."""
-    steps = [
-        step
-        for step in reversed(source.steps(query.kind))
-        if (query.first is None or step >= query.first)
-        and (query.last is None or step <= query.last)
-        and (cursor is None or step <= cursor)
-    ]
-    began, matches, seen = time.monotonic(), [], 0
-    for step in steps:
-        if seen and (len(matches) >= PAGE or time.monotonic() - began > max_tokens_per_microbatch):
+    steps = []
+    for step in reversed(source.steps(query.kind)):
+        if _between(step, query.first, query.last) and (cursor is None or step <= cursor):
+            steps.append(step)
+    began = time.monotonic()
+    matches: list[Json] = []
+    for seen, step in enumerate(steps):
+        spent = time.monotonic() - began
+        if seen and (len(matches) >= PAGE or spent > seconds):
             return {"matches": matches, "next": step, "seen": seen, "left": len(steps) - seen}
-        seen += 1
         entry = index.entry(step) if query.kind == TRAINING else None
-        if entry is not None:
-            if query.finish and query.finish not in entry.finish:
-                continue
-            if (
-                not query.function
-                and query.ranged
-                and not _within(entry.reward, query.low, query.high).any()
-            ):
-                continue
-        matches += _matches(source, step, query)
-    return {"matches": matches, "next": None, "seen": seen, "left": 0}
+        if entry is None or _can_match(entry, query):
+            matches += _matches(source, step, query)
+    return {"matches": matches, "next": None, "seen": len(steps), "left": 0}
+
+
+def _between(step: int, first: int | None, last: int | None) -> bool:
+    return (first is None or step >= first) and (last is None or step <= last)
+
+
+def _can_match(entry: Entry, query: SearchQuery) -> bool:
+    """Return whether a step may hold what a query looks for, by what the index knows of it."""
+    if query.finish and query.finish not in entry.finish:
+        return False
+    if query.function or not query.ranged:
+        return True
+    return bool(_within(entry.reward, query.low, query.high).any())
 
 
 def _matches(source: CompletionSource, step: int, query: SearchQuery) -> list[Json]:
-    judged = f"rewards/{query.function}" if query.function else "reward"
-    names = {
-        "group",
-        "index",
-        *PROMPT,
-        "completion_text",
-        "reward",
-        "finish",
-        "trained",
-        "row",
-        judged,
-    }
+    graded = f"rewards/{query.function}" if query.function else "reward"
+    names = {"group", "index", *PROMPT, "completion_text", "reward", "finish", "trained", "row"}
     try:
-        table = source.table(step, sorted(names), query.kind)
+        table = source.table(step, sorted(names | {graded}), query.kind)
     except DataError:
         return []
     chosen = np.ones(len(table), bool)
     if query.ranged:
-        chosen &= _within(numbers(table, judged), query.low, query.high)
+        chosen &= _within(numbers(table, graded), query.low, query.high)
     if query.finish:
-        chosen &= np.array(
-            [value == query.finish for value in table.column("finish").to_pylist()], bool
-        )
+        finish = table.column("finish").to_pylist()
+        chosen &= np.array([value == query.finish for value in finish], bool)
     if query.text and chosen.any():
         chosen &= _holds(table.column("completion_text"), query.text)
     if query.prompt and chosen.any():
         chosen &= _holds(prompts_in(table), query.prompt)
     places = np.flatnonzero(chosen)
-    if not places.size:
-        return []
-    rows = table.take(pa.array(places)).to_pylist()
-    lengths, values = lengths_of(table)[places], plain(numbers(table, judged)[places])
-    return [
-        {
+    rows = table.take(pa.array(places, pa.int64())).to_pylist()
+    lengths, values = lengths_of(table)[places], plain(numbers(table, graded)[places])
+    rewards = plain(numbers(table, "reward")[places])
+    matches = []
+    for n, row in enumerate(rows):
+        match = {
             "step": step,
             "group": row["group"],
             "index": row["index"],
-            "reward": plain(np.array([row["reward"]], float))[0],
-            "value": value,
+            "reward": rewards[n],
+            "value": values[n],
             "finish": row.get("finish") or "",
-            "length": int(length),
+            "length": int(lengths[n]),
             "excerpt": _around(row["completion_text"] or "", query.text),
             "prompt": excerpt(prompt_of(row).text),
             "answer": _gold(row.get("row")),
         }
-        for row, value, length in zip(rows, values, lengths, strict=True)
-    ]
+        matches.append(match)
+    return matches
 
 
 def _holds(texts: pa.ChunkedArray | pa.Array, wanted: str) -> np.ndarray:
@@ -181,15 +175,16 @@ def _gold(row: str | None) -> str:
     columns = loaded(row)
     if not isinstance(columns, dict):
         return ""
-    return next(
-        (excerpt(str(columns[name])) for name in GOLD_COLUMNS if columns.get(name) is not None), ""
-    )
+    for name in GOLD_COLUMNS:
+        if columns.get(name) is not None:
+            return excerpt(str(columns[name]))
+    return ""
 
 
 def _within(values: np.ndarray, low: float | None, high: float | None) -> np.ndarray:
-    return (values >= (-np.inf if low is None else low - 1e-9)) & (
-        values <= (np.inf if high is None else high + 1e-9)
-    )
+    least = -np.inf if low is None else low - 1e-9
+    most = np.inf if high is None else high + 1e-9
+    return (values >= least) & (values <= most)
 
 
 def _around(text: str, wanted: str) -> str:
@@ -213,12 +208,8 @@ def lenses(source: CompletionSource, first: int, last: int) -> Json:
     steps = [step for step in source.steps() if first <= step <= last]
     if not steps:
         raise DataError(f"no completions of steps {first} to {last} are recorded")
-    chosen = [
-        steps[i]
-        for i in sorted(
-            set(np.linspace(0, len(steps) - 1, min(len(steps), 12)).astype(int).tolist())
-        )
-    ]
+    spread_out = np.linspace(0, len(steps) - 1, min(len(steps), STEPS)).astype(int)
+    chosen = [steps[i] for i in np.unique(spread_out)]
     tables = []
     for step in chosen:
         with suppress(DataError):
@@ -234,9 +225,9 @@ def lenses(source: CompletionSource, first: int, last: int) -> Json:
     texts = [text or "" for text in table.column("completion_text").to_pylist()]
     reward, length = numbers(table, "reward"), lengths_of(table).astype(float)
     repeated = np.array([repetition(text) for text in texts])
-    functions = {
-        name: numbers(table, f"rewards/{name}") for name in reward_names(table.column_names)
-    }
+    functions = {}
+    for name in reward_names(table.column_names):
+        functions[name] = numbers(table, f"rewards/{name}")
     place = {name: numbers(table, name).astype(int) for name in ("at", "group", "index")}
     points = {
         "step": place["at"].tolist(),
@@ -279,16 +270,20 @@ def repetition(text: str) -> float:
 
 
 def _conflicts(functions: dict[str, np.ndarray], place: dict[str, np.ndarray]) -> list[Json]:
+    """Find pairs of functions of which one is satisfied where the other is not."""
     conflicts = []
-    for (name, values), (other, against) in permutations(functions.items(), 2):
-        if np.isfinite(values).any() and np.isfinite(against).any():
-            here = (values > _middle(values)) & (against <= _middle(against))
-            if share := float(here.mean()):
-                places = [
-                    [int(place[key][i]) for key in ("at", "group", "index")]
-                    for i in np.flatnonzero(here)[:5]
-                ]
-                conflicts.append({"high": name, "low": other, "share": share, "places": places})
+    for high, low in permutations(functions, 2):
+        values, against = functions[high], functions[low]
+        if not np.isfinite(values).any() or not np.isfinite(against).any():
+            continue
+        here = (values > _middle(values)) & (against <= _middle(against))
+        if not here.any():
+            continue
+        places = []
+        for i in np.flatnonzero(here)[:5]:
+            places.append([int(place[key][i]) for key in ("at", "group", "index")])
+        share = float(here.mean())
+        conflicts.append({"high": high, "low": low, "share": share, "places": places})
     return sorted(conflicts, key=lambda conflict: -conflict["share"])[:12]
 
 
@@ -385,8 +380,8 @@ def shared_steps(index: Index, step: int) -> list[Any]:
         return []
     count: Counter[int] = Counter()
     for key in entry.prompts.values():
-        count.update(other for other, _, _ in index.visits(key) if other != step)
-    return sorted(
-        ([other, times] for other, times in count.most_common(12)),
-        key=lambda pair: (-pair[1], pair[0]),
-    )
+        for visit, _, _ in index.visits(key):
+            count[visit] += 1
+    del count[step]
+    pairs = [[visit, times] for visit, times in count.most_common(12)]
+    return sorted(pairs, key=lambda pair: (-pair[1], pair[0]))

@@ -67,26 +67,24 @@ def offered() -> Json:
     """What the application offers to change: objectives, parts by kind, and the options of each
     part.
     """
-    parts = {
-        kind: {
-            name: sorted(parameters(part).keys() - {"beta"})
-            for name, part in PARTS[kind].items()
-            if _replayable(part)
-        }
-        for kind in ("credit", "ratio", "surrogate", "weights")
-    }
-    options = {name: own for known in parts.values() for name, own in known.items()}
-    return {
-        "objectives": list(OBJECTIVES),
-        "parts": {kind: list(known) for kind, known in parts.items()},
-        "options": options,
-    }
+    parts: dict[str, list[str]] = {}
+    numbers: dict[str, list[str]] = {}
+    for kind in ("credit", "ratio", "surrogate", "weights"):
+        parts[kind] = []
+        for name, part in PARTS[kind].items():
+            if _replayable(part):
+                parts[kind].append(name)
+                numbers[name] = sorted(parameters(part).keys() - {"beta"})
+    return {"objectives": list(OBJECTIVES), "parts": parts, "options": numbers}
 
 
 def own_code(config: Mapping[str, Any]) -> str | None:
     """The key under which a recipe names code of its own that a replay would import."""
-    code = (key for key, value in config.items() if isinstance(value, str) and ":" in value)
-    return next((key for key in code if key == "objective" or key.startswith("group.")), None)
+    for key, value in config.items():
+        code = isinstance(value, str) and ":" in value
+        if code and (key == "objective" or key.startswith("group.")):
+            return key
+    return None
 
 
 def checked(text: str) -> list[str]:
@@ -95,15 +93,17 @@ def checked(text: str) -> list[str]:
     >>> checked("objective=dr_grpo; group.surrogate.high=0.28")
     ['objective=dr_grpo', 'group.surrogate.high=0.28']
     """
-    changes = [
-        re.sub(r"\s*=\s*", "=", part.strip(), count=1) for part in text.split(";") if part.strip()
-    ]
-    for change in changes:
+    changes = []
+    for part in text.split(";"):
+        if not part.strip():
+            continue
+        change = re.sub(r"\s*=\s*", "=", part.strip(), count=1)
         if CHANGE.fullmatch(change) is None:
             raise DataError(
                 f"{change}: a replay in the viewer changes objectives and parts that Groupwise has,"
                 " and their numbers"
             )
+        changes.append(change)
     return changes
 
 
@@ -127,26 +127,27 @@ def replayed(folder: Path, number: int, place: int, changes: Sequence[str]) -> J
         raise DataError(f"step {number} has no group {place}")
     rows, outcome = step["tokens"][place], step["changed"] or step["recorded"]
     recorded = _shares([row["recorded"] for row in rows])
-    replay = _shares([row["changed"] for row in rows]) if changes else recorded
-    change = [
-        _difference(one, other) if changes else None
-        for one, other in zip(recorded, replay, strict=True)
-    ]
+    replay = recorded
+    change: Columns = [None] * len(rows)
+    if changes:
+        replay = _shares([row["changed"] for row in rows])
+        change = list(map(_difference, recorded, replay))
     columns = {"recorded": recorded, "replay": replay, "change": change}
     scales = {name: _scale(values) for name, values in columns.items()}
     if scales["change"] and scales["replay"]:  # no trifle looks large
         bound = max(scales["change"][1], LEAST * scales["replay"][1])
         scales["change"] = [-bound, bound]
+    completions = []
+    for i, row in enumerate(rows):
+        shown = {name: _plain(values[i]) for name, values in columns.items()}
+        completions.append({"index": row["index"], **shown})
     return {
         "algorithm": outcome["algorithm"],
         "without": outcome["without"],
         "loss": [step["recorded"]["loss"], outcome["loss"]],
         "pushes": step.get("pushes"),
         "pass": step["pass"],
-        "completions": [
-            {"index": row["index"], **{name: _plain(values[i]) for name, values in columns.items()}}
-            for i, row in enumerate(rows)
-        ],
+        "completions": completions,
         "scales": scales,
     }
 
@@ -159,7 +160,9 @@ def computed(folder: Path, number: int, changes: tuple[str, ...]) -> Json:
     """What `groupwise replay --json --tokens` says of a step.  Raises DataError with what it says
     if it cannot.
     """
-    options = [text for change in changes for text in ("--set", change)]
+    options: list[str] = []
+    for change in changes:
+        options += ["--set", change]
     command = [
         *COMMAND,
         "replay",
@@ -199,9 +202,16 @@ Columns = list[np.ndarray | None]
 
 def _shares(gradients: Sequence[Sequence[float] | None]) -> Columns:
     """- dLoss/dlog-prob over the sum of its sizes."""
-    columns = [None if column is None else -np.asarray(column, np.float64) for column in gradients]
-    total = sum(float(np.abs(column).sum()) for column in columns if column is not None)
-    return [column if column is None or not total else column / total for column in columns]
+    columns: Columns = []
+    total = 0.0
+    for column in gradients:
+        pushes = None if column is None else -np.asarray(column, np.float64)
+        columns.append(pushes)
+        if pushes is not None:
+            total += float(np.abs(pushes).sum())
+    if not total:
+        return columns
+    return [None if column is None else column / total for column in columns]
 
 
 def _difference(one: np.ndarray | None, other: np.ndarray | None) -> np.ndarray | None:
@@ -216,14 +226,15 @@ def _difference(one: np.ndarray | None, other: np.ndarray | None) -> np.ndarray 
 
 
 def _plain(column: np.ndarray | None) -> list[float] | None:
-    return None if column is None else [float(f"{value:.4g}") + 0.0 for value in column.tolist()]
+    if column is None:
+        return None
+    return [float(f"{value:.4g}") + 0.0 for value in column.tolist()]
 
 
 def _scale(columns: Columns) -> list[float] | None:
     """Symmetric around 0; a single outlier must not turn everything else pale."""
-    flat = np.concatenate(
-        [np.abs(column) for column in columns if column is not None] or [np.zeros(0)]
-    )
+    sizes = [np.abs(column) for column in columns if column is not None]
+    flat = np.concatenate([np.zeros(0), *sizes])
     if not flat.size:
         return None
     bound = max(float(np.quantile(flat, 0.98)) or float(flat.max()), 1e-9)

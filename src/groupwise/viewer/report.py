@@ -62,59 +62,69 @@ def report(sources: Sequence[CompletionSource]) -> str:
 
 
 def address(name: str, parameters: dict[str, Any]) -> str:
-    """The key of an answer: its name and its parameters in order, as the application asks for them."""
-    return (
-        name
-        + "?"
-        + "&".join(
-            f"{key}={parameters[key]}" for key in sorted(parameters) if parameters[key] != ""
-        )
-    )
+    """The key of an answer, as the application asks for it: its name, its parameters in order."""
+    given = [f"{key}={parameters[key]}" for key in sorted(parameters) if parameters[key] != ""]
+    return f"{name}?{'&'.join(given)}"
+
+
+class _Answers:
+    """The answers that a report holds, by their addresses."""
+
+    def __init__(self, pages: Pages) -> None:
+        self.pages = pages
+        self.by_address: dict[str, Any] = {}
+
+    def ask(self, name: str, **parameters: str | int) -> Any:
+        """Answer an address, and keep what it says; of one that cannot be answered the reason."""
+        texts = {key: str(value) for key, value in parameters.items()}
+        try:
+            answer = self.pages.answer(name, texts)
+        except DataError as error:
+            answer = {"error": str(error)}
+        self.by_address[address(name, parameters)] = answer
+        return answer
+
+    def ask_run(self, run: dict[str, Any], count: int) -> None:
+        """Ask for all that is shown of a run, and for `count` groups of each step."""
+        i = run["run"]
+        self.ask("curves", run=i)
+        self.ask("config", run=i)
+        if run["newest"] is not None:
+            self.ask("lenses", run=i)
+            run["kept"] = {
+                TRAINING: self.ask_steps(i, TRAINING, _telling(self.pages.sources[i]), count),
+                HELD_OUT: self.ask_steps(i, HELD_OUT, run["evaluations"][-1:], count),
+            }
+        self.ask("health", run=i)  # the last: it names the files that could not be read
+
+    def ask_steps(self, i: int, kind: str, steps: list[int], count: int) -> list[int]:
+        """Ask for steps with their first groups, and return those that can be read."""
+        read = []
+        for step in steps:
+            answer = self.ask("step", run=i, kind=kind, step=step)
+            if "error" in answer:
+                continue
+            read.append(step)
+            answer["all"] = len(answer["groups"])
+            answer["groups"] = answer["groups"][:count]
+            for group in answer["groups"]:
+                shown = self.ask("group", run=i, kind=kind, step=step, group=group["group"])
+                for completion in shown.get("completions", ()):
+                    _shorten(completion)
+                visits = address("visits", {"run": i, "key": group["key"]})
+                self.by_address[visits] = {"visits": [], "read": 0, "total": 0}
+        return read
 
 
 def _answers(pages: Pages, count: int) -> dict[str, Any]:
-    answers: dict[str, Any] = {}
-
-    def ask(name: str, **parameters: str | int) -> Any:
-        try:
-            answer = pages.answer(name, {key: str(value) for key, value in parameters.items()})
-        except DataError as error:
-            answer = {"error": str(error)}
-        answers[address(name, parameters)] = answer
-        return answer
-
-    runs = ask("runs")["runs"]
-    for run in runs:
-        i = run["run"]
-        ask("curves", run=i)
-        ask("config", run=i)
-        if run["newest"] is not None:
-            ask("lenses", run=i)
-            run["kept"] = {TRAINING: _telling(pages.sources[i]), HELD_OUT: run["evaluations"][-1:]}
-        for kind, steps in run.get("kept", {}).items():
-            for step in list(steps):
-                answer = ask("step", run=i, kind=kind, step=step)
-                if "error" in answer:
-                    steps.remove(step)
-                    continue
-                answer["all"] = len(answer["groups"])
-                answer["groups"] = answer["groups"][:count]
-                for group in answer["groups"]:
-                    for completion in ask(
-                        "group", run=i, kind=kind, step=step, group=group["group"]
-                    ).get("completions", ()):
-                        _shorten(completion)
-                    answers[address("visits", {"run": i, "key": group["key"]})] = {
-                        "visits": [],
-                        "read": 0,
-                        "total": 0,
-                    }
-        ask("health", run=i)  # the last: it names the files that could not be read
-    return answers
+    answers = _Answers(pages)
+    for run in answers.ask("runs")["runs"]:
+        answers.ask_run(run, count)
+    return answers.by_address
 
 
 def _shorten(completion: dict[str, Any]) -> None:
-    """A column that says one number everywhere says it once; the application writes it out again."""
+    """Write a column of equal numbers as one; the application writes it out again."""
     columns = completion.get("columns", {})
     columns.pop("behavior", None)
     for name, values in columns.items():
@@ -125,12 +135,10 @@ def _shorten(completion: dict[str, Any]) -> None:
 def _telling(source: CompletionSource) -> list[int]:
     """The first and the last step, and those around the largest move of the reward."""
     steps, metrics = source.steps(), source.metrics()
-    moved = (
-        _largest_move(metrics.steps, metrics.values["reward"]) if "reward" in metrics.values else ()
-    )
-    return sorted(
-        {min(steps, key=lambda step: abs(step - near)) for near in (steps[0], steps[-1], *moved)}
-    )
+    wanted = [steps[0], steps[-1]]
+    if "reward" in metrics.values:
+        wanted += _largest_move(metrics.steps, metrics.values["reward"])
+    return sorted({min(steps, key=lambda step: abs(step - near)) for near in wanted})
 
 
 def _largest_move(steps: Sequence[int], rewards: Sequence[float]) -> tuple[int, ...]:
@@ -140,11 +148,10 @@ def _largest_move(steps: Sequence[int], rewards: Sequence[float]) -> tuple[int, 
     >>> _largest_move(range(1, 9), [0, 0, 0, 0, 1, 1, 1, 1])
     (4, 5)
     """
-    known = [
-        (step, reward)
-        for step, reward in zip(steps, rewards, strict=True)
-        if step > 0 and np.isfinite(reward)
-    ]
+    known = []
+    for step, reward in zip(steps, rewards, strict=True):
+        if step > 0 and np.isfinite(reward):
+            known.append((step, reward))
     width = max(3, len(known) // 20)
     if len(known) < 2 * width:
         width = len(known) // 2

@@ -25,7 +25,7 @@ from groupwise.viewer.sources import open_sources
 log = logger(__name__)
 
 SCRIPTS = ("vendor/uPlot.iife.min.js", "base.js", "tokens.js", "charts.js", "views.js", "app.js")
-"""In the order in which they are run."""
+"""Scripts of the application, in the order in which they are run."""
 STYLES = ("vendor/uPlot.min.css", "app.css")
 TYPES = {
     ".js": "text/javascript",
