@@ -74,7 +74,8 @@ class Proof:
     """The reason of `rewrites` and `refuses`."""
 
     def __str__(self) -> str:
-        return f"{self.case}: {self.verdict}" + (f" ({self.why})" if self.why else "")
+        reason = f" ({self.why})" if self.why else ""
+        return f"{self.case}: {self.verdict}{reason}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,14 +135,8 @@ class Turns:
         kind of continuation.
         """
         spoken = {"role": "assistant", "content": MARK}
-        user, result = (
-            {"role": "user", "content": "Go on."},
-            {
-                "role": "tool",
-                "name": "look",
-                "content": "Found.",
-            },
-        )
+        user = {"role": "user", "content": "Go on."}
+        result = {"role": "tool", "name": "look", "content": "Found."}
         return [
             self._prove("tool result", _calling(["look"], {"text": MARK}), result),
             self._prove(
@@ -173,16 +168,14 @@ class Turns:
         """
         mark = _unused(messages)
         if messages[0]["role"] == "tool":
-            names = [
-                str(message.get("name") or "look")
-                for message in messages
-                if message["role"] == "tool"
-            ]
+            results = [message for message in messages if message["role"] == "tool"]
+            names = [str(message.get("name") or "look") for message in results]
             # Some templates know one call a turn, and some want arguments as text.
             dummies = [
-                _calling(some, {"text": mark}, text)
-                for text in (False, True)
-                for some in (names, names[:1])
+                _calling(names, {"text": mark}),
+                _calling(names[:1], {"text": mark}),
+                _calling(names, {"text": mark}, as_text=True),
+                _calling(names[:1], {"text": mark}, as_text=True),
             ]
         else:
             dummies = [{"role": "assistant", "content": mark}]
@@ -194,14 +187,11 @@ class Turns:
                 _chat([QUESTION, dummy, *messages], shown, variables, gen=True),
             ]
             alone, followed = render_chats(self.tokenizer, chats)
-            if isinstance(alone, Refusal) or isinstance(followed, Refusal):
-                refused = refused or (
-                    followed
-                    if isinstance(followed, Refusal)
-                    else alone
-                    if isinstance(alone, Refusal)
-                    else None
-                )
+            if isinstance(followed, Refusal):
+                refused = refused or followed
+                continue
+            if isinstance(alone, Refusal):
+                refused = refused or alone
                 continue
             if mark not in alone or mark not in followed:
                 raise DataError(
@@ -216,11 +206,12 @@ class Turns:
         with further messages.
         """
         first = self._control_from(followed)
-        if first is not None and (
-            self._control_from(alone) or self._id_of(first[0]) in self.eos_ids
-        ):
+        ends = first is not None and self._id_of(first[0]) in self.eos_ids
+        if first is not None and (ends or self._control_from(alone)):
             return first[0], followed[first.end() :]
-        return "", followed.removeprefix(alone) if alone.strip() else followed
+        if alone.strip():
+            followed = followed.removeprefix(alone)
+        return "", followed
 
     def _prove(
         self, case: str, spoken: dict[str, Any], answer: dict[str, Any], *, reasoning: bool = False
@@ -271,10 +262,10 @@ class Turns:
         """The first control token of the template from a place on; those that messages bring stand
         between marks.
         """
-        tokens = self._template.control_pattern.finditer(text, place)
-        return next(
-            (one for one in tokens if text[max(0, one.start() - 1) : one.start()] != OPEN), None
-        )
+        for token in self._template.control_pattern.finditer(text, place):
+            if not text.endswith(OPEN, 0, token.start()):
+                return token
+        return None
 
     def _id_of(self, token: str) -> int | None:
         number = self.tokenizer.convert_tokens_to_ids(token) if token else None
@@ -311,24 +302,21 @@ def _calling(
 
 def _calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
     """The same with the arguments of its calls as JSON text."""
-    calls = [
-        {
-            **call,
-            "function": {
-                **call["function"],
-                "arguments": json.dumps(call["function"]["arguments"]),
-            },
-        }
-        for call in message.get("tool_calls", ())
-    ]
-    return {**message, "tool_calls": calls} if calls else message
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = json.dumps(call["function"]["arguments"])
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "tool_calls": calls}
 
 
 def _unused(messages: Sequence[Mapping[str, Any]]) -> str:
     """A mark that no message holds."""
-    text, number = str(messages), 0
-    while (mark := f"{MARK}{number}" if number else MARK) in text:
+    text, mark, number = str(messages), MARK, 0
+    while mark in text:
         number += 1
+        mark = f"{MARK}{number}"
     return mark
 
 
@@ -338,10 +326,11 @@ def _behind(text: str, mark: str) -> str:
 
 def _difference(stream: str, whole: str) -> str:
     """Where two texts part, for a reader."""
-    place = next(
-        (i for i, (a, b) in enumerate(zip(stream, whole, strict=False)) if a != b),
-        min(len(stream), len(whole)),
-    )
+    place = 0
+    for a, b in zip(stream, whole, strict=False):
+        if a != b:
+            break
+        place += 1
     start = max(0, place - 16)
     excerpts = (escaped(repr(text[start : place + 24])) for text in (stream, whole))
     return "{} becomes {}".format(*excerpts)

@@ -145,11 +145,9 @@ class Wording:
         return first_of(row, ("prompt", "messages", "instruction")) if self.format is None else None
 
     def _in_chat(self, content: Content) -> Content:
-        return (
-            [{"role": "user", "content": content}]
-            if self.chat and isinstance(content, str)
-            else content
-        )
+        if self.chat and isinstance(content, str):
+            return [{"role": "user", "content": content}]
+        return content
 
     def opened(self, content: Content) -> Content:
         """What a row asks, behind the system message of the settings, or behind its own if it opens
@@ -175,11 +173,9 @@ class Wording:
 
     def unopened(self, messages: Messages) -> Messages:
         """Messages without the one that the settings put before them."""
-        return (
-            messages[1:]
-            if self.system is not None and messages[:1] == [self._opening]
-            else messages
-        )
+        if self.system is not None and messages[:1] == [self._opening]:
+            return messages[1:]
+        return messages
 
     def key(self, content: Content) -> str:
         """Names a prompt for the held-out split and for duplicates: its own text, whatever the chat
@@ -205,11 +201,9 @@ class Wording:
             return asks(checked(row["prompt"], "prompt", where), "prompt", where)
         if column == "messages":
             messages = checked(row["messages"], "messages", where)
-            return (
-                messages
-                if isinstance(messages, str)
-                else before_the_answer(messages, "messages", where)
-            )
+            if isinstance(messages, str):
+                return messages
+            return before_the_answer(messages, "messages", where)
         if column is None:
             raise DataError(missing_column("prompt", row, where))
         if not self.chat:
@@ -217,15 +211,11 @@ class Wording:
                 f"{where} has instruction/input columns: set data.template: alpaca, or data.chat:"
                 " true"
             )
-        instruction, context = (
-            _string(row, "instruction", where),
-            _string(row, "input", where, default=""),
-        )
-        return (
-            f"{instruction}\n\n{context}"
-            if context.strip() and instruction.strip()
-            else instruction
-        )
+        instruction = _string(row, "instruction", where)
+        context = _string(row, "input", where, default="")
+        if context.strip() and instruction.strip():
+            return f"{instruction}\n\n{context}"
+        return instruction
 
 
 def checked_turns(value: object, column: str, where: str) -> Content:
@@ -338,11 +328,9 @@ def _behind_turns(
                 f"{where}: data.template writes one prompt, and {column} holds several turns",
             )
         prompt = [{"role": "user", "content": prompt}] if prompt.strip() else []
-    return (
-        joined(prompt, before, column, where, str(answer[-1]["content"]))
-        if before and not isinstance(prompt, str)
-        else prompt
-    )
+    if before and not isinstance(prompt, str):
+        return joined(prompt, before, column, where, str(answer[-1]["content"]))
+    return prompt
 
 
 def read_answered_or_not(row: Row, where: str, wording: Wording) -> ReadRow:
@@ -395,11 +383,9 @@ def read_solution(row: Row, where: str, wording: Wording) -> ReadRow:
             f"{where}: completions must be a list of strings, one per step, got {steps!r:.80}"
         )
     if not isinstance(labels, list) or len(labels) != len(steps):
-        count = (
-            counted(len(labels), "label")
-            if isinstance(labels, list)
-            else f"the labels {labels!r:.80}"
-        )
+        count = f"the labels {labels!r:.80}"
+        if isinstance(labels, list):
+            count = counted(len(labels), "label")
         raise DataError(
             f"{where}: there are {counted(len(steps), 'completion')} and {count}; each step has one"
         )
@@ -426,10 +412,8 @@ def _string(row: Row, column: str, where: str, default: str | None = None) -> st
 
 
 def _alpaca(row: Row, where: str) -> str:
-    instruction, context = (
-        _string(row, "instruction", where),
-        _string(row, "input", where, default=""),
-    )
+    instruction = _string(row, "instruction", where)
+    context = _string(row, "input", where, default="")
     if not instruction.strip():
         return ""
     if not context.strip():
