@@ -218,7 +218,7 @@ def _plain_recipe() -> Recipe:
 def _evaluated(
     recipe: Recipe, progress: Callable[[int, int], None] | None
 ) -> tuple[Sequence[str], Evaluation]:
-    """The names of the reward functions, and what they say of a recipe's model on what is held out."""
+    """Return the names of the reward functions, and the evaluation of a recipe's model."""
     prepared = Prepared.of(recipe, train=False)
     assert prepared.prompts is not None and prepared.rewards is not None
     with ExitStack() as ends:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 Section: TypeAlias = Mapping[str, Any]
 """A section of a recipe by its keys."""
 Path: TypeAlias = str | os.PathLike[str]
+Model: TypeAlias = Path | PreTrainedModel | Policy | Section
+"""A checkpoint by its place, a loaded model, or the keys of `model`."""
 Rows: TypeAlias = "Sequence[Mapping[str, Any]] | Dataset"
 Reward: TypeAlias = str | Callable[..., Any] | LiveReward | RewardSettings | Section
 """A reward function by name, itself, or with its weight, name, arguments and timeout."""
@@ -226,7 +228,7 @@ _ENVIRONMENT = tuple(field.name for field in dataclasses.fields(EnvironmentSetti
 
 
 def _keys(section: object) -> dict[str, Any] | None:
-    """The keys of a section that was given as a mapping or as its dataclass; None if it is neither."""
+    """Return the keys of a section, a mapping or its dataclass; None if it is neither."""
     if isinstance(section, ModelSettings | DataSettings | RewardSettings | EnvironmentSettings):
         return dataclasses.asdict(section)
     splits = (

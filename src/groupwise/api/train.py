@@ -23,10 +23,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Never
+from typing import Any, TypedDict, Unpack
 
 from rich.console import Console
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from groupwise.api import objects
 from groupwise.api.progress import aligned, make_console
@@ -37,7 +37,6 @@ from groupwise.config.settings import Recipe
 from groupwise.data.sources import kind_of
 from groupwise.distributed import comm
 from groupwise.errors import ConfigError
-from groupwise.models.policy import Policy
 from groupwise.records import Step
 from groupwise.runs.folder import anew, choose_folder, finished
 from groupwise.runs.prepared import plan_of
@@ -118,6 +117,34 @@ class Training:
         return f"Training({self.recipe.objective!r}, folder={str(self.folder)!r})"
 
 
+class RecipeKeys(TypedDict, total=False):
+    """The keys of a recipe as keywords of `train`; a section is a mapping or its dataclass."""
+
+    objective: str | None
+    name: str | None
+    runs: objects.Path | None
+    seed: int | None
+    threads: int | None
+    parallel: str | objects.Section | settings.ParallelSettings | None
+    steps: int | None
+    epochs: float | None
+    batch_size: int | None
+    model: objects.Model | settings.ModelSettings | None
+    data: objects.Path | objects.Rows | objects.Section | settings.DataSettings | None
+    rewards: objects.Reward | Sequence[objects.Reward] | None
+    verdict: str | None
+    rollout: objects.Section | settings.RolloutSettings | None
+    environment: objects.Environment | objects.Section | settings.EnvironmentSettings | None
+    group: objects.Section | settings.GroupSettings | None
+    reward_model: objects.Section | settings.RewardModelSettings | None
+    pairs: objects.Section | settings.PairSettings | None
+    optimizer: objects.Section | settings.OptimizerSettings | None
+    critic: objects.Section | settings.CriticSettings | None
+    teacher: objects.Section | settings.TeacherSettings | None
+    eval: objects.Section | settings.EvalSettings | None
+    save: objects.Section | settings.SaveSettings | None
+
+
 def train(
     recipe: str | os.PathLike[str] | Recipe | None = None,
     *,
@@ -125,32 +152,7 @@ def train(
     tools: Sequence[str | Callable[..., Any]] | None = None,
     fresh: bool = False,
     accept_changes: bool = False,
-    objective: str | None = None,
-    name: str | None = None,
-    runs: str | os.PathLike[str] | None = None,
-    seed: int | None = None,
-    threads: int | None = None,
-    parallel: str | objects.Section | settings.ParallelSettings | None = None,
-    steps: int | None = None,
-    epochs: float | None = None,
-    batch_size: int | None = None,
-    model: (
-        objects.Path | PreTrainedModel | Policy | objects.Section | settings.ModelSettings | None
-    ) = None,
-    data: objects.Path | objects.Rows | objects.Section | settings.DataSettings | None = None,
-    rewards: objects.Reward | Sequence[objects.Reward] | None = None,
-    verdict: str | None = None,
-    rollout: objects.Section | settings.RolloutSettings | None = None,
-    environment: objects.Environment | objects.Section | settings.EnvironmentSettings | None = None,
-    group: objects.Section | settings.GroupSettings | None = None,
-    reward_model: objects.Section | settings.RewardModelSettings | None = None,
-    pairs: objects.Section | settings.PairSettings | None = None,
-    optimizer: objects.Section | settings.OptimizerSettings | None = None,
-    critic: objects.Section | settings.CriticSettings | None = None,
-    teacher: objects.Section | settings.TeacherSettings | None = None,
-    eval: objects.Section | settings.EvalSettings | None = None,
-    save: objects.Section | settings.SaveSettings | None = None,
-    **unknown: Never,
+    **keys: Unpack[RecipeKeys],
 ) -> Training:
     """A checked run.  Iterate over it for its `Step`s, or call its `run`.  The same call resumes
     it.
@@ -176,12 +178,11 @@ def train(
 
     Raises ConfigError or DataError with all mistakes, before anything is loaded.
 
-    >>> training = train(objective="sft", model={"scratch": {"hidden": 32}}, data=[{"prompt": "1+1=", "completion": "2"}], steps=1)
+    >>> rows = [{"prompt": "1+1=", "completion": "2"}]
+    >>> training = train(objective="sft", model={"scratch": {"hidden": 32}}, data=rows, steps=1)
     >>> training.recipe.data.path
     'live:1 row (eeebffb9)'
     """
-    values = {key: value for key, value in locals().items() if key not in _OWN}
-    keys = {key: value for key, value in values.items() if value is not None}
     if not isinstance(recipe, str | os.PathLike | Recipe | None):
         remedy = (
             ": give a mapping's keys as keywords, train(**mapping)"
@@ -192,17 +193,18 @@ def train(
             "a recipe is a file's path, the name of a bundled one or a Recipe, got"
             f" {kind_of(recipe)}{remedy}"
         )
-    keys = objects.recipe_keys(keys, tokenizer, tools)
-    keys |= {
-        key: kind_of(value) for key, value in unknown.items()
-    }  # refused with what may have been meant
-    if not isinstance(recipe, Recipe) or keys:
-        recipe = make_recipe(keys, os.fspath(recipe) if isinstance(recipe, os.PathLike) else recipe)
+    known, unknown = {}, {}
+    for key, value in keys.items():
+        if key not in RecipeKeys.__annotations__:
+            unknown[key] = kind_of(value)  # refused with what may have been meant
+        elif value is not None:
+            known[key] = value
+    values = objects.recipe_keys(known, tokenizer, tools) | unknown
+    if isinstance(recipe, os.PathLike):
+        recipe = os.fspath(recipe)
+    if not isinstance(recipe, Recipe) or values:
+        recipe = make_recipe(values, recipe)
     if fresh:
         stages = {recipe.objective: recipe}
         recipe = comm.from_first(lambda: anew(stages))[recipe.objective]
     return Training(recipe, accept_changes=accept_changes)
-
-
-_OWN = ("recipe", "tokenizer", "tools", "fresh", "accept_changes", "unknown")
-"""Parameters of `train` that are no keys of a recipe."""

@@ -76,7 +76,7 @@ class Learner:
         )
 
     def moving(self) -> dict[str, Module]:
-        """Models beside the policy whose weights change, and which no file but a checkpoint holds."""
+        """Models beside the policy whose weights change and which only a checkpoint holds."""
         models: dict[str, Module] = {}
         if self.reference is not None and self.recipe.group.reference_refresh > 0:
             models["reference"] = self.reference.model
@@ -496,7 +496,10 @@ def _online_job(prepared: Prepared, reference: Path | None, resume: Path | None)
 def _proofs(
     prepared: Prepared, policy: Policy, critic: Critic | None, teacher: Teacher | None
 ) -> Lines:
-    """Prove what an online run computes with each of its models, for the plan.  Raises ConfigError."""
+    """Prove what an online run computes with each of its models, for the plan.
+
+    Raises ConfigError.
+    """
     recipe = prepared.recipe
     assert prepared.prompts is not None
     longest, again = longest_of(recipe, prepared.prompts), recipe.model.gradient_checkpointing
