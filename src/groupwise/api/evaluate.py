@@ -52,8 +52,8 @@ from groupwise.utils.spelling import counted
 JUDGES = ("reward", "prm")
 """Objectives whose models write no completions."""
 LENGTH, SAMPLES, ROWS = 256, 8, 256
-"""Of a model that no run made: longest completion in tokens, samples per prompt; completions
-decoded at the same time.
+"""Defaults for a model that no run made: longest completion in tokens, samples per prompt,
+completions decoded at the same time.
 """
 
 

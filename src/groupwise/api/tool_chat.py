@@ -1,4 +1,4 @@
-"""A trained policy in a conversation whose turns an environment answers: tools in `groupwise chat`."""
+"""A trained policy talks, and an environment answers its turns: tools in `groupwise chat`."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ how the option is written.
 
 
 def _tell(text: str, before: str = "") -> None:
-    """The last words, to stderr: without secrets, and with nothing in them that steers a terminal."""
+    """Print the last words to stderr, without secrets and with nothing that steers a terminal."""
     who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
     with suppress(OSError, ValueError):  # a full disk, or somebody closed it
         print(before + escaped(scrubbed(f"{who}{text}")), file=sys.stderr, flush=True)

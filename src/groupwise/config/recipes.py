@@ -101,7 +101,8 @@ def make_recipe(keys: Mapping[str, Any], base: str | Path | Recipe | None = None
     A value may be a `Live` name.   Raises ConfigError with every mistake of the first round that
     has one.
 
-    >>> make_recipe({"objective": "sft", "steps": 3, "data": {"task": "sums"}, "model": {"scratch": {}}}).data.task
+    >>> keys = {"objective": "sft", "steps": 3, "data": {"task": "sums"}, "model": {"scratch": {}}}
+    >>> make_recipe(keys).data.task
     'sums'
     """
     name, problems, earlier = "the recipe", [], []
@@ -155,7 +156,8 @@ def _texts(value: Any) -> list[str]:
 
 
 _OBJECTS = re.compile(
-    r"(model|data)\.(eval_)?path|rewards\.\d+\.function|environment\.(tools|factory|harness)(\.\w+)?"
+    r"(model|data)\.(eval_)?path|rewards\.\d+\.function"
+    r"|environment\.(tools|factory|harness)(\.\w+)?"
 )
 """Keys at which the name of an object may stand."""
 

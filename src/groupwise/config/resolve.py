@@ -49,7 +49,8 @@ def resolve(
     exclude each other.
 
     >>> from groupwise.config.settings import GroupSettings
-    >>> algorithm = resolve("grpo", GroupSettings(surrogate={"high": 0.28}, beta=0.04), max_new_tokens=256)
+    >>> group = GroupSettings(surrogate={"high": 0.28}, beta=0.04)
+    >>> algorithm = resolve("grpo", group, max_new_tokens=256)
     >>> describe(algorithm.surrogate), algorithm.beta, algorithm.token_level
     ('clipped(low=0.2, high=0.28)', 0.04, True)
     """

@@ -117,6 +117,11 @@ def _range(bounds: Sequence[Any]) -> str:
 
 
 @cache
+def _at_least(bound: Any) -> Any:
+    """Return the bound of a whole number that stands above another one, as its least value."""
+    return Ge(int(bound.gt) + 1) if isinstance(bound, Gt) else bound  # type: ignore[arg-type]
+
+
 def expected(hint: Any) -> str:
     """A type and its range in words.
 
@@ -134,7 +139,7 @@ def expected(hint: Any) -> str:
     if typing.get_origin(hint) is typing.Annotated:
         base, *bounds = typing.get_args(hint)
         if base is int:
-            bounds = [Ge(int(bound.gt) + 1) if isinstance(bound, Gt) else bound for bound in bounds]  # type: ignore[arg-type]
+            bounds = [_at_least(bound) for bound in bounds]
         if any(isinstance(bound, MinLen) for bound in bounds):
             article, _, rest = expected(base).partition("a ")
             return f"a non-empty {rest}" if rest and not article else f"non-empty {expected(base)}"
@@ -161,7 +166,7 @@ def expected(hint: Any) -> str:
 
 @cache
 def _meanings() -> dict[tuple[str, str], str]:
-    """(class, field) -> the text below the field in its file; (class, "") -> the class's docstring."""
+    """Read the text below each field, by class and field; that of a class stands under ""."""
     meanings: dict[tuple[str, str], str] = {}
     trees = [
         ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
@@ -265,8 +270,10 @@ def suggestion(key: str) -> str:
     """What an unknown dotted key may have meant: ` (did you mean ...?)`, or where the keys that
     exist are listed.
 
-    >>> suggestion("num_generations"), suggestion("group.lr"), suggestion("optimizer.learing_rate")
-    (' (TRL name; here it is group.group_size)', ' (did you mean optimizer.lr?)', ' (did you mean optimizer.lr?)')
+    >>> suggestion("num_generations")
+    ' (TRL name; here it is group.group_size)'
+    >>> suggestion("group.lr"), suggestion("optimizer.learing_rate")
+    (' (did you mean optimizer.lr?)', ' (did you mean optimizer.lr?)')
     >>> suggestion("group.size"), suggestion("size")
     (' (did you mean group.group_size?)', ' (did you mean batch_size or group.group_size?)')
     """
@@ -378,7 +385,8 @@ def reference() -> str:
 
 
 SIGNS = (
-    ("a whole number", "integer"), ("a number", "number"), ("at least ", "≥"), ("greater than ", ">"), ("at most ", "≤"),
+    ("a whole number", "integer"), ("a number", "number"), ("at least ", "≥"),
+    ("greater than ", ">"), ("at most ", "≤"),
     ("less than ", "<"), (" and ", ", "), ("one of ", ""), ("9223372036854775808", "2^63"),
     ("a name, or a mapping with `name`, its arguments", "name or mapping"),
 )  # fmt: skip

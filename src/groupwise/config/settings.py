@@ -198,8 +198,10 @@ class DataSettings:
         """The held-out shares by name, `test` first: it keeps its rows whatever `validation` is.
         Empty if nothing is held out.
 
-        >>> DataSettings(eval_fraction=0.2).parts, DataSettings(eval_fraction={"validation": 0.1, "test": 0.2}).parts
-        ({'test': 0.2}, {'test': 0.2, 'validation': 0.1})
+        >>> DataSettings(eval_fraction=0.2).parts
+        {'test': 0.2}
+        >>> DataSettings(eval_fraction={"validation": 0.1, "test": 0.2}).parts
+        {'test': 0.2, 'validation': 0.1}
         """
         shares = (
             self.eval_fraction
@@ -237,7 +239,8 @@ def verdict_of(rewards: Sequence[RewardSettings], named: str | None) -> str | No
     """The reward that says which completions are right: `verdict` of the recipe, else the first of
     `VERDICTS`, else none.
 
-    >>> verdict_of([RewardSettings(function="tags"), RewardSettings(function="exact", name="word")], None)
+    >>> tags, exact = RewardSettings(function="tags"), RewardSettings(function="exact", name="word")
+    >>> verdict_of([tags, exact], None)
     'word'
     """
     return named or next(
@@ -274,7 +277,7 @@ ENGINES: Mapping[str, EngineTraits] = {
 
 
 def engine_traits(name: str) -> EngineTraits:
-    """Those of a built-in engine, or of `module:function`."""
+    """Return the traits of a built-in engine, or of `module:function`."""
     return ENGINES.get(name, EngineTraits())
 
 
@@ -384,7 +387,7 @@ class EnvironmentSettings:
     the trainer, which is faster to call. null: `process` for names, `thread` for objects."""
 
     def named(self, keys: Sequence[str]) -> list[str]:
-        """Those of these keys that a recipe sets."""
+        """Return the ones of these keys that a recipe sets."""
         return [key for key in keys if getattr(self, key) not in (None, ())]
 
     @property

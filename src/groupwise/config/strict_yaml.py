@@ -23,16 +23,36 @@ has 10^9.
 """
 
 TAG = "tag:yaml.org,2002:"
+
+
+def _null(_: str) -> None:
+    return None
+
+
+def _bool(text: str) -> bool:
+    return text.lower() == "true"
+
+
+def _int(text: str) -> int:
+    base = 0 if text[1:2] in "xo" else 10
+    return int(text, base)
+
+
+def _float(text: str) -> float:
+    return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+
+
 _SCALARS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "null": (r"~|null|Null|NULL|", lambda _: None),
-    "bool": (r"true|True|TRUE|false|False|FALSE", lambda text: text.lower() == "true"),
+    "null": (r"~|null|Null|NULL|", _null),
+    "bool": (r"true|True|TRUE|false|False|FALSE", _bool),
     "int": (
         r"[-+]?[0-9]+|0x[0-9a-fA-F]+|0o[0-7]+",
-        lambda text: int(text, 0 if text[1:2] in "xo" else 10),
+        _int,
     ),
     "float": (
-        r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
-        lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
+        r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        _float,
     ),
     "str": (r"(?s:.*)", str),
 }
@@ -40,7 +60,7 @@ _SCALARS: dict[str, tuple[str, Callable[[str], Any]]] = {
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the scalars of YAML 1.2; only its composer is used, its constructors are not."""
+    """SafeLoader with the scalars of YAML 1.2, of which the composer alone is used."""
 
     yaml_implicit_resolvers: dict = {}
 

@@ -145,9 +145,9 @@ def demand_processes(recipe: Recipe, processes: int) -> None:
     """Refuse a recipe that cannot be run by so many processes.  Raises ConfigError."""
     if recipe.rollout.engine.colocated and processes > 1:
         message = (
-            "rollout.engine.colocated: vLLM in the trainer's process is for one process, and the run"
-            f" has {processes}: leave colocated out and let them share servers (`groupwise serve`,"
-            " rollout.engine.servers)"
+            "rollout.engine.colocated: vLLM in the trainer's process is for one process, and the"
+            f" run has {processes}: leave colocated out and let them share servers (`groupwise"
+            " serve`, rollout.engine.servers)"
         )
         raise ConfigError(message, key="rollout.engine.colocated")
 
@@ -318,12 +318,14 @@ def _scratch(recipe: Recipe, _: Sequence[str]) -> Findings:
         )
         yield ("rollout.max_new_tokens", "data.max_prompt_tokens", f"{at}.context"), message
     known = kind in ("arithmetic", "bytes") or re.fullmatch(r"bpe:\d+", kind)
-    near = closest(kind, ("arithmetic", "bytes"))
-    if not known and ((wrong := _unspeakable(kind)) or not expanded(kind).is_dir()):
-        yield (
-            f"{at}.tokenizer:"
-            f" {wrong or f'no such folder {kind!r}, and it is not arithmetic, bytes or bpe:N{near}'}"
-        )
+    if known:
+        return
+    wrong = _unspeakable(kind)
+    if wrong is None and not expanded(kind).is_dir():
+        near = closest(kind, ("arithmetic", "bytes"))
+        wrong = f"no such folder {kind!r}, and it is not arithmetic, bytes or bpe:N{near}"
+    if wrong is not None:
+        yield f"{at}.tokenizer: {wrong}"
 
 
 def _nearest_multiples(value: int, of: int) -> str:
@@ -831,7 +833,7 @@ def _too_little(recipe: Recipe, key: str, share: float, moved: str, remedy: str)
 def _wrong_choice(
     name: str, names: Collection[str], kind: str = "NAME", others: str = "or module:NAME"
 ) -> str | None:
-    """Why `name` is neither one of ours nor somebody's own, or None.   own: how those are written."""
+    """Say why `name` is neither one of ours nor somebody's own; None if it is."""
     if name in names:
         return None
     if ":" in name:
@@ -852,7 +854,7 @@ def _algorithm(recipe: Recipe) -> Algorithm:
 
 
 def _known(recipe: Recipe) -> GroupSettings:
-    """`group` without the parts that are wrong, or somebody's own: the row's stand in their place."""
+    """Return `group` without the parts that are wrong or somebody's own; the row's stand there."""
     unknown = [
         kind
         for kind in PARTS

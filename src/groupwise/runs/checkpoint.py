@@ -168,12 +168,15 @@ def complete(
             files.write(folder / LATEST, f"{place(folder, step).name}\n".encode())
             _rotate(folder, step, keep)
 
+    def names() -> list[str]:
+        if rank:
+            return []
+        return [name for name, _ in _files(temporary)]
+
     try:
         with _storage(temporary.parent):
             together(write)
-            listed = together(lambda: [name for name, _ in _files(temporary)] if rank == 0 else [])[
-                0
-            ]
+            listed = together(names)[0]
             fingerprints = together(
                 lambda: {name: files.fingerprint(temporary / name) for name in listed[rank::size]}
             )
@@ -317,7 +320,7 @@ class Saver:
             writing.result()
 
     def _begin(self, step: int, state: str, tensors: Mapping[str, Tensor], weights: int) -> None:
-        """Copy what this process holds of a sharded job, and begin to write it in the background."""
+        """Copy what this process holds of a sharded job, and write it in the background."""
         here, policy = comm.world(), self.job.policy
         needed = weights + sum(tensor.nbytes for tensor in tensors.values())
         temporary = comm.from_first(lambda: begin(self.folder, step, needed))
@@ -426,7 +429,7 @@ def exists(folder: Path) -> bool:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, the bad file named; None if every byte is as it was written."""
+    """Say what is wrong with a checkpoint, the bad file named; None if every byte is right."""
     path = Path(path)
     if not (path / COMPLETE).is_file() or not (path / MANIFEST).is_file():
         return f"{COMPLETE if not (path / COMPLETE).is_file() else MANIFEST} is missing"

@@ -102,9 +102,7 @@ def check(names: Iterable[str]) -> None:
 
 
 class Dashboards:
-    """Those that a recipe names, of a run that has written `lines` and may have sent the steps up
-    to `sent`.
-    """
+    """Sends the lines of a run to the dashboards that its recipe names."""
 
     def __init__(
         self, folder: Path, recipe: Recipe, lines: Sequence[Mapping[str, Any]], sent: int
@@ -419,8 +417,8 @@ def _name(name: str) -> str:
 def flat(config: Any, prefix: str = "") -> list[tuple[str, str]]:
     """A recipe as dotted keys and texts.
 
-    >>> flat({"steps": 3, "group": {"beta": 0.0, "ratio": None}, "rewards": [{"function": "accuracy"}]})
-    [('steps', '3'), ('group.beta', '0.0'), ('group.ratio', 'null'), ('rewards.0.function', 'accuracy')]
+    >>> flat({"group": {"beta": 0.0, "ratio": None}, "rewards": [{"function": "accuracy"}]})
+    [('group.beta', '0.0'), ('group.ratio', 'null'), ('rewards.0.function', 'accuracy')]
     """
     inside = (
         config.items()
@@ -470,13 +468,10 @@ class TrackioBoard:
 
     def table(self, step: int, rows: Rows) -> None:
         """Log the group as a table, its texts fenced."""
-        data = [
-            {
-                name: fenced(value) if isinstance(value, str) else value
-                for name, value in row.items()
-            }
-            for row in rows
-        ]
+        data = []
+        for row in rows:
+            texts = {name: fenced(value) for name, value in row.items() if isinstance(value, str)}
+            data.append({**row, **texts})
         self._run.log({"group": self._trackio.Table(data=data)}, step=step)
 
     def close(self, finished: bool) -> None:

@@ -133,9 +133,14 @@ def make_environment(
         listen = f"{host}:{int(port) and int(port) + comm.world().rank}"  # each process has its own
         codec = ChatCodec(blueprint.tokenizer, blueprint.eos_ids, recipe.data.chat_template_kwargs)
         return HarnessEnvironment(
-            _harness(settings), codec, replace(settings, listen=listen), sampling, context=blueprint.context,
-            vocabulary=vocabulary, token=os.environ.get(TOKEN) or None,
-        )  # fmt: skip
+            _harness(settings),
+            codec,
+            replace(settings, listen=listen),
+            sampling,
+            context=blueprint.context,
+            vocabulary=vocabulary,
+            token=os.environ.get(TOKEN) or None,
+        )
     if runtime is None:
         return None
     template = Template.build(recipe.data, blueprint.tokenizer, tools_of(runtime))
@@ -143,7 +148,7 @@ def make_environment(
 
 
 def _harness(settings: EnvironmentSettings) -> Harness:
-    """What drives the episodes.  Raises ConfigError for a function that cannot be found, or called."""
+    """Return what drives the episodes.  Raises ConfigError for a function that is not there."""
     if settings.verifiers is not None:
         return _taskset(settings.verifiers, json.dumps(settings.args, sort_keys=True))
     named = settings.harness

@@ -130,7 +130,8 @@ class Lock:
         ]
         with files.storing(Path(folder), "the run"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: IO[str] = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 - held until `release`
+            # held until `release`
+            self._file: IO[str] = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115
         self._file.seek(0)
         holder = _holder(self._file.read())
         try:
@@ -353,7 +354,7 @@ PACKAGES = (
 
 
 def attempts_of(run: RunFiles) -> list[dict[str, Any]]:
-    """The starts of a run, by `environment.json`; none if there is no such file.  Raises RunError."""
+    """Return the starts of a run by `environment.json`, none without it.  Raises RunError."""
     if not run.has(ENVIRONMENT):
         return []
     record = run.json(ENVIRONMENT)

@@ -218,7 +218,7 @@ def check_inputs(folder: Path, now: Inputs, *, accept: bool) -> None:
 
 
 def warn_of_changed_inputs(folder: Path, now: Inputs) -> None:
-    """Name what has changed since the run in a folder was last trained, for whoever uses it again."""
+    """Name what has changed since the run in a folder was last trained."""
     for line in changed_inputs(_last(folder), now):
         log.warning(
             "since %s was trained this has changed, and is used as it is now: %s", folder, line

@@ -24,7 +24,7 @@ from groupwise.errors import Ended, PeerError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 FURTHER = (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGXCPU)
-"""Those that are left alone where the program, or what started it (`nohup`), has decided about
+"""Signals that are left alone where the program, or what started it (`nohup`), has decided about
 them.
 """
 TWICE = 2.0

@@ -50,7 +50,7 @@ from groupwise.training.work import Meter, has_experts
 Judged = Evaluation | Validation
 """What a policy does on held-out prompts, or what an objective says of held-out rows."""
 Place = tuple[Mapping[str, Any], tuple[PendingRollout, ...]]
-"""Of the data's order, and what has been drawn from it and not been trained on."""
+"""The state of the data's order, and what was drawn from it and not yet trained on."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -65,8 +65,8 @@ class Learner:
     teacher: Teacher | None = None
 
     def optimizers(self) -> dict[str, tuple[str, Optimizer]]:
-        """By the key that stands for it in `numbers`, each optimizer, and what the names of its
-        tensors begin with.
+        """Return each optimizer and what the names of its tensors begin with, by its key in
+        `numbers`.
         """
         policys = {"optimizer": ("", self.optimizer)}
         return (

@@ -63,13 +63,13 @@ class MemoryPlan:
     rewards: int = 0
     """Weights of reward models, and their activations while they score."""
     gathered: int = 0
-    """Of sharded weights: the blocks that are gathered in training, and a gradient before it is
+    """Sharded weights: the blocks that are gathered in training, and a gradient before it is
     reduced.
     """
     whole: int = 0
-    """Of sharded weights: all of them, gathered while completions are sampled."""
+    """Sharded weights: all of them, gathered while completions are sampled."""
     host: int = 0
-    """In the memory of the host instead."""
+    """Bytes in the memory of the host instead."""
     prepared: int = 0
     """The native engine's copy of weights in the layout that decoding reads, while completions are
     sampled.
@@ -110,7 +110,7 @@ class Load:
     """The work of one step over all processes."""
 
     prompts: int
-    """Of a data-set objective: rows."""
+    """Prompts of a step; rows of a data-set objective."""
     group: int
     prompt_tokens: int
     completion_tokens: int
@@ -398,15 +398,21 @@ def online_plan(
     of_policy = (
         f" of the policy, after {counted(alone, 'step')} of the critic alone" if alone else ""
     )
+    passes = f"passes {group.updates_per_rollout} x minibatches {group.minibatches}"
+    longest = counted(recipe.rollout.max_new_tokens, "token")
+    drawn_prompts = counted(group.prompts_per_step, "prompt")
+    siblings = f"{drawn_prompts} x {counted(group.group_size, 'completion')}"
+    in_all = f"{counted(steps, 'step')}, {counted(steps * completions, 'completion')}"
     return [
         ("data", f"{counted(rows, 'prompt')} to train on, {_held_out(held_out, validation)}"),
-        ("a step", f"{counted(group.prompts_per_step, 'prompt')} x {counted(group.group_size, 'completion')} = "
-                   f"{counted(completions, 'completion')} of at most {counted(recipe.rollout.max_new_tokens, 'token')}"),
-        ("updates", f"{updates} per rollout (passes {group.updates_per_rollout} x minibatches {group.minibatches}), "
-                    f"{policy_updates(recipe):,} in all{of_policy}"),
-        ("in all", f"{counted(steps, 'step')}, {counted(steps * completions, 'completion')}, {drawn / rows:.2f} epochs"),
+        ("a step", f"{siblings} = {counted(completions, 'completion')} of at most {longest}"),
+        (
+            "updates",
+            f"{updates} per rollout ({passes}), {policy_updates(recipe):,} in all{of_policy}",
+        ),
+        ("in all", f"{in_all}, {drawn / rows:.2f} epochs"),
         *warmup_lines(recipe, policy_updates(recipe)),
-    ]  # fmt: skip
+    ]
 
 
 def offline_plan(
@@ -585,7 +591,7 @@ def _blueprint_at(path: str) -> Blueprint:
 
 
 def adapter_count(recipe: Recipe, blueprint: Blueprint) -> int:
-    """Parameters of the adapter that a recipe trains, counted without weights; 0 if it trains none."""
+    """Count the parameters of the adapter that a recipe trains; 0 if it trains none."""
     return (
         0 if recipe.model.lora is None else adapter_size(weightless(blueprint), recipe.model.lora)
     )

@@ -128,8 +128,8 @@ class Prepared:
     """With what its environment brings, its sharding and its micro-batches."""
     blueprint: Blueprint
     prompts: Data[Prompt] | None
-    """Of an online objective, an evaluation, or a data-set objective whose model is judged by what
-    it samples.
+    """The prompts of an online objective, an evaluation, or a data-set objective whose model is
+    judged by what it samples.
     """
     rows: Data[Any]
     """What is trained on: the prompts, or rows of a data set."""
@@ -358,7 +358,7 @@ def _check_sections(recipe: Recipe, algorithm: Algorithm, wrong: Findings) -> No
 def _try_rewards(
     recipe: Recipe, prompts: Data[Prompt] | None, blueprint: Blueprint, wrong: Findings
 ) -> None:
-    """Of a recipe that is refused anyway: what is wrong with its reward functions too.  Reward
+    """Find what is wrong with the reward functions too of a recipe that is refused anyway.  Reward
     models are not loaded for it.
     """
     columns: list[str] | None = None if prompts is None else columns_of(prompts.train)

@@ -60,7 +60,7 @@ class _Place(NamedTuple):
         return self.scored.prompt
 
     def of(self, columns: Sequence[Sequence[np.ndarray]]) -> np.ndarray | None:
-        """Its numbers in columns that may end before it."""
+        """Return its numbers in columns, which may end before it."""
         groups = columns[self.group : self.group + 1]
         return groups[0][self.index] if groups and self.index < len(groups[0]) else None
 
@@ -157,7 +157,7 @@ _NEVER_NULL = (
 )
 
 Columns = list[list[np.ndarray]]
-"""Of each group and each of its completions, a number per token."""
+"""A number per token, for each group and each of its completions."""
 
 
 def groups_to_bytes(groups: Sequence[RolloutGroup]) -> bytes:

@@ -62,7 +62,7 @@ class RunResult:
 
     folder: Path
     before: Judged | None
-    """Of a resumed run what its log holds: figures without completions."""
+    """The first evaluation; of a resumed run what its log holds, figures without completions."""
     after: Judged | None
     steps: int
     """Steps taken by this process."""
