@@ -32,8 +32,8 @@ from groupwise.models.shape import Shape
 from groupwise.records import Demonstration, Sampling
 from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native.engine import NativeEngine
+from groupwise.runs.metrics_log import read_metrics
 from groupwise.runs.plan import microbatch
-from groupwise.runs.recorded import read_metrics
 from groupwise.training.evaluate import evaluate
 from groupwise.training.offline import SFT, train_offline
 from groupwise.training.optimizer import Optimizer

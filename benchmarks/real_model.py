@@ -43,6 +43,7 @@ from filelock import FileLock
 import groupwise as gw
 from groupwise.data.tasks import chat
 from groupwise.errors import RewardError
+from groupwise.runs.metrics_log import read_metrics
 
 Device = Literal["cpu", "cuda"]
 ROOT = Path(__file__).parents[1]
@@ -96,7 +97,7 @@ def recipe(task: str, *overrides: str, name: str | None = None) -> Experiment:
 def curve(run: Path) -> list[dict[str, float]]:
     """The evaluations of a run, in the order of their steps."""
     names = {"step": "step", "eval/greedy": "greedy", "eval/sampled": "sampled", "eval/pass@8": "pass@8"}
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = read_metrics(run)
     return [{short: row[name] for name, short in names.items()} for row in rows if row.get("eval/greedy") is not None]
 
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from groupwise.runs.metrics_log import read_metrics
 from groupwise.viewer.pages import Pages
 from groupwise.viewer.server import Viewer
 from groupwise.viewer.sources import open_sources
@@ -31,8 +32,8 @@ BLUE, ORANGE, GREY, INK = "#2557c7", "#b45309", "#9aa5b1", "#1f2933"
 
 
 def lines_of(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    """The steps of a run's metrics.jsonl."""
+    return read_metrics(run)
 
 
 def points(lines: Sequence[dict[str, Any]], metric: str) -> list[tuple[float, float, float]]:

@@ -47,6 +47,7 @@ from groupwise.models.saving import save
 from groupwise.models.scratch import scratch_model
 from groupwise.records import Prompt
 from groupwise.runs.folder import Origin
+from groupwise.runs.metrics_log import read_metrics
 from groupwise.training.passes import score
 from groupwise.training.samples import sample_of
 
@@ -93,7 +94,7 @@ def call(tiny_policy: Callable[..., gw.Policy]) -> Callable[..., gw.Training]:
 
 
 def metrics(name: str = "mine") -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in Path("runs", name, "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(Path("runs", name))
     return [{key: value for key, value in line.items() if not key.startswith(STAMPS)} for line in lines]
 
 

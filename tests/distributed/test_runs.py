@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from groupwise.config.recipes import load_recipe
 from groupwise.models.saving import save
 from groupwise.runs.checkpoint import damage, latest
+from groupwise.runs.metrics_log import read_metrics
 from groupwise.runs.run import train
 
 pytestmark = pytest.mark.slow  # several processes, each with a start of seconds
@@ -43,8 +44,7 @@ def final(tmp_path: Path, name: str) -> dict[str, torch.Tensor]:
 
 
 def lines(tmp_path: Path, name: str) -> list[dict[str, Any]]:
-    text = (tmp_path / "runs" / name / "metrics.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
+    return read_metrics(tmp_path / "runs" / name)
 
 
 @pytest.mark.parametrize(("mode", "dtype"), [("ddp", "float32"), ("zero3", "float32"), ("zero3", "bfloat16")])

@@ -34,7 +34,7 @@ import yaml
 from groupwise.api.stages import train_recipe
 from groupwise.runs.checkpoint import damage, latest, step_of
 from groupwise.runs.folder import finished, unfinished
-from groupwise.runs.recorded import read_metrics
+from groupwise.runs.metrics_log import read_metrics
 from groupwise.utils.files import NEW, digest
 
 EVERY = 2

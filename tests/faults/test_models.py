@@ -18,6 +18,7 @@ from groupwise.config.recipes import load_recipe
 from groupwise.errors import ConfigError
 from groupwise.models.saving import save
 from groupwise.runs import checkpoint
+from groupwise.runs.metrics_log import read_metrics
 from groupwise.runs.run import train
 
 
@@ -76,7 +77,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(begun_run: Callable, capl
     file.write_bytes(file.read_bytes()[:-9])
     folder = finish(path)
     assert any("000002" in said and "going on from 000001" in said for said in caplog.messages)
-    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+    assert [line["step"] for line in read_metrics(folder)] == [1, 2, 3]
 
 
 def test_a_checkpoint_holds_no_pickle(recipe: Callable) -> None:

@@ -35,6 +35,7 @@ from groupwise.runs.checkpoint import Saver, latest, step_of
 from groupwise.runs.folder import finished, unfinished
 from groupwise.runs.inputs import check_inputs, code_file, inputs_of, record_inputs
 from groupwise.runs.log import RunLog
+from groupwise.runs.metrics_log import read_metrics
 from groupwise.runs.run import Run, train
 from groupwise.training import evaluate
 from groupwise.utils import files
@@ -53,7 +54,7 @@ def same(left: Path, right: Path) -> bool:
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     """Of metrics.jsonl."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return read_metrics(folder)
 
 
 def finish(path: Path, **keywords: Any) -> Path:

@@ -21,7 +21,8 @@ from groupwise.errors import CheckpointError, ConfigError, DataError
 from groupwise.inspection import replay as replaying
 from groupwise.inspection.replay import replay
 from groupwise.inspection.replay_report import as_dict, compared, pushes, render
-from groupwise.runs.recorded import read_metrics, read_step
+from groupwise.runs.metrics_log import read_metrics
+from groupwise.runs.recorded import read_step
 from groupwise.runs.run import train
 from groupwise.runs.run_files import CHECKSUMS
 
@@ -74,7 +75,7 @@ def test_each_step_is_replayed_from_wherever_its_weights_can_be_had(run: Path) -
 
 def test_a_metric_that_this_version_does_not_compute_is_no_difference(run: Path) -> None:
     """Another version's, or one that a reward function logged."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(run)
     written = [line | ({"log/seen": 3.0} if line["step"] == 5 else {}) for line in lines]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in written))
     (run / "checksums.txt").unlink()

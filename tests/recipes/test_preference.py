@@ -20,6 +20,7 @@ from groupwise.config.recipes import load_stages
 from groupwise.config.settings import ModelSettings
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.models.loading import load_policy
+from groupwise.runs.metrics_log import read_metrics
 from groupwise.runs.recorded import list_rollouts, read_step
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,7 +79,7 @@ def run(recipe: str, overrides: list[str]) -> str:
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return read_metrics(folder)
 
 
 TINY = ("model.scratch.hidden=32", "model.scratch.layers=1", "model.scratch.tokenizer=bpe:400")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from groupwise.config.settings import ScratchSettings
 from groupwise.data.sources import read_rows
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.models.scratch import scratch_model
+from groupwise.runs.metrics_log import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -48,7 +48,7 @@ def run(recipe: Path, folder: Path, overrides: Sequence[str]) -> str:
 
 
 def steps_of(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return read_metrics(folder)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -25,6 +25,7 @@ from groupwise.errors import ConfigError
 from groupwise.records import Episode, Finish, Prompt, Rollout, RolloutGroup, Sampling, Step, Turn
 from groupwise.runs import dashboards
 from groupwise.runs.log import RunLog
+from groupwise.runs.metrics_log import read_metrics
 
 SECRET = "hf_abcdefghijklmnopqrstuvwxyzABCDEFGH"
 
@@ -144,7 +145,7 @@ def test_a_dashboard_that_fails_is_named_once_and_the_run_goes_on(
     assert [record.getMessage() for record in caplog.records if "gone" in record.getMessage()] == [
         "tensorboard failed (ConnectionError: gone) and gets nothing more from this process; metrics.jsonl has everything"
     ]
-    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
+    assert [line["step"] for line in read_metrics(folder)] == [1, 2, 3, 4]
 
 
 def test_nothing_is_imported_that_is_not_asked_for(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -23,7 +24,10 @@ from groupwise.errors import ConfigError, DataError, RunError, StorageError
 from groupwise.records import Finish, Prompt, Rollout, RolloutGroup, Sampling, Step
 from groupwise.runs.folder import Lock, anew, choose_folder, environment, finished, in_use, list_runs, run_of
 from groupwise.runs.log import RunLog
-from groupwise.runs.recorded import list_rollouts, read_metrics, read_step
+from groupwise.runs.metrics_log import LogReader, last_metrics, merged, read_metrics
+from groupwise.runs.recorded import list_rollouts, read_step
+from groupwise.runs.run_files import RunFiles
+from groupwise.viewer.sources import Metrics
 
 
 @pytest.fixture
@@ -123,42 +127,87 @@ def test_a_broken_line_in_the_middle_is_named_and_the_others_are_read(
 ) -> None:
     written(tmp_path, recipe, range(1, 4))
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    for broken in ("{nonsense", "[]", '{"step": 1e999}', "[" * 100_000, '{"step": -1}', lines[1].replace("0.2", "0.3")):
+    for broken in ("{nonsense", "[]", '{"step": 1e999}', "[" * 100_000, '{"step": -1}', lines[1][:-1]):
         caplog.clear()
         (tmp_path / "metrics.jsonl").write_text("\n".join([lines[0], broken, lines[2]]) + "\n")
         assert [line["step"] for line in read_metrics(tmp_path)] == [1, 3]
         assert "metrics.jsonl:2: not a line of metrics" in caplog.text
+    before = (tmp_path / "metrics.jsonl").read_bytes()
     written(tmp_path, recipe, range(4, 5), done=3)
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 3, 4], "the run goes on without it"
-    assert (tmp_path / "metrics.damaged.jsonl").read_text().splitlines()[0] == lines[0], "nothing is lost"
+    assert (tmp_path / "metrics.jsonl").read_bytes().startswith(before), "nothing that was written is written again"
 
 
-def test_lines_whose_digests_a_power_cut_took_are_read(recipe: Recipe, tmp_path: Path) -> None:
+def test_what_a_log_begins_with_is_never_written_again(recipe: Recipe, tmp_path: Path) -> None:
+    """An evaluation and a resumed run are further lines, which a reader merges by step."""
+    log, states = tmp_path / "metrics.jsonl", []
+    with RunLog(tmp_path, recipe) as run:
+        for number in range(1, 4):
+            run.write(Step(number=number, metrics={"reward": number / 10}, evaluation={"greedy": 0.1} if number == 1 else None))
+            states.append(log.read_bytes())
+        run.amend(3, {"greedy": 0.5})
+        assert run.evaluated(3) and not run.evaluated(2)
+        states.append(log.read_bytes())
+    with RunLog(tmp_path, recipe, done=2) as run:
+        assert not run.evaluated(3), "step 3 is taken again"
+        states.append(log.read_bytes())
+        run.amend(2, {"greedy": 0.7})
+        run.write(Step(number=3, metrics={"reward": 0.9}))
+        states.append(log.read_bytes())
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(states))
+    lines = read_metrics(tmp_path)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert [line["reward"] for line in lines] == [0.1, 0.2, 0.9]
+    assert [line.get("eval/greedy") for line in lines] == [0.1, 0.7, None], "what was taken back is not merged"
+    assert last_metrics(RunFiles(tmp_path)) == lines[-1]
+    assert b"metrics.jsonl" not in (tmp_path / "checksums.txt").read_bytes()
+
+
+def test_a_reader_that_reads_on_sees_what_the_whole_log_says(recipe: Recipe, tmp_path: Path) -> None:
+    reader, metrics, entries = LogReader(RunFiles(tmp_path)), Metrics(RunFiles(tmp_path)), []
+
+    def check() -> None:
+        nonlocal entries
+        fresh = reader.read()
+        entries = fresh if reader.restarted else [*entries, *fresh]
+        assert merged(entries) == read_metrics(tmp_path)
+        metrics.refresh()
+        assert list(metrics.steps) == [line["step"] for line in merged(entries)]
+        for name in ("reward", "eval/greedy"):
+            expected = [line.get(name, math.nan) for line in merged(entries)]
+            np.testing.assert_array_equal(metrics.values.get(name, [math.nan] * len(expected)), expected)
+
+    for done in (0, 3, 0):
+        with RunLog(tmp_path, recipe, done=done) as run:
+            for number in range(done + 1, 6):
+                run.write(Step(number=number, metrics={"reward": number / 10}))
+                check()
+                if number % 2:
+                    run.amend(number, {"greedy": number / 20})
+                    check()
+
+
+@pytest.mark.parametrize(("last", "steps"), [('{"step": 3, "rew', [1, 2]), ('{"step": 3}', [1, 2, 3]), ('{"step": 2}', [1, 2])])
+def test_half_a_line_at_the_end_is_cut_off_and_a_whole_one_is_ended(
+    last: str, steps: list[int], recipe: Recipe, tmp_path: Path
+) -> None:
+    written(tmp_path, recipe, range(1, 3))
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write(last)
+    written(tmp_path, recipe, range(4, 5), done=3)
+    reader = LogReader(RunFiles(tmp_path))
+    assert [line["step"] for line in merged(reader.read())] == [*steps, 4]
+    assert not reader.problems
+
+
+def test_a_folder_of_version_0_3_is_read(recipe: Recipe, tmp_path: Path) -> None:
+    """Its checksums hold digests of single lines of the log, and some that were taken back."""
     written(tmp_path, recipe, range(1, 4))
-    digests = (tmp_path / "checksums.txt").read_bytes().splitlines(keepends=True)
-    of_lines = [line for line in digests if b" metrics.jsonl" in line]
-    (tmp_path / "checksums.txt").write_bytes(b"".join(line for line in digests if line != of_lines[-1]))
+    files = RunFiles(tmp_path)
+    files.note([("metrics.jsonl", "0" * 32), ("- metrics.jsonl", "1" * 32)])
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3]
-
-
-def test_an_evaluation_is_added_to_the_line_of_its_step(recipe: Recipe, tmp_path: Path) -> None:
-    """And costs the checksums of two lines, however long the log is."""
-    with RunLog(tmp_path, recipe) as log:
-        for number in range(1, 21):
-            log.write(Step(number=number, metrics={"reward": number / 20}))
-        before = (tmp_path / "checksums.txt").read_text().splitlines()
-        log.amend(20, {"greedy": 0.5})
-        log.write(Step(number=21, metrics={"reward": 1.0}))
-        assert log.evaluated(20)
-        assert not log.evaluated(19)
-    after = (tmp_path / "checksums.txt").read_text().splitlines()
-    assert after[: len(before)] == before
-    assert len(after) == len(before) + 3, "the amended line, the one that it replaced, and the next step's"
-    (tmp_path / "checksums.txt").write_text("".join(f"{line}\n" for line in after if line != after[len(before)]))
-    lines = read_metrics(tmp_path)  # without the digest of the amended line too, nothing says that it is another
-    assert [line["step"] for line in lines] == [*range(1, 22)]
-    assert [line.get("eval/greedy") for line in lines[-3:]] == [None, 0.5, None]
-    assert lines[19]["reward"] == 1.0
+    assert files.read("metrics.jsonl") and not files.digests("metrics.jsonl") and not files.known("- ")
+    files.verify("config.yaml")
 
 
 def test_resuming_takes_away_what_will_be_done_again(recipe: Recipe, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from groupwise.api.loaded_policy import load_policy
 from groupwise.config.recipes import load_recipe
+from groupwise.runs.metrics_log import read_metrics
 from groupwise.runs.run import train
 
 RECIPE = {
@@ -54,7 +54,7 @@ def test_a_hybrid_learns_resumes_to_the_bit_and_is_loaded_by_transformers(tmp_pa
     straight, broken = (tmp_path / "runs" / name for name in ("straight", "broken"))
     expected, found = (load_file(folder / "final" / "model.safetensors") for folder in (straight, broken))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    rewards = [json.loads(line)["reward"] for line in (straight / "metrics.jsonl").read_text().splitlines() if "reward" in line]
+    rewards = [line["reward"] for line in read_metrics(straight) if "reward" in line]
     assert np.mean(rewards) > 0.2, "what was learnt from demonstrations is there"
     policy = load_policy(straight)
     tokenizer = AutoTokenizer.from_pretrained(straight / "final")

@@ -29,6 +29,7 @@ from groupwise.runs import interrupts
 from groupwise.runs.checkpoint import latest, step_of
 from groupwise.runs.interrupts import endings
 from groupwise.runs.log import RunLog
+from groupwise.runs.metrics_log import read_metrics
 from groupwise.runs.run import train
 from groupwise.training import evaluate
 from groupwise.training.loss import Loss
@@ -82,7 +83,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def metrics(path: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (folder(path) / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(folder(path))
     other = ("time/", "wall", "tokens/per_second", "flops/per_second", "eval/")
     return [{key: value for key, value in line.items() if not key.startswith(other)} for line in lines]
 

@@ -26,6 +26,7 @@ from groupwise.models.sharded import frozen_copy
 from groupwise.records import Prompt, Sampling
 from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native.engine import NativeEngine
+from groupwise.runs.metrics_log import read_metrics
 from groupwise.runs.prepared import plan_of
 from groupwise.runs.run import train
 from groupwise.training.groups import SampledRollouts
@@ -80,7 +81,7 @@ def stages_of(recipe: str, *overrides: str) -> dict[str, Any]:
 
 
 def metrics(tmp_path: Path, run: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (tmp_path / "runs" / run / "metrics.jsonl").read_text().splitlines()]
+    return read_metrics(tmp_path / "runs" / run)
 
 
 @pytest.mark.slow

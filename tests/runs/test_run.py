@@ -29,6 +29,7 @@ from groupwise.errors import ConfigError, DataError, GroupwiseError
 from groupwise.models.saving import save
 from groupwise.runs import recorded
 from groupwise.runs.folder import choose_folder
+from groupwise.runs.metrics_log import read_metrics
 from groupwise.runs.recorded import read_step
 from groupwise.runs.run import Run, RunResult, judged_before, train
 from groupwise.runs.run_files import RunFiles
@@ -69,7 +70,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def metrics(folder: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(folder)
     timing = ("time/", "wall", "tokens/per_second", "flops/per_second")
     return [{key: value for key, value in line.items() if not key.startswith(timing)} for line in lines]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from groupwise.models.policy import Policy
 from groupwise.models.sharded import frozen_copy
 from groupwise.records import Prompt, Rollout, RolloutGroup, Sampling, Step
 from groupwise.rollout.native.engine import NativeEngine
+from groupwise.runs.metrics_log import read_metrics
 from groupwise.runs.rollout_table import groups_from_bytes, groups_to_bytes
 from groupwise.runs.run import train
 from groupwise.training.groups import PrefetchedRollouts, SampledRollouts
@@ -221,7 +221,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def metrics(path: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (path.parent / "runs" / path.stem / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(path.parent / "runs" / path.stem)
     timing = ("time/", "wall", "tokens/per_second", "flops/per_second")
     return [{key: value for key, value in line.items() if not key.startswith(timing)} for line in lines]
 

@@ -16,7 +16,8 @@ from groupwise.data.vocabulary import Vocabulary
 from groupwise.records import Branch, Episode, Finish, Prompt, Rollout, RolloutGroup, Sampling, Step, ToolCall, Turn
 from groupwise.runs import recorded
 from groupwise.runs.folder import CONFIG, DONE, ENVIRONMENT
-from groupwise.runs.recorded import METRICS, TOKENS
+from groupwise.runs.metrics_log import METRICS
+from groupwise.runs.recorded import TOKENS
 from groupwise.runs.run_files import CHECKSUMS, RunFiles
 
 HOSTILE = (

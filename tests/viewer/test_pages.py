@@ -20,7 +20,7 @@ import pytest
 from groupwise.errors import DataError
 from groupwise.records import Step
 from groupwise.runs import recorded
-from groupwise.runs.recorded import METRICS, read_metrics
+from groupwise.runs.metrics_log import METRICS, read_metrics
 from groupwise.runs.run_files import RunFiles
 from groupwise.utils import files
 from groupwise.viewer import health, questions, replays

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from groupwise.cli import commands
+from groupwise.runs.metrics_log import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SOURCE = str(Path(__file__).parents[2] / "src")
@@ -40,7 +40,7 @@ def test_what_is_sampled_in_the_same_process_is_what_is_scored(recipe: str, envi
     command = [python, "-m", "groupwise", "train", recipe, "--quiet"]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = [json.loads(line) for line in (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()]
+    found = read_metrics(tmp_path / "runs" / "run")
     found = [line for line in found if line["step"]]
     assert [line["step"] for line in found] == list(range(1, 7))
     assert max(line["mismatch/max"] for line in found) < 1e-4

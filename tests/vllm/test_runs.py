@@ -24,6 +24,7 @@ from groupwise.config.recipes import load_recipe, load_stages
 from groupwise.config.settings import EngineSettings, ModelSettings, Recipe
 from groupwise.models.loading import load_policy
 from groupwise.runs.job import make_job
+from groupwise.runs.metrics_log import read_metrics
 from groupwise.runs.recorded import read_step
 from groupwise.runs.run import train
 from groupwise.training.passes import score
@@ -235,7 +236,7 @@ def test_the_calculator_recipe_samples_what_it_scores(tmp_path: Path, monkeypatc
             pass
     assert not serving(ours())
     sft, grpo = (Path("runs") / recipe.name for recipe in stages.values())
-    found = [json.loads(line) for line in (grpo / "metrics.jsonl").read_text().splitlines()]
+    found = read_metrics(grpo)
     assert [line["step"] for line in found if line["step"]] == [1, 2, 3]
     assert max(line["mismatch/max"] for line in found if line["step"]) < 1e-4
     rollouts = [rollout for group in read_step(grpo, 1).groups for rollout in group.rollouts]

@@ -21,9 +21,9 @@ from groupwise.data.tokenizers import byte_tokenizer
 from groupwise.distributed import comm
 from groupwise.errors import ConfigError, RunError
 from groupwise.runs.folder import CONFIG, LARGEST_CONFIG, anew
+from groupwise.runs.metrics_log import LogReader, merged
 from groupwise.runs.plan import Lines
 from groupwise.runs.prepared import plan_of
-from groupwise.runs.recorded import LogReader
 from groupwise.runs.run_files import RunFiles
 from groupwise.utils import files
 from groupwise.utils.spelling import counted
@@ -183,7 +183,7 @@ def _recorded_seconds(folder: Path, recipe: Recipe) -> dict[int, float]:
         return {}
     try:
         different = changes(run.text(CONFIG, LARGEST_CONFIG), recipe)
-        lines = LogReader(run).read()
+        lines = merged(LogReader(run).read())
     except (RunError, ConfigError):
         return {}
     if any(not line.startswith(("steps:", "epochs:")) for line in different):

@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
     """Print a line a run."""
     from groupwise.errors import RunError
     from groupwise.runs.folder import list_runs, standing
-    from groupwise.runs.recorded import last_metrics
+    from groupwise.runs.metrics_log import last_metrics
     from groupwise.runs.run_files import RunFiles
 
     root = Path(options.folder)

@@ -40,7 +40,7 @@ from groupwise.config.recipes import changes, parse_recorded, run_folder
 from groupwise.config.settings import Recipe
 from groupwise.config.strict_yaml import parse
 from groupwise.errors import CheckpointError, ConfigError, RunError, StorageError
-from groupwise.runs.recorded import METRICS, read_metrics
+from groupwise.runs.metrics_log import METRICS, read_metrics
 from groupwise.runs.run_files import RunFiles, bounded_json
 from groupwise.utils import files
 from groupwise.utils.files import expanded

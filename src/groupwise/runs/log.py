@@ -1,14 +1,13 @@
-"""The log of a run, written step by step: a line in metrics.jsonl, the completions where they are
+"""The log of a run, written step by step: lines of metrics.jsonl, the completions where they are
 due, and what dashboards get.
 
-`recorded.py` reads it.
+`metrics_log.py` and `recorded.py` read it.
 """
 
 from __future__ import annotations
 
 import errno
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -22,13 +21,11 @@ from groupwise.records import RolloutGroup, Step
 from groupwise.runs import recorded
 from groupwise.runs.dashboards import Dashboards
 from groupwise.runs.folder import CONFIG, DONE, add_start
-from groupwise.runs.recorded import METRICS, ROLLOUTS, TOKENS, LogReader
+from groupwise.runs.metrics_log import METRICS, LogWriter, read_metrics
+from groupwise.runs.recorded import ROLLOUTS, TOKENS
 from groupwise.runs.rollout_table import jsonable
 from groupwise.runs.run_files import RunFiles
 from groupwise.utils import files
-from groupwise.utils.terminal import json_line, logger
-
-log = logger("groupwise")
 
 EVALUATED = "eval/"
 """Prefix of an evaluation's figures in the log."""
@@ -54,38 +51,17 @@ class RunLog:
             for kind in (recorded.ROLLOUTS, recorded.EVALUATIONS):
                 recorded.cut(self.files, kind, done)
             (self.folder / DONE).unlink(missing_ok=True)
-            before = self._lines_before() if done else []
-            self.files.begin(without=(METRICS,))
+            before = read_metrics(self.folder) if done else []
+            self.files.begin()
             self.files.write(CONFIG, dump(recipe).encode())
             add_start(self.files, done, started)
             self.lines = {line["step"]: line for line in before if line["step"] <= done}
             """What stands in the log, by step."""
-            self.files.note_lines(METRICS, (_line(line).encode() for line in self.lines.values()))
-            self._write_lines()
+            self._log = LogWriter(self.folder, done)
             self._run = recipe.name
             sent = max((line["step"] for line in before), default=-1)
             self._dashboards = Dashboards(self.folder, recipe, list(self.lines.values()), sent)
             self._finished = False
-
-    def _lines_before(self) -> list[dict[str, Any]]:
-        """What stood in the log; a damaged one is put aside, and goes on without its bad lines."""
-        reader = LogReader(self.files)
-        lines = reader.read()
-        if reader.problems:
-            aside = self.folder / "metrics.damaged.jsonl"
-            os.replace(self.folder / METRICS, aside)
-            log.warning(
-                "%s; the log goes on without (as it was: %s)",
-                "; ".join(reader.problems),
-                aside.name,
-            )
-        return lines
-
-    def _write_lines(self) -> None:
-        files.write(
-            self.folder / METRICS, b"".join(_line(line).encode() for line in self.lines.values())
-        )
-        self._file = open(self.folder / METRICS, "ab")  # noqa: SIM115 - held until `close`
 
     def write(self, step: Step) -> None:
         """Record a step: its line at once, and its completions where they are due."""
@@ -110,17 +86,14 @@ class RunLog:
         would stand in another.
         """
         with files.storing(self.folder / METRICS, "the log"):
-            if not os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.folder / METRICS)):
+            if self._log.is_moved():
                 raise FileNotFoundError(
                     errno.ENOENT, "it was moved or replaced while the run went on; move it back"
                 )
 
     def _write_line(self, line: dict[str, Any]) -> None:
         with files.storing(self.folder / METRICS, "the log"):
-            written = _line(line).encode()
-            self.files.note_lines(METRICS, [written])
-            self._file.write(written)
-            self._file.flush()
+            self._log.append(jsonable(line))
         self._dashboards.write(line)
         self.lines[line["step"]] = line
 
@@ -130,19 +103,11 @@ class RunLog:
 
     def amend(self, step: int, evaluation: Mapping[str, float]) -> None:
         """Add the evaluation after a step whose line stands there already."""
-        before = self.lines.get(step)
-        self.lines[step] = (before or {"step": step}) | _evaluated(evaluation)
+        figures = _evaluated(evaluation)
+        self.lines[step] = {"step": step, **self.lines.get(step, {}), **figures}
         with files.storing(self.folder / METRICS, "the log"):
-            self.files.note_lines(METRICS, [_line(self.lines[step]).encode()])
-            # the log is on the disk when it is replaced, and must not be there before its digest
-            self.files.sync()
-            self._file.close()
-            self._write_lines()
-            if before is not None:
-                self.files.note_replaced(METRICS, _line(before).encode())
-        self._dashboards.write(
-            {"step": step, "wall": time.time()} | _evaluated(evaluation), again=True
-        )
+            self._log.append(jsonable({"step": step, **figures}))
+        self._dashboards.write({"step": step, "wall": time.time(), **figures}, again=True)
 
     def held_out(self, number: int, groups: Sequence[RolloutGroup]) -> None:
         """Record completions of held-out prompts after step `number`."""
@@ -164,8 +129,7 @@ class RunLog:
     def sync(self) -> None:
         """Make what was written survive a power cut; call it before a checkpoint."""
         with files.storing(self.folder / METRICS, "the log"):
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            self._log.sync()
             self.files.sync()
 
     def finish(self, step: int, summary: Mapping[str, Any] | None = None) -> None:
@@ -178,7 +142,7 @@ class RunLog:
     def close(self) -> None:
         """Close the files.  Safe to call twice."""
         with suppress(OSError):  # a full disk has been told of when the line was written
-            self._file.close()
+            self._log.close()
         self._dashboards.close(self._finished)
 
     def __enter__(self) -> RunLog:
@@ -190,7 +154,3 @@ class RunLog:
 
 def _evaluated(evaluation: Mapping[str, float]) -> dict[str, float]:
     return {EVALUATED + name.removeprefix(EVALUATED): value for name, value in evaluation.items()}
-
-
-def _line(values: Mapping[str, Any]) -> str:
-    return json_line(jsonable(values))

@@ -5,10 +5,9 @@ folder are opened, up to a size. JSON is bounded in depth, Parquet in what it un
 (`rollout_table`).  What the run wrote is compared with the checksum that it took.  Whatever is
 wrong is a RunError that names the file.
 
-    checksums.txt   a line for every file and every line of metrics.jsonl that the run wrote: CRC-32
-    of the rest of the line,
-                    xxh3-128 of the content, name.  A name stands there again when its file is
-                    replaced, and `- ` before it takes back the digest of a line that was replaced.
+    checksums.txt   a line for every file that the run wrote as a whole: CRC-32 of the rest of the
+                    line, xxh3-128 of the content, name.  A name stands there again when its file
+                    is replaced.
 
 A digest is written before what it is of, so that a reader never meets a file that is newer than its
 digest.  A file without one (of an older version, or put there by somebody) is read unchecked.
@@ -22,7 +21,7 @@ import json
 import os
 import stat
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,8 +29,8 @@ from groupwise.errors import RunError
 from groupwise.utils import files
 
 CHECKSUMS = "checksums.txt"
-REPLACED = "- "
-"""Before a name: the digest is that of a line which stands there no more."""
+OF_LINES = ("metrics.jsonl", "- metrics.jsonl")
+"""Names under which version 0.3 wrote the digests of single lines: they are not read any more."""
 LARGEST, LARGEST_CHECKSUMS = 1 << 24, 1 << 28
 """Bytes of a file, where its reader does not say, and of the checksums."""
 DEPTH = 100
@@ -204,11 +203,14 @@ class RunFiles:
                     " unchecked"
                 )
             else:
-                text = name.decode("utf-8", "replace")
-                known = self._digests.setdefault(text.removeprefix(REPLACED), {})
-                known.pop(digest.decode("ascii", "replace"), None)
-                if not text.startswith(REPLACED):
-                    known[digest.decode("ascii", "replace")] = None
+                self._remember(name.decode("utf-8", "replace"), digest.decode("ascii", "replace"))
+
+    def _remember(self, name: str, digest: str) -> None:
+        if name in OF_LINES:
+            return
+        known = self._digests.setdefault(name, {})
+        known.pop(digest, None)
+        known[digest] = None
 
     # ------------------------------------------------------------ writing
 
@@ -222,26 +224,10 @@ class RunFiles:
         with open(self.folder / CHECKSUMS, "ab", buffering=0) as file:
             file.write(b"".join(_lines(digests)))
 
-    def note_lines(self, name: str, lines: Iterable[bytes]) -> None:
-        """Keep the checksums of lines, each with its end, that are about to stand in a file.
-        Raises OSError.
-        """
-        self.note((name, files.digest_of(line.removesuffix(b"\n"))) for line in lines)
-
-    def note_replaced(self, name: str, line: bytes) -> None:
-        """Take back the checksum of a line that another one has replaced.  Raises OSError."""
-        self.note_lines(f"{REPLACED}{name}", [line])
-
-    def begin(self, without: Sequence[str] = ()) -> None:
-        """Write the checksums anew: of files that are there, the names in `without` left out.
-        Raises OSError.
-        """
+    def begin(self) -> None:
+        """Write the checksums anew: of files that are there.  Raises OSError."""
         self._refresh()
-        there = {
-            name: known
-            for name, known in self._digests.items()
-            if name not in without and self.has(name)
-        }
+        there = {name: known for name, known in self._digests.items() if self.has(name)}
         digests = [(name, digest) for name, known in there.items() for digest in known]
         files.write(self.folder / CHECKSUMS, b"".join(_lines(digests)))
 

@@ -25,7 +25,8 @@ from groupwise.data.vocabulary import Vocabulary
 from groupwise.errors import DataError, RunError
 from groupwise.runs import recorded
 from groupwise.runs.folder import CONFIG, DONE, ENVIRONMENT, LARGEST_CONFIG, attempts_of, standing
-from groupwise.runs.recorded import METRICS, MOST_PROBLEMS, TOKENS, LogReader, last_metrics
+from groupwise.runs.metrics_log import METRICS, MOST_PROBLEMS, RESUMED, LogReader, last_metrics
+from groupwise.runs.recorded import TOKENS
 from groupwise.runs.rollout_table import bounded_table, family, jsonable
 from groupwise.runs.run_files import RunFiles, bounded_json
 from groupwise.training.metric_table import LOOKED_AT
@@ -76,7 +77,12 @@ class Metrics:
         return self
 
     def add(self, entry: Mapping[str, Any]) -> bool:
-        """A line; False if something had to be left out."""
+        """Add a line, which may be more of the last step; False if something had to be left out."""
+        if RESUMED in entry:
+            self._cut(entry["step"])
+            return True
+        if self.steps and self.steps[-1] == entry["step"]:
+            return self._amend(entry)
         whole, count = True, len(self.steps)
         for name, value in entry.items():
             if name == "step" or isinstance(value, bool) or not isinstance(value, int | float):
@@ -90,6 +96,22 @@ class Metrics:
         for column in self.values.values():
             column.extend([math.nan] * (len(self.steps) - len(column)))
         return whole
+
+    def _amend(self, entry: Mapping[str, Any]) -> bool:
+        """Take the last step away, and add it again with what a further line says of it."""
+        last = {name: column[-1] for name, column in self.values.items()}
+        known = {name: value for name, value in last.items() if not math.isnan(value)}
+        self.steps.pop()
+        for column in self.values.values():
+            column.pop()
+        return self.add({**known, **entry})
+
+    def _cut(self, done: int) -> None:
+        """Take the steps behind `done` away: they are taken again."""
+        count = sum(step <= done for step in self.steps)
+        del self.steps[count:]
+        for column in self.values.values():
+            del column[count:]
 
     def history(self) -> list[dict[str, float]]:
         """The steps that decide about the flags, as mappings: what was not computed has no key."""
