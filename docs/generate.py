@@ -161,8 +161,8 @@ def metrics_page() -> str:
 METRICS_INTRO = """\
 # The metrics
 
-Every step writes a line of `metrics.jsonl` with these keys, an evaluation after it a further line of the same step. A metric that was
-not computed has no key. Words in capitals are
+Every step writes a line of `metrics.jsonl` with these keys, an evaluation after it a further line of the same step. A metric that
+was not computed has no key. Words in capitals are
 placeholders. "Yours" is the unit of your rewards. Italics are rules of thumb for reasoning tasks with a checker. [How to read a
 run](monitoring.md) explains which metrics to read first.
 """
