@@ -113,7 +113,7 @@ def merged(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Return the steps of metrics.jsonl, each as one mapping, in order; none if there is no log yet.
+    """Return the steps of metrics.jsonl in order, each as one mapping; none if there is no log.
 
     A warning names lines that are left out.  Raises RunError.
     """
