@@ -2,21 +2,16 @@
 against a schema.
 
 The schemas are those of transformers' `get_json_schema`, which chat templates were written for.
-They are made here because tools
-live in processes of their own: importing transformers and torch would be most of the start of each.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-import re
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from enum import Enum
 from functools import partial
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 from groupwise.errors import ConfigError
 
@@ -25,15 +20,13 @@ Schema = Mapping[str, Any]
 
 
 def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
-    """The JSON schema of a function: every parameter has a type hint, and a line under `Args:` in a
-    docstring of Google's style.
+    """Return the JSON schema of a function, as transformers' `get_json_schema` writes it.
 
-    An object is described by its `__call__`, a `functools.partial` by what it calls, without the
-    arguments that it sets by name. A description that ends in `(choices: ["a", "b"])` offers these
-    alone.   name: what the policy calls it.
+    Every parameter has a type hint, and a line under `Args:` in a docstring of Google's style.  An
+    object is described by its `__call__`, a `functools.partial` by what it calls, without the
+    arguments that it sets by name.   name: what the policy calls it.
     Raises ConfigError for what is missing, and for what no call by name can give or answer.
     """
-    set_already = function.keywords if isinstance(function, partial) else {}
     written = _written(function)
     if inspect.isgeneratorfunction(written) or inspect.isasyncgenfunction(written):
         raise ConfigError(f"the tool {name!r} yields its result bit by bit: return it as one text")
@@ -44,39 +37,53 @@ def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
             f"the tool {name!r} has no docstring: say what it does, and each parameter under"
             " `Args:` (a method that is no tool: begin its name with _)"
         )
-    about, described, returned = _sections(documentation)
+    # Here, and not with this module: it takes longer to import than the rest of a worker process.
+    from transformers.utils import chat_template_utils
+
     try:
-        hints = get_type_hints(written)
-        parameters = {
-            key: one
-            for key, one in inspect.signature(function).parameters.items()
-            if key not in set_already
-        }
-        if unnamed := next((one for one in parameters.values() if one.kind in _UNNAMED), None):
-            raise _Missing(
-                f"the policy gives arguments by name, which {str(unnamed).partition(':')[0]!r} does"
-                " not take; name each"
-            )
-        takes: dict[str, Any] = {
-            "type": "object",
-            "properties": {key: _of_parameter(key, hints, described) for key in parameters},
-        }
-        if required := [key for key, one in parameters.items() if one.default is one.empty]:
-            takes["required"] = required
-    except _Missing as error:
-        raise ConfigError(f"the tool {name!r}: {error}") from None
+        described = _signed(function, written, documentation, name)
+        return chat_template_utils.get_json_schema(described)
+    except (
+        chat_template_utils.TypeHintParsingException,
+        chat_template_utils.DocstringParsingException,
+    ) as error:
+        raise ConfigError(f"the tool {name!r}: {' '.join(map(str, error.args))}") from None
     except (TypeError, NameError, ValueError) as error:
         raise ConfigError(
             f"the tool {name!r} cannot be described: {type(error).__name__}: {error}"
         ) from None
-    whole = {"name": name, "description": about, "parameters": takes}
-    try:
-        result = _of_hint(hints["return"]) if "return" in hints else None
-    except _Missing:  # the policy never writes it
-        result = None
-    if result is not None:
-        whole["return"] = result | ({} if returned is None else {"description": returned})
-    return {"type": "function", "function": whole}
+
+
+def _signed(
+    function: Callable[..., Any], written: Callable[..., Any], documentation: str, name: str
+) -> Callable[..., Any]:
+    """Return a function with the name, docstring and type hints of a tool, without the parameters
+    that a `functools.partial` sets.
+
+    Raises ValueError for a parameter that no call by name can give.
+    """
+
+    def tool() -> None: ...
+
+    hints = get_type_hints(written)
+    set_already = function.keywords if isinstance(function, partial) else {}
+    parameters = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name in set_already:
+            continue
+        if parameter.kind in _UNNAMED:
+            raise ValueError(
+                f"the policy gives arguments by name, which {str(parameter).partition(':')[0]!r}"
+                " does not take; name each"
+            )
+        hint = hints.get(parameter.name, inspect.Parameter.empty)
+        parameters.append(parameter.replace(annotation=hint))
+    tool.__name__, tool.__doc__ = name, documentation
+    tool.__annotations__ = {one.name: one.annotation for one in parameters if one.name in hints}
+    if "return" in hints:
+        tool.__annotations__["return"] = hints["return"]
+    tool.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return tool
 
 
 def _written(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,104 +103,7 @@ _UNNAMED = (
 )
 
 
-class _Missing(Exception):
-    """What a schema cannot be made without, and the remedy."""
-
-
-def _of_parameter(
-    key: str, hints: Mapping[str, Any], described: Mapping[str, str]
-) -> dict[str, Any]:
-    if key not in hints:
-        raise _Missing(
-            f"the argument {key!r} has no type hint; give every parameter one that JSON can hold"
-        )
-    schema = _of_hint(hints[key])
-    if key not in described:
-        raise _Missing(
-            f"the argument {key!r} has no description; write a line `{key}: what it is` under"
-            " `Args:` in the docstring"
-        )
-    text = described[key]
-    if choices := re.search(r"\(choices:(.*)\)$", text, re.IGNORECASE):
-        offered = json.loads(choices[1])
-        schema["enum"] = [one.strip() if isinstance(one, str) else one for one in offered]
-        text = text[: choices.start()].strip()
-    return schema | {"description": text}
-
-
 _SCALARS = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
-_PLAIN = _SCALARS | {list: "array", tuple: "array", dict: "object"}
-
-
-def _of_hint(hint: Any) -> dict[str, Any]:
-    """Raises _Missing for a hint whose values JSON cannot hold."""
-    origin, inner = get_origin(hint), get_args(hint)
-    if hint is Any:
-        return {}
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return _of_values(hint, [member.value for member in hint])
-    if origin is Literal:
-        return _of_values(hint, inner)
-    if origin in (Union, types.UnionType):
-        return _of_union(inner)
-    if origin is tuple and len(inner) > 1 and ... not in inner:
-        return {"type": "array", "prefixItems": [_of_hint(one) for one in inner]}
-    if origin is list and inner:
-        return {"type": "array", "items": _of_hint(inner[0])}
-    if origin is dict and inner:
-        return {"type": "object", "additionalProperties": _of_hint(inner[-1])}
-    if not inner and isinstance(bare := origin or hint, type) and bare in _PLAIN:
-        return {"type": _PLAIN[bare]}
-    raise _Missing(
-        f"the type hint {hint!r} is none that JSON can hold; use int, float, str, bool, an Enum,"
-        " Literal, or list, tuple[a, b], dict and unions of these"
-    )
-
-
-def _of_values(hint: Any, values: Sequence[Any]) -> dict[str, Any]:
-    if not values or any(type(value) not in _SCALARS for value in values):
-        raise _Missing(
-            f"the type hint {hint!r} offers {list(values)}; expected at least one value, and texts,"
-            " numbers, bool or None"
-        )
-    kinds = list(dict.fromkeys(_SCALARS[type(value)] for value in values))
-    return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": list(values)}
-
-
-def _of_union(hints: Sequence[Any]) -> dict[str, Any]:
-    schemas = [_of_hint(one) for one in hints if one is not type(None)]
-    kinds = sorted({one["type"] for one in schemas if one.keys() == {"type"}})
-    if len(schemas) == 1:
-        union = schemas[0]
-    elif all(one.keys() == {"type"} for one in schemas):
-        union = {"type": kinds[0] if len(kinds) == 1 else kinds}
-    else:
-        union = {"anyOf": schemas}
-    return union | ({"nullable": True} if len(schemas) < len(hints) else {})
-
-
-def _sections(documentation: str) -> tuple[str, dict[str, str], str | None]:
-    """Split a docstring in Google's style: what the function does, what its parameters are, and
-    what it returns, where it says so.
-    """
-    about = re.split("Args:|Returns:|Raises:", documentation)[0].strip()
-    returned = _under("Returns", "Raises:", documentation)
-    described: dict[str, str] = {}
-    key = indent = None
-    for line in (_under("Args", "Returns:|Raises:", documentation) or "").splitlines():
-        entry = re.match(r"([ \t]*)(\w+):(.*)", line)
-        if entry and not (indent is not None and line.startswith((f"{indent} ", f"{indent}\t"))):
-            indent, key = entry[1], entry[2]
-            described[key] = entry[3].strip()
-        elif key is not None and line.strip():  # it goes on, further in
-            described[key] = f"{described[key]} {line.strip()}".strip()
-    return about, described, None if returned is None else returned.strip()
-
-
-def _under(heading: str, ends: str, documentation: str) -> str | None:
-    """What stands under a heading, to the next."""
-    start = re.search(rf"(?:^|\n)\s*{heading}:\n", documentation)
-    return None if start is None else re.split(ends, documentation[start.end() :])[0]
 
 
 def name_of(schema: Schema) -> str:
