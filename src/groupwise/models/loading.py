@@ -13,7 +13,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -57,11 +57,50 @@ from groupwise.utils.files import expanded
 from groupwise.utils.terminal import logger, quiet_transformers
 
 log = logger(__name__)
+Read = TypeVar("Read")
 
 ALIGNED = 64
 """Bytes: the addresses of tensors that torch makes are multiples of it.  A resumed run must compute
 as one that went on.
 """
+
+
+class Source:
+    """Where the weights of a model come from."""
+
+    def load(self) -> PreTrainedModel:
+        """Load or make the model, with all of its weights."""
+        raise NotImplementedError
+
+    def empty(self) -> PreTrainedModel:
+        """Build the model without weights; only where `reader` gives the tensors for it."""
+        raise NotImplementedError
+
+    def reader(self) -> CheckpointReader | None:
+        """Open the checkpoint's tensors, to be read one by one; None if they cannot be."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel(Source):
+    """A model that is there."""
+
+    model: PreTrainedModel
+
+    def load(self) -> PreTrainedModel:
+        """The model itself."""
+        return self.model
+
+
+@dataclass(frozen=True, slots=True)
+class WithoutWeights(Source):
+    """A checkpoint's model that is filled later, tensor by tensor."""
+
+    source: Source
+
+    def load(self) -> PreTrainedModel:
+        """Build the model without weights."""
+        return self.source.empty()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -75,111 +114,164 @@ class Blueprint:
     """transformers' config as a dictionary."""
     eos_ids: tuple[int, ...]
     context: int
-    load: Callable[[], PreTrainedModel]
-    """Loads (or makes) the weights."""
-    empty: Callable[[], PreTrainedModel] | None = None
-    """Builds the model without weights; None if it does not come from a checkpoint."""
-    reader: Callable[[], CheckpointReader | None] = lambda: None
-    """The checkpoint's tensors, to be read one by one; None if they cannot be."""
+    source: Source
+    """Where its weights come from."""
 
     @classmethod
     def of(cls, policy: Policy) -> Blueprint:
-        """Of a policy that is loaded already."""
-        config = policy.model.config.to_dict()
-        eos_ids = tuple(policy.eos_ids)
+        """Describe a policy that is loaded already."""
         return cls(
-            tokenizer=policy.tokenizer, config=config, eos_ids=eos_ids, context=policy.context, load=lambda: policy.model
-        )  # fmt: skip
+            tokenizer=policy.tokenizer,
+            config=policy.model.config.to_dict(),
+            eos_ids=tuple(policy.eos_ids),
+            context=policy.context,
+            source=LoadedModel(policy.model),
+        )
+
+    def load(self) -> PreTrainedModel:
+        """Load or make the model, with all of its weights."""
+        return self.source.load()
+
+    def reader(self) -> CheckpointReader | None:
+        """Open the checkpoint's tensors, to be read one by one; None if they cannot be."""
+        return self.source.reader()
+
+    def without_weights(self) -> Blueprint:
+        """The same model, loaded without weights; only where `reader` gives the tensors for it."""
+        return replace(self, source=WithoutWeights(self.source))
 
 
 @quiet_transformers()
 def read_blueprint(
     settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> Blueprint:
-    """Everything about a checkpoint but its weights; its tokenizer has the chat template of the
-    recipe, if that names one.
-
-    Raises ConfigError or DataError with the remedy.
+    """Read everything about a checkpoint but its weights; its tokenizer has the chat template of
+    the recipe, if that names one.
 
     A folder that holds an adapter in peft's format means its base with the adapter merged into the
-    weights.
+    weights.   Raises ConfigError or DataError with the remedy.
     """
     assert settings.path is not None
-    path = settings.path
-    if (loaded := object_of(path, "model.path")) is not None:
-        return _live_blueprint(settings, path, loaded)
+    loaded = object_of(settings.path, "model.path")
+    if loaded is not None:
+        return _live_blueprint(settings, settings.path, loaded)
+    settings = replace(settings, path=_path_of(settings.path))
+    if (Path(str(settings.path)) / ADAPTER_CONFIG).is_file():
+        return _adapted_blueprint(settings, tokenizer)
+    return Checkpoint(settings, tokenizer).blueprint()
+
+
+def _path_of(path: str) -> str:
+    """The Hugging Face folder or hub name that `model.path` means.  Raises ConfigError."""
     if path.startswith("~"):
-        settings = replace(settings, path=(path := str(expanded(path))))
+        path = str(expanded(path))
     try:
-        settings = replace(settings, path=(path := checkpoint_folder(path)))
+        return checkpoint_folder(path)
     except OSError as error:  # no name of a file, nor of anything on the hub
         shown = path if len(path) <= 200 else f"{path[:200]}... ({len(path)} characters)"
         raise ConfigError(
             f"model.path: {shown!r} cannot be looked for: {error.strerror}"
         ) from error
-    if (Path(path) / ADAPTER_CONFIG).is_file():
-        return _adapted_blueprint(settings, tokenizer)
-    if not Path(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
-        raise ConfigError(f"model.path: no such folder: {path!r}")
-    if Path(path).is_dir() and not (Path(path) / "config.json").exists():
-        raise ConfigError(
-            f"model.path: {path!r} holds no config.json: it is not a Hugging Face checkpoint"
-        )
-    if tokenizer is None and Path(path).is_dir() and not has_tokenizer(Path(path)):
-        raise ConfigError(
-            f"model.path: {path!r} holds no tokenizer (tokenizer.json, tokenizer_config.json): copy"
-            " the tokenizer files of the model that it was made from into it"
-        )
-    try:
-        check_config(PreTrainedConfig.get_config_dict(path)[0])
-        config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
-        tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=settings.trust_remote_code)
-    except (OSError, ValueError) as error:
-        away = (
-            "; no such folder is here, so it was looked for on the hub: check the name and the"
-            " network, or see `groupwise get`"
-        )
-        remedy = "" if Path(path).exists() else away
-        raise ConfigError(
-            f"model.path: {path!r} cannot be read: {str(error).splitlines()[0]}{remedy}"
-        ) from error
-    except UNBUILDABLE as error:
-        raise unbuildable(path, error) from error
-    tokenizer = with_chat_template(tokenizer, settings.chat_template)
-    check_config(config.to_dict())
-    check_vocabulary(len(tokenizer), language_part(config.to_dict()).get("vocab_size"))
-    generation = _read_generation_config(path) or GenerationConfig.from_model_config(config)
 
-    dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
-    kind = (
-        AutoModelForSequenceClassification
-        if is_scorer(config.to_dict())
-        else language_class(config)
-    )
 
-    def empty() -> PreTrainedModel:
-        model = empty_model(kind, config, dtype, trust_remote_code=settings.trust_remote_code)
+class Checkpoint(Source):
+    """A checkpoint in Hugging Face's format, a folder or a name on the hub."""
+
+    def __init__(
+        self, settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> None:
+        """Read its config and, unless one is given, its tokenizer.  Raises ConfigError, DataError."""
+        self.settings = settings
+        self.path = str(settings.path)
+        self.dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
+        self._check_folder(needs_tokenizer=tokenizer is None)
+        self.config = self._read(self._read_config)
+        if tokenizer is None:
+            tokenizer = self._read(self._read_tokenizer)
+        self.tokenizer = with_chat_template(tokenizer, settings.chat_template)
+        keys = self.config.to_dict()
+        check_config(keys)
+        check_vocabulary(len(self.tokenizer), language_part(keys).get("vocab_size"))
+        generation = _read_generation_config(self.path)
+        self.generation = generation or GenerationConfig.from_model_config(self.config)
+        self.kind = language_class(self.config)
+        if is_scorer(keys):
+            self.kind = AutoModelForSequenceClassification
+
+    def blueprint(self) -> Blueprint:
+        """Describe the model."""
+        keys = self.config.to_dict()
+        return Blueprint(
+            tokenizer=self.tokenizer,
+            config=keys,
+            eos_ids=eos_ids(self.generation, self.tokenizer),
+            context=context_length(keys),
+            source=self,
+        )
+
+    def load(self) -> PreTrainedModel:
+        """Read all of its weights."""
+        return _load(self.kind, self.path, self.dtype, self.settings.trust_remote_code)
+
+    def empty(self) -> PreTrainedModel:
+        """Build the model without weights."""
+        trusted = self.settings.trust_remote_code
+        model = empty_model(self.kind, self.config, self.dtype, trust_remote_code=trusted)
         if model.can_generate():
-            model.generation_config = generation
+            model.generation_config = self.generation
         return model
 
-    def reader() -> CheckpointReader | None:
-        files = ["*.safetensors", "*.safetensors.index.json"]
-        return CheckpointReader.of(
-            Path(path)
-            if Path(path).is_dir()
-            else Path(snapshot_download(path, allow_patterns=files))
+    def reader(self) -> CheckpointReader | None:
+        """Open its tensors, to be read one by one; None unless they lie in safetensors files."""
+        folder = Path(self.path)
+        if not folder.is_dir():
+            files = ["*.safetensors", "*.safetensors.index.json"]
+            folder = Path(snapshot_download(self.path, allow_patterns=files))
+        return CheckpointReader.of(folder)
+
+    def _check_folder(self, *, needs_tokenizer: bool) -> None:
+        """Raise ConfigError for a folder that is not there or not a checkpoint."""
+        path, folder = self.path, Path(self.path)
+        is_local = path.startswith((".", "/", "~")) or path.count("/") != 1
+        if not folder.exists() and is_local:
+            raise ConfigError(f"model.path: no such folder: {path!r}")
+        if not folder.is_dir():
+            return
+        if not (folder / "config.json").exists():
+            raise ConfigError(
+                f"model.path: {path!r} holds no config.json: it is not a Hugging Face checkpoint"
+            )
+        if needs_tokenizer and not has_tokenizer(folder):
+            raise ConfigError(
+                f"model.path: {path!r} holds no tokenizer (tokenizer.json, tokenizer_config.json):"
+                " copy the tokenizer files of the model that it was made from into it"
+            )
+
+    def _read_config(self) -> PreTrainedConfig:
+        check_config(PreTrainedConfig.get_config_dict(self.path)[0])
+        return AutoConfig.from_pretrained(
+            self.path, trust_remote_code=self.settings.trust_remote_code
         )
 
-    return Blueprint(
-        tokenizer=tokenizer,
-        config=config.to_dict(),
-        eos_ids=eos_ids(generation, tokenizer),
-        context=context_length(config.to_dict()),
-        load=lambda: _load(kind, path, dtype, settings.trust_remote_code),
-        empty=empty,
-        reader=reader,
-    )
+    def _read_tokenizer(self) -> PreTrainedTokenizerBase:
+        return load_tokenizer(self.path, trust_remote_code=self.settings.trust_remote_code)
+
+    def _read(self, read: Callable[[], Read]) -> Read:
+        """Read a part of it.  Raises ConfigError for what transformers cannot read."""
+        try:
+            return read()
+        except (OSError, ValueError) as error:
+            remedy = ""
+            if not Path(self.path).exists():
+                remedy = (
+                    "; no such folder is here, so it was looked for on the hub: check the name and"
+                    " the network, or see `groupwise get`"
+                )
+            raise ConfigError(
+                f"model.path: {self.path!r} cannot be read: {str(error).splitlines()[0]}{remedy}"
+            ) from error
+        except UNBUILDABLE as error:
+            raise unbuildable(self.path, error) from error
 
 
 def language_class(config: PreTrainedConfig) -> Any:
@@ -301,27 +393,36 @@ def _load(kind: Any, path: str, dtype: torch.dtype, trust_remote_code: bool) -> 
             more,
             path,
         )
-    for (
-        parameter
-    ) in model.parameters():  # where the file has it; a product rounds by where its numbers begin
+    # A parameter lies where the file has it, and a product rounds by where its numbers begin.
+    for parameter in model.parameters():
         if parameter.data_ptr() % ALIGNED:
             parameter.data = parameter.data.clone()
     return model
 
 
+@dataclass(frozen=True, slots=True)
+class AdaptedModel(Source):
+    """A base with the adapter of a folder merged into its weights, which are in no file."""
+
+    base: Source
+    folder: str
+
+    def load(self) -> PreTrainedModel:
+        """Load the base and merge the adapter."""
+        return merge_adapter(self.base.load(), self.folder)
+
+
 def _adapted_blueprint(
     settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None
 ) -> Blueprint:
-    """Of the base of an adapter's folder; its tokenizer is the folder's own, where there is one."""
-
+    """Describe the base of an adapter's folder; its tokenizer is the folder's own, where there is
+    one.
+    """
     folder = str(settings.path)
     if tokenizer is None and (Path(folder) / "tokenizer_config.json").is_file():
         tokenizer = load_tokenizer(folder, trust_remote_code=settings.trust_remote_code)
     base = read_blueprint(replace(settings, path=read_adapter(Path(folder))), tokenizer)
-    # Read whole: its weights are in no file.
-    return replace(
-        base, load=lambda: merge_adapter(base.load(), folder), empty=None, reader=lambda: None
-    )
+    return replace(base, source=AdaptedModel(base.source, folder))
 
 
 def sampled_weights(model: PreTrainedModel) -> Iterator[bytes]:
@@ -349,48 +450,63 @@ def live_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Li
     )
 
 
+@dataclass(frozen=True, slots=True)
+class LiveModel(Source):
+    """A copy of a model that the caller has loaded: what is trained is never the caller's."""
+
+    name: str
+    """Name of the model when it was given, which holds a digest of its weights."""
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    dtype: torch.dtype
+
+    def load(self) -> PreTrainedModel:
+        """Copy the model.  Raises ConfigError if its weights have changed since it was given."""
+        now = live_model(self.model, self.tokenizer)
+        if now != self.name:
+            raise ConfigError(
+                "model: the loaded model has changed since `train` was called"
+                f" ({self.name} then, {now} now): call `train` again, with the weights that the run"
+                " is to begin with"
+            )
+        trained = copy.deepcopy(self.model).requires_grad_(True)
+        for parameter in trained.parameters():
+            parameter.grad = None
+            # Parameters only, as from_pretrained does.
+            parameter.data = parameter.data.to(self.dtype)
+        return trained
+
+
 def _live_blueprint(
     settings: ModelSettings, name: str, loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase]
 ) -> Blueprint:
-    """Of a model that is loaded already.  What is trained is a copy: neither the model nor its
-    tokenizer is changed.
-
-    `load` raises ConfigError if the weights are others than when it was named.
-    """
+    """Describe a model that is loaded already; neither the model nor its tokenizer is changed."""
     model, tokenizer = loaded
     if getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config"):
         raise ConfigError(
             "the model carries an adapter: merge it first (model = model.merge_and_unload()), or"
             " give the model without it and let the run make one: model={'path': model, 'lora': {}}"
         )
+    source = LiveModel(
+        name, model, tokenizer, torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
+    )
     tokenizer = with_chat_template(copy.deepcopy(tokenizer), settings.chat_template)
     check_vocabulary(len(tokenizer), embedding_rows(model))
-    generation = (
-        model.generation_config
-        if model.can_generate()
-        else GenerationConfig.from_model_config(model.config)
-    )
-    dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
-
-    def load() -> PreTrainedModel:
-        if (now := live_model(*loaded)) != name:
-            raise ConfigError(
-                f"model: the loaded model has changed since `train` was called ({name} then, {now}"
-                " now): call `train` again, with the weights that the run is to begin with"
-            )
-        trained = copy.deepcopy(model).requires_grad_(True)
-        for parameter in trained.parameters():
-            parameter.grad = None
-            parameter.data = parameter.data.to(dtype)  # parameters only, as from_pretrained does
-        return trained
-
+    keys = model.config.to_dict()
     return Blueprint(
         tokenizer=tokenizer,
-        config=model.config.to_dict(),
-        eos_ids=eos_ids(generation, tokenizer),
-        context=context_length(model.config.to_dict()),
-        load=load,
+        config=keys,
+        eos_ids=eos_ids(_generation_of(model), tokenizer),
+        context=context_length(keys),
+        source=source,
     )
+
+
+def _generation_of(model: PreTrainedModel) -> GenerationConfig:
+    """The generation config of a model, which a model that cannot generate has none of."""
+    if model.can_generate() and model.generation_config is not None:
+        return model.generation_config
+    return GenerationConfig.from_model_config(model.config)
 
 
 def is_scorer(config: dict[str, Any]) -> bool:
@@ -443,15 +559,10 @@ def make_policy(
     model = model.eval()
     freeze_towers(model)
     rope.follow_lengths(model)
-    generation = (
-        model.generation_config
-        if model.can_generate()
-        else GenerationConfig.from_model_config(model.config)
-    )
     policy = Policy(
         model=model,
         tokenizer=tokenizer,
-        eos_ids=eos_ids(generation, tokenizer),
+        eos_ids=eos_ids(_generation_of(model), tokenizer),
         pad_id=_pad_id(tokenizer, size),
         vocabulary=size,
         context=context_length(model.config.to_dict()),

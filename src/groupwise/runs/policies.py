@@ -22,6 +22,7 @@ from groupwise.errors import ConfigError, DataError
 from groupwise.models.loading import (
     UNBUILDABLE,
     Blueprint,
+    LoadedModel,
     freeze_towers,
     is_scorer,
     language_class,
@@ -100,7 +101,7 @@ def blueprint_of(recipe: Recipe, resume: Path | None) -> Blueprint:
         config=model.config.to_dict(),
         eos_ids=eos,
         context=scratch.context,
-        load=lambda: model,
+        source=LoadedModel(model),
     )
 
 
@@ -148,8 +149,8 @@ def hold(
     if comm.world().size == 1 or parallel.name == "ddp":
         return _resumed(make(recipe, blueprint), resume)
     device, reader = resolve_device(recipe.model), blueprint.reader()
-    if reader is not None and blueprint.empty is not None and recipe.model.lora is None:
-        policy = make(recipe, replace(blueprint, load=blueprint.empty))
+    if reader is not None and recipe.model.lora is None:
+        policy = make(recipe, blueprint.without_weights())
         if reader.fit(policy.model):
             return shard_from_checkpoint(policy, parallel, device, reader)
     return shard(_resumed(make(recipe, blueprint), resume), parallel, device)
