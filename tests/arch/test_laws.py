@@ -314,7 +314,6 @@ FRAGMENTED = {
     "data.wording",
     "models.layers",
     "models.loading",
-    "models.logit_scale",
     "models.moe",
     "models.shape",
     "models.streaming",

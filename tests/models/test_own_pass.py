@@ -37,12 +37,8 @@ from transformers import (
     AutoConfig,
     BioGptConfig,
     BioGptForCausalLM,
-    Cohere2Config,
-    Cohere2ForCausalLM,
     DogeConfig,
     DogeForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     Llama4ForCausalLM,
@@ -50,7 +46,6 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     MiniCPM3Config,
-    MiniCPM3ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -77,8 +72,8 @@ from groupwise.errors import ConfigError
 from groupwise.models.attention import plain_attention
 from groupwise.models.backbone import checkpointing
 from groupwise.models.loading import load_policy, make_policy, read_blueprint
-from groupwise.models.logit_scale import read_form
 from groupwise.models.moe import balanced
+from groupwise.models.output_head import form_of
 from groupwise.models.passes import forward
 from groupwise.models.policy import Policy
 from groupwise.models.shape import Shape
@@ -287,16 +282,7 @@ def test_a_width_of_reference_is_a_factor(base: int) -> None:
     """MiniCPM divides its states by the quotient of its width and it."""
     ranks = {"kv_lora_rank": 16, "q_lora_rank": 16}
     config = MiniCPM3Config(**SHAPE | ranks | {"hidden_size": 512, "dim_model_base": base, "num_key_value_heads": 4})
-    assert read_form(MiniCPM3ForCausalLM(config)) == (base / 512, None)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_cap_is_read_off_a_model_whose_logits_do_not_reach_it(dtype: torch.dtype) -> None:
-    """A fresh model's logits are so small that a cap of 30 changes nothing; trained ones are not."""
-    model = Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=8, final_logit_softcapping=30.0)).to(dtype).eval()
-    assert read_form(model) == (1.0, 30.0)
-    model = Cohere2ForCausalLM(Cohere2Config(**SHAPE, logit_scale=0.25)).to(dtype).eval()
-    assert read_form(model) == (0.25, None)
+    assert form_of(config) == (base / 512, None)
 
 
 def test_a_factor_before_the_head_that_no_name_tells_is_right_one_sequence_at_a_time() -> None:

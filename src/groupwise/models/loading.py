@@ -47,8 +47,8 @@ from groupwise.models import rope
 from groupwise.models.attention import plain_attention, use_packed_attention
 from groupwise.models.config_checks import check_config, check_vocabulary
 from groupwise.models.gguf import checkpoint_folder
-from groupwise.models.logit_scale import has_deep_head, read_form
 from groupwise.models.lora import ADAPTER_CONFIG, merge_adapter, read_adapter
+from groupwise.models.output_head import form_of, has_deep_head
 from groupwise.models.policy import Policy
 from groupwise.models.recurrence import use_packed_recurrence
 from groupwise.models.shape import language_part
@@ -574,19 +574,20 @@ def make_policy(
 
 
 def with_facts(policy: Policy) -> Policy:
-    """The policy that knows what only a model with numbers can be asked: the form of its logits,
-    and what its attention sees.
+    """The policy that knows the form of its logits, and what only a model with numbers can be
+    asked: what its attention sees.
 
     Raises ConfigError for a model that cannot be asked.
     """
-    model, passes = policy.model, {"backbone": policy.backbone, "device": policy.device}
+    model = policy.model
     if policy.attention != "single":
-        use_packed_attention(model, **passes)
+        use_packed_attention(model, backbone=policy.backbone, device=policy.device)
         use_packed_recurrence(model)
-    with plain_attention(model):
-        form = read_form(model, **passes)
-        deep = policy.attention == "single" and has_deep_head(model)
-    return replace(policy, form=form, deep_head=deep)
+    deep = False
+    if policy.attention == "single":
+        with plain_attention(model):
+            deep = has_deep_head(model)
+    return replace(policy, form=form_of(model.config), deep_head=deep)
 
 
 def embedding_rows(model: PreTrainedModel) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from groupwise.errors import ConfigError
-from groupwise.models.logit_scale import backbone_of
+from groupwise.models.output_head import backbone_of
 from groupwise.ops.query import Reach
 
 TRACE = "groupwise_trace"

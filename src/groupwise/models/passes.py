@@ -17,8 +17,8 @@ from groupwise.distributed import comm, fsdp
 from groupwise.errors import ConfigError
 from groupwise.models.attention import PackedAttention
 from groupwise.models.backbone import computing, hidden
-from groupwise.models.logit_scale import head_input
 from groupwise.models.moe import BALANCE, balance_pass, router_coefficient
+from groupwise.models.output_head import head_input
 from groupwise.models.policy import Policy
 from groupwise.records import Batch, Layout, Sample
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from groupwise.config.settings import ParallelSettings
 from groupwise.errors import ConfigError
 from groupwise.models import rope
-from groupwise.models.logit_scale import backbone_of
+from groupwise.models.output_head import backbone_of
 from groupwise.ops.linear_cross_entropy import Head
 from groupwise.ops.onednn_shapes import tiled
 
