@@ -201,7 +201,8 @@ def arithmetic_tokenizer() -> PreTrainedTokenizerFast:
     >>> tokenizer = arithmetic_tokenizer()
     >>> tokenizer.tokenize(r"<think>4+0=4</think>\boxed{4}")
     ['<think>', '4', '+', '0', '=', '4', '</think>', '\\boxed{', '4', '}']
-    >>> tokenizer.apply_chat_template([{"role": "user", "content": "4+0"}], tokenize=False, add_generation_prompt=True)
+    >>> messages = [{"role": "user", "content": "4+0"}]
+    >>> tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     '<|user|>4+0<|end|><|assistant|>'
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers

@@ -95,5 +95,7 @@ def checkpointing(policy: Policy, on: bool) -> Iterator[None]:
 
 
 def _recomputed(compute: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
-    """`compute(*inputs)`; in the backward pass again in the same context, whichever thread runs it."""
+    """Call `compute(*inputs)`, and again in the backward pass, in the same context whichever thread
+    runs it.
+    """
     return checkpoint(copy_context().run, compute, *inputs, use_reentrant=False, **named)

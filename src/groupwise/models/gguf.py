@@ -2,8 +2,8 @@
 reads.
 
 The folder holds the weights in float32, so a dequantised weight is not rounded again, with the
-file's tokenizer and chat template.  Nothing that lies beside the file is run: a tokenizer.json there
-is read, a tokenizer that needs code of its own is refused.
+file's tokenizer and chat template.  Nothing that lies beside the file is run: a tokenizer.json is
+read, a tokenizer that needs code of its own is refused.
 """
 
 from __future__ import annotations

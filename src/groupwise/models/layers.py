@@ -41,7 +41,7 @@ class Norm:
 
     @property
     def weight_D(self) -> Tensor:
-        """Its weight."""
+        """The weight of the norm."""
         weight_D = self.module.weight
         return (
             weight_D.to(torch.promote_types(weight_D.dtype, torch.float32)) + 1.0
@@ -66,11 +66,11 @@ class Attention:
     head_norms: tuple[Any, Any] | None = None
     """RMSNorms of query and key heads, before they are rotated."""
     heads: int
-    """Of queries."""
+    """Heads of queries."""
     shared: int
-    """Of keys and values."""
+    """Heads of keys and values."""
     width: int
-    """Of a head."""
+    """Numbers of a head."""
     scale: float
     rotary: bool
     """True if queries and keys are rotated by their positions; else positions are learnt, and added
@@ -95,10 +95,10 @@ class DeltaNet:
     shared: int
     """Heads of queries and keys."""
     heads: int
-    """Of values."""
+    """Heads of values."""
     key_width: int
     width: int
-    """Of a head of values."""
+    """Numbers of a head of values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -118,7 +118,7 @@ class MLP:
 
     @property
     def products(self) -> tuple[Any, ...]:
-        """Its linear layers."""
+        """The linear layers of the MLP."""
         return (*self.inputs, self.output)
 
 
@@ -139,15 +139,19 @@ def describe(module: nn.Module) -> Description | None:
 
 @cache
 def class_name(kind: type) -> str:
-    """Of a class, with its module.  By its name a class is known that is not imported: a run
-    imports its own family alone.
+    """The name of a class with its module: a class that is not imported is known by it.
+
+    A run imports its own family alone.
     """
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def family_class(family: str, part: str) -> str:
     """The `class_name` of a family's class."""
-    return f"transformers.models.{family}.modeling_{family}.{'GPT2' if family == 'gpt2' else family.capitalize()}{part}"
+    prefix = family.capitalize()
+    if family == "gpt2":
+        prefix = "GPT2"
+    return f"transformers.models.{family}.modeling_{family}.{prefix}{part}"
 
 
 def _rms_norm(module: Any) -> Norm:
@@ -252,12 +256,14 @@ class Stack:
     position_PD: Tensor | None
     """Learnt positions, which are added to the embedding."""
     rotary: Any
-    """Its `forward` makes the tables of rotary positions; None where positions are learnt."""
+    """The module whose `forward` makes the tables of rotary positions; None where positions are
+    learnt.
+    """
     layers: tuple[tuple[Norm, Attention | DeltaNet, Norm, MLP], ...]
-    """Of each layer the first norm, attention or a DeltaNet, the norm before the MLP, and the MLP.
+    """Parts of each layer: first norm, attention or a DeltaNet, norm before the MLP, and the MLP.
     """
     attention: Attention
-    """Of the first layer that has it; heads of the others are alike."""
+    """Numbers of a head, of the first layer that has it; heads of the others are alike."""
     norm: Norm
     """The last."""
 

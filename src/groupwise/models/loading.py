@@ -180,7 +180,10 @@ class Checkpoint(Source):
     def __init__(
         self, settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None = None
     ) -> None:
-        """Read its config and, unless one is given, its tokenizer.  Raises ConfigError, DataError."""
+        """Read its config and, unless one is given, its tokenizer.
+
+        Raises ConfigError or DataError.
+        """
         self.settings = settings
         self.path = str(settings.path)
         self.dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
@@ -282,7 +285,8 @@ def language_class(config: PreTrainedConfig) -> Any:
     The text part of one, saved alone, may have a config that no Auto class knows (Emu3, Mllama):
     then it is the class that the config names.
     """
-    whole: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)  # type: ignore[call-overload]
+    readers_of_images: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    whole = readers_of_images.get(type(config), None)
     named = config.architectures or ()
     known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     if whole is not None and (not known or whole.__name__ in named):
@@ -293,9 +297,7 @@ def language_class(config: PreTrainedConfig) -> Any:
 
 
 def freeze_towers(model: PreTrainedModel) -> None:
-    """Of a model that reads images or sounds too the text part is trained: nothing else takes a
-    gradient.
-    """
+    """Freeze all but the text part of a model that reads images or sounds too."""
     config: Any = model.config
     if config.get_text_config() is config:
         return

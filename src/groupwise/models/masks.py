@@ -144,7 +144,10 @@ def _tracing(model: PreTrainedModel) -> Iterator[None]:
 
 
 def reach_of(module: nn.Module) -> Reach:
-    """What `note_reach` has noted on an attention module.  Raises ConfigError if it has not met it."""
+    """What `note_reach` has noted on an attention module.
+
+    Raises ConfigError if it has not met it.
+    """
     reach = getattr(module, ATTRIBUTE, None)
     if reach is None:
         raise ConfigError(

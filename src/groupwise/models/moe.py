@@ -89,7 +89,7 @@ def _routing(
     logits: Iterable[list[Tensor]],
     gather: Callable[[list[Any]], list[Any]],
 ) -> Routing:
-    """As `load_balancing_loss_func` of transformers counts, each sequence for itself.   gather: the
+    """Count as `load_balancing_loss_func` of transformers, each sequence for itself.   gather: the
     counts of all processes.
     """
     chosen = policy.model.config.get_text_config().num_experts_per_tok

@@ -1,5 +1,5 @@
-"""What a model computes behind its backbone: its last matrix, a factor and a soft cap on the logits,
-and layers before that matrix.
+"""What a model computes behind its backbone: its last matrix, a factor and a soft cap on the
+logits, and layers before that matrix.
 
 Which fields of a config are a factor or a cap stands in tables, with the families that read a field
 otherwise.  A family that no table has is held against its own pass when a run begins
@@ -34,7 +34,7 @@ CLOSE = {torch.float64: 1e-5, torch.float32: 1e-5}
 `ROUNDED`.
 """
 ROUNDED = 0.03
-"""In bfloat16; factors of real models differ by more."""
+"""The same in bfloat16; factors of real models differ by more."""
 
 
 def backbone_of(model: PreTrainedModel) -> nn.Module:

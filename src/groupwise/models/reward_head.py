@@ -164,8 +164,8 @@ def wrap_scorer(
 def pool_weights(pooling: Pooling, n: int) -> np.ndarray:
     """float64 (n,): the weight of each token's number in the score of a completion of n tokens.
 
-    >>> pool_weights("mean", 4).tolist(), pool_weights("last", 3).tolist(), pool_weights("sum", 2).tolist()
-    ([0.25, 0.25, 0.25, 0.25], [0.0, 0.0, 1.0], [0.03125, 0.03125])
+    >>> [pool_weights(pooling, 2).tolist() for pooling in ("mean", "last", "sum")]
+    [[0.5, 0.5], [0.0, 1.0], [0.03125, 0.03125]]
     """
     if pooling in ("mean", "sum"):
         return np.full(n, 1.0 / (max(n, 1) if pooling == "mean" else SUM_UNIT))
@@ -214,8 +214,9 @@ class Answer:
 def score_tokens(
     policy: Policy, answers: Sequence[Answer], *, max_tokens_per_microbatch: int
 ) -> list[np.ndarray]:
-    """The head's number after every completion token, float64 (n,) each; at most `max_tokens_per_microbatch` packed
-    positions at a time.
+    """The head's number after every completion token, float64 (n,) each.
+
+    At most `max_tokens_per_microbatch` packed positions are computed at a time.
     """
     samples = [
         readout(

@@ -44,10 +44,20 @@ def switches(model: nn.Module) -> tuple[tuple[int, bool], ...]:
 def regime(switches: tuple[tuple[int, bool], ...], length: int) -> Hashable:
     """Sequences of the same regime have the same frequencies.
 
-    >>> [regime(((8, False),), n) for n in (7, 8, 9, 10)], [regime(((8, True),), n) for n in (8, 9, 10)]
-    ([(0,), (0,), (1,), (1,)], [(0,), (9,), (10,)])
+    >>> [regime(((8, False),), n) for n in (7, 8, 9, 10)]
+    [(0,), (0,), (1,), (1,)]
+    >>> [regime(((8, True),), n) for n in (8, 9, 10)]
+    [(0,), (9,), (10,)]
     """
-    return tuple((length if each else 1) if length > at else 0 for at, each in switches)
+    regimes = []
+    for at, each in switches:
+        if length <= at:
+            regimes.append(0)
+        elif each:
+            regimes.append(length)
+        else:
+            regimes.append(1)
+    return tuple(regimes)
 
 
 def remaining(switches: tuple[tuple[int, bool], ...], prompt: int) -> int | None:

@@ -39,7 +39,7 @@ def save(policy: Policy, folder: Path) -> None:
 
 
 def save_to_resume(policy: Policy, folder: Path) -> None:
-    """Write what a run needs to go on from here, which for an adapter is less than `save` writes."""
+    """Write what a run needs to go on from here: of an adapter less than `save` writes."""
     if policy.adapter is None or not policy.adapter_on:
         save(policy, folder)
     else:

@@ -35,7 +35,7 @@ class CheckpointReader:
 
     @classmethod
     def of(cls, folder: Path) -> CheckpointReader | None:
-        """Of a folder; None if its weights are not in safetensors files."""
+        """Open a folder's tensors; None if its weights are not in safetensors files."""
         if (folder / INDEX).is_file():
             where = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
             return cls({name: folder / file for name, file in where.items()})

@@ -41,14 +41,17 @@ class PassResults(NamedTuple):
     """What one way gives of texts."""
 
     values: list[np.ndarray]
-    """Of each: log-probs of its tokens that have a weight, nats; of a scoring model its score (1,).
+    """One array a text: log-probs of its tokens that have a weight, nats; of a scoring model its
+    score (1,).
     """
     gradient: dict[str, Tensor]
-    """By parameter; of a sharded one this process's shard."""
+    """Gradients by the parameter's name; of a sharded one this process's shard."""
 
 
 def model_pass(policy: Policy, samples: Sequence[Sample], *, gradients: bool) -> PassResults:
-    """By the model's own pass, one text at a time, at each one's temperature and over its support."""
+    """Compute texts by the model's own pass, one at a time, at each one's temperature and over its
+    support.
+    """
     model, scores, values = policy.model, reads_tokens(policy), list[np.ndarray]()
     few = "logits_to_keep" in inspect.signature(model.forward).parameters
     with plain_attention(model), torch.set_grad_enabled(gradients):
@@ -76,7 +79,7 @@ def model_pass(policy: Policy, samples: Sequence[Sample], *, gradients: bool) ->
 
 
 def _log_probs(sample: Sample, begin: int, logits_NV: Tensor) -> Tensor:
-    """Of a completion's tokens from `begin` on (n,)."""
+    """Log-probs of a completion's tokens from `begin` on (n,)."""
     logits_NV = logits_NV / sample.temperature
     chosen_N = logits_NV.gather(
         1, torch.from_numpy(sample.completion[begin:]).to(logits_NV.device)[:, None]
@@ -93,7 +96,7 @@ def _log_probs(sample: Sample, begin: int, logits_NV: Tensor) -> Tensor:
 
 
 def run_pass(policy: Policy, samples: Sequence[Sample], *, gradients: bool) -> PassResults:
-    """As a run computes it: all in one stream, prompts shared, fused, gradients of head and
+    """Compute texts as a run does: all in one stream, prompts shared, fused, gradients of head and
     embedding summed in place.
     """
     model, scores, values = policy.model, reads_tokens(policy), [np.zeros(0) for _ in samples]
@@ -204,14 +207,17 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 def _kind(block: nn.Module) -> list[tuple[Any, ...]]:
-    """Of each of its modules the class, the shapes of its parameters and whether they are trained,
-    how many hooks it has, and whether its forward pass is its own."""
-    return [
-        (
-            type(part),
-            *(p if p is None else (p.shape, p.requires_grad) for p in part._parameters.values()),
-            *(len(getattr(part, hooks)) for hooks in HOOKS),
-            "forward" in vars(part),
-        )
-        for part in block.modules()
-    ]
+    """The structure of a block: of each module the class, the shapes of its parameters and whether
+    they are trained, how many hooks it has, and whether its forward pass is its own.
+    """
+    kinds = []
+    for part in block.modules():
+        kind: list[Any] = [type(part), "forward" in vars(part)]
+        for parameter in part._parameters.values():
+            if parameter is not None:
+                kind += [parameter.shape, parameter.requires_grad]
+            else:
+                kind.append(None)
+        kind += [len(getattr(part, hooks)) for hooks in HOOKS]
+        kinds.append(tuple(kind))
+    return kinds

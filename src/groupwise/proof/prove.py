@@ -66,7 +66,7 @@ largest parameter's.
 COARSE_VALUES = 0.1
 """Largest median difference of log-probs in a lower type, relative to their spread."""
 COARSE_GRADIENTS = (0.35, 0.05)
-"""As `GRADIENTS`, in a lower type."""
+"""The same as `GRADIENTS`, in a lower type."""
 UNSAID = 512
 """Tokens of the longest text where nobody says one."""
 SINGLE = "this family is not supported: use another model"
@@ -218,7 +218,7 @@ class _Case:
             ) from error
 
     def compare_all(self) -> tuple[list[int], list[str], float]:
-        """As `compared`.  Gradients are compared of short texts."""
+        """Compare as `compared` does.  Gradients are compared of short texts."""
         policy, sampler, paths = self.policy, self.sampler, [self.path]
         texts, failed = self.texts()
         if self.size is SMALL and not self.coarse:  # a median of few would be chance
@@ -331,7 +331,7 @@ class _Case:
             )
 
     def update(self, texts: Sequence[Sample], recompute: bool) -> PassResults:
-        """As the run makes it; without gradients where nothing is trained."""
+        """Make it as the run does; without gradients where nothing is trained."""
         model = self.policy.model.train(self.train)
         with checkpointing(self.policy, True) if recompute else nullcontext():
             results = run_pass(self.policy, texts, gradients=self.train)
@@ -363,7 +363,9 @@ class _Case:
         return paths
 
     def compare_router(self, text: Sample) -> None:
-        """The loss that balances experts, of one text: transformers' own value and its gradients."""
+        """Compute the loss that balances experts, of one text: transformers' own value and its
+        gradients.
+        """
         policy, model = self.policy, self.policy.model
         (batch,) = packed_for(policy, [text], text.prompt.size + text.completion.size)
         ours: Any = forward(policy, batch).router_loss
@@ -457,7 +459,7 @@ def _apart(difference: float, unit: str) -> str:
 
 @contextmanager
 def _widened(policy: Policy) -> Iterator[Policy]:
-    """The policy with its weights in float32 while inside, and products in the type of the weights."""
+    """Hold a policy's weights in float32 while inside, its products in the type of the weights."""
     lower = [(p, p.data) for p in policy.model.parameters() if p.dtype == torch.bfloat16]
     try:
         for parameter, data in lower:
