@@ -314,6 +314,7 @@ FRAGMENTED = {
     "data.wording",
     "models.layers",
     "models.loading",
+    "models.logit_scale",
     "models.moe",
     "models.shape",
     "models.streaming",
