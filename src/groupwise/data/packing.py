@@ -436,23 +436,28 @@ def _batch(
         extra[name] = stream.column([one.extra[name] for one in owners])
     numbers = list(range(len(segments)))
     sequences = stream.sequences()
+    prefix = tuple(segment.parent for segment in segments)
+    tokens_P = stream.ids([segment.ids for segment in segments], 0)
+    advantage_P = stream.column([one.advantage for one in owners])
+    behavior_logp_P = stream.column([one.behavior_logp for one in owners])
+    temperature_P = stream.column([one.temperature for one in owners], 1.0)
     sequence_P = None if sequences == numbers else stream.of_segments(sequences)
     return Batch(
         layout=Layout(
             start=tuple(stream.starts),
             length=tuple(stream.lengths),
-            prefix=tuple(segment.parent for segment in segments),
+            prefix=prefix,
             total=stream.total,
         ),
-        tokens_P=stream.ids([segment.ids for segment in segments], 0),
+        tokens_P=tokens_P,
         position_P=stream.ids(positions, 0),
         segment_P=stream.of_segments(numbers),
         target_P=torch.from_numpy(target).to(device),
         weight_P=torch.from_numpy(weight).to(device, dtype),
-        advantage_P=stream.column([one.advantage for one in owners]),
-        behavior_logp_P=stream.column([one.behavior_logp for one in owners]),
+        advantage_P=advantage_P,
+        behavior_logp_P=behavior_logp_P,
         reference_logp_P=reference,
-        temperature_P=stream.column([one.temperature for one in owners], 1.0),
+        temperature_P=temperature_P,
         trained_M=torch.from_numpy(np.flatnonzero(weight)).to(device),
         support=support,
         extra_P=extra,
