@@ -118,7 +118,8 @@ def _store() -> Any:
     """
     place, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     seconds = timedelta(seconds=SILENCE)
-    store = dist.TCPStore(place, port, is_master=False, wait_for_workers=False, timeout=seconds)  # type: ignore[reportPrivateImportUsage]
+    stores: Any = dist
+    store = stores.TCPStore(place, port, is_master=False, wait_for_workers=False, timeout=seconds)
     attempt = (
         f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
     )
@@ -351,7 +352,8 @@ class BroadcastGroup:
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.host)]
             options._timeout = self.timeout
-            self._group = dist.ProcessGroupGloo(self._store, 0, self.size + 1, options)  # type: ignore[call-arg]
+            gloo: Any = dist.ProcessGroupGloo
+            self._group = gloo(self._store, 0, self.size + 1, options)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Send a tensor to all of them; blocks until it has left."""

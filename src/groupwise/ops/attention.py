@@ -27,7 +27,7 @@ from groupwise.records import Layout
 
 
 class StreamAttention:
-    """Attention inside each segment of a stream, and from each segment to the whole of its prefix."""
+    """Attention inside each segment of a packed stream, and from it to the whole of its prefix."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -227,7 +227,8 @@ def behind(query: Query) -> Tensor:
         at_X = torch.arange(before + a, before + b, device=device)
         low = max(int(query.reach.first(before + a)), 0)
         at_M = torch.arange(low, before + b, device=device)
-        hidden_XM = (at_M > at_X[:, None]) | (at_M < query.reach.first(at_X)[:, None])  # type: ignore[index]
+        first_X = torch.as_tensor(query.reach.first(at_X))
+        hidden_XM = (at_M > at_X[:, None]) | (at_M < first_X[:, None])
         some = (
             heads[0][:, :, a:b],
             heads[1][:, :, low : before + b],

@@ -71,7 +71,7 @@ class TorchNorm:
         self.floor = torch.tensor((width * eps) ** 0.5, device=weight.device)
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        """Add `add` to `x` in place, then return the norm of it; RMSNorms are computed in float32."""
+        """Add `add` to `x` in place, then return its norm; an RMSNorm is computed in float32."""
         if add is not None:
             x += add
         if self.bias is not None:
@@ -82,9 +82,7 @@ class TorchNorm:
 
 
 class TorchRotary:
-    """PreparedRotary embeddings in which the two numbers of a pair lie side by side, for one complex
-    product.
-    """
+    """Rotary embeddings with the two numbers of a pair side by side, for one complex product."""
 
     def __init__(self, cos_PW: Tensor, sin_PW: Tensor) -> None:
         """Take float32 tables of all positions, which pair number i of a head with i + W/2."""

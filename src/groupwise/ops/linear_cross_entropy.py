@@ -72,8 +72,10 @@ def chunk_rows(vocabulary: int, width: int, deep: int = 0, numbers: int = CHUNK_
         chunk, so where the chunk stays below half of it, rows are added.  Scoring and a frozen head
         take the same chunks.
 
-    >>> chunk_rows(512, 4), chunk_rows(50257, 4), chunk_rows(50257, 2), chunk_rows(50257, 4, 768), chunk_rows(150_000, 4)
-    (512, 128, 166, 384, 128)
+    >>> chunk_rows(512, 4), chunk_rows(50257, 4), chunk_rows(50257, 2)
+    (512, 128, 166)
+    >>> chunk_rows(50257, 4, 768), chunk_rows(150_000, 4)
+    (384, 128)
     """
     return max(MIN_ROWS, min(MOST_ROWS, max(numbers * 4 // max(width, 2) // vocabulary, deep // 2)))
 
@@ -493,8 +495,9 @@ class _Gradients:
     def _logits_gradient(
         self, rows: slice, raw_CV: Tensor, grad_logp_C: Tensor, grad_entropy_C: Tensor | None
     ) -> None:
-        """Overwrite the logits with their gradient, for any head, in torch's operations; the bias gets
-        its gradient, too.
+        """Overwrite the logits with their gradient in torch's operations, for any head.
+
+        The bias gets its gradient, too.
         """
         head = self.visits.head
         for block, raw_BV, z_BV in self.visits.blocks(rows, raw_CV):

@@ -57,12 +57,9 @@ class Places(NamedTuple):
     def of(cls, index: np.ndarray, device: torch.device) -> Places:
         """index: for each new row the old one, or -1 for none."""
         index = index.ravel()
-        return cls(
-            *(
-                torch.from_numpy(x).to(device)
-                for x in (np.maximum(index, 0), np.flatnonzero(index < 0))
-            )
-        )
+        taken = torch.from_numpy(np.maximum(index, 0)).to(device)
+        empty = torch.from_numpy(np.flatnonzero(index < 0)).to(device)
+        return cls(taken, empty)
 
 
 def _taken(rows: Tensor, places: Places) -> Tensor:
@@ -81,7 +78,7 @@ class Windows:
     place_T: Tensor
     """Where each row of the stream stands, counted without the first segment's inputs before it."""
     last_NU: Places
-    """Of each segment its last W - 1 inputs."""
+    """The last W - 1 inputs of each segment."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,9 +92,9 @@ class Level:
     order_N: Tensor
     """The segments of the level by length."""
     rank_N: Tensor
-    """Of each of them its place in that order."""
+    """The place of each segment in that order."""
     prefix_N: Tensor | None
-    """Of each by length its prefix's place by length; None without prefixes."""
+    """The place of each segment's prefix, both ordered by length; None without prefixes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,23 +120,20 @@ class Segments:
         prefix: Sequence[int] | None = None,
     ) -> None:
         """total: T."""
-        self.start, self.length, self.total = (
-            np.array(start, np.int64),
-            np.array(length, np.int64),
-            total,
-        )
-        self.prefix = np.full(self.start.size, -1) if prefix is None else np.array(prefix, np.int64)
-        self.levels = [
-            level
-            for level in (np.flatnonzero(self.prefix < 0), np.flatnonzero(self.prefix >= 0))
-            if level.size
-        ]
+        self.start = np.array(start, np.int64)
+        self.length = np.array(length, np.int64)
+        self.total = total
+        if prefix is None:
+            prefix = [-1] * len(start)
+        self.prefix = np.array(prefix, np.int64)
+        levels = (np.flatnonzero(self.prefix < 0), np.flatnonzero(self.prefix >= 0))
+        self.levels = [level for level in levels if level.size]
         self.longest = int(self.length.max())
         self._made: dict[Any, Any] = {}
 
     @classmethod
     def of(cls, layout: Layout) -> Segments:
-        """Those of a layout; one over everything where there is filler alone, which nobody reads."""
+        """Make the segments of a layout; filler alone is one segment, which nobody reads."""
         if not layout.segments:
             return cls([0], [layout.total], layout.total)
         return cls(layout.start, layout.length, layout.total, layout.prefix)
@@ -151,7 +145,7 @@ class Segments:
         return self._made[name, key]
 
     def positions(self, level: np.ndarray) -> np.ndarray:
-        """Of some segments, one behind the other."""
+        """Positions of the segments of a level, one segment behind the other."""
         return np.concatenate([self.start[s] + np.arange(int(self.length[s])) for s in level])
 
     def windows(self, width: int, device: torch.device, *, states: bool) -> Windows:
@@ -408,10 +402,10 @@ def fla_kernel() -> Callable[..., Any] | None:
     not installed.
     """
     try:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found]
+        import fla.ops.gated_delta_rule as fla_rules  # type: ignore[import-not-found]
     except ImportError:
         return None
-    return chunk_gated_delta_rule
+    return fla_rules.chunk_gated_delta_rule
 
 
 def _by_fla(
@@ -482,7 +476,9 @@ class Recurrence:
         read: Callable[[tuple[int, int]], Tensor | None] = lambda _: None,
         keep: Callable[[tuple[int, int], Tensor], None] = lambda *_: None,
     ) -> None:
-        """read: the segments' states before this pass; None: zeros.   keep: takes those behind it."""
+        """read: the segments' states before this pass; None: zeros.   keep: takes the states behind
+        it.
+        """
         self.segments, self.read, self.keep = segments, read, keep
 
     def convolve(

@@ -53,7 +53,7 @@ class Engine(Protocol):
         ...
 
     def set_version(self, version: int) -> None:
-        """Tell the engine that the weights have changed: `version` optimizer steps have been taken."""
+        """Tell the engine that the weights have changed: `version` optimizer steps are taken."""
         ...
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ def fitting(rows: int) -> Iterator[None]:
 def check_request(
     policy: Policy, prompts: Sequence[Prompt], group_size: int, sampling: Sampling
 ) -> None:
-    """Raises EngineError for a request that no engine can carry out, before anything is computed."""
+    """Raise EngineError for a request that no engine can carry out, before anything is computed."""
     if group_size < 1:
         raise EngineError(f"group_size must be at least 1, got {group_size}")
     if sampling.max_new_tokens < 1:

@@ -37,7 +37,7 @@ class Groups:
         self._ended: dict[str, dict[int, Rollout]] = {}
 
     def add(self, rollout: Rollout) -> list[tuple[Rollout, ...]]:
-        """Its group, ordered by index, if it was the last of it."""
+        """Add a completion; return its group, ordered by index, if it was the last of it."""
         group = self._ended.setdefault(rollout.prompt.id, {})
         group[rollout.index] = rollout
         if len(group) < self.size:
@@ -47,7 +47,7 @@ class Groups:
 
 
 class Conversations(Generic[One]):
-    """Those of one call of `generate`, as a context manager: all that were begun are closed when it
+    """The conversations of one call of `generate`: a context manager that closes all when it
     is left.
     """
 
@@ -78,7 +78,7 @@ class Conversations(Generic[One]):
         self.unbegun = deque(streams)
         """Completions whose conversations have not been begun."""
         self.listening: list[One] = []
-        """Those that wait for the environment."""
+        """Completions that wait for the environment."""
         self._open: dict[Stream, Conversation] = {}
 
     def __enter__(self) -> Conversations[One]:
@@ -162,8 +162,10 @@ class Conversations(Generic[One]):
         limit = stream.limit
         if reply.context is not None:
             if reply.tokens.size or not reply.context.size:
-                raise EngineError(f"{name} has a context of {reply.context.size} ids and {reply.tokens.size} tokens behind it: "
-                                  "what the next turn is drawn behind belongs into the context")  # fmt: skip
+                raise EngineError(
+                    f"{name} has a context of {reply.context.size} ids and {reply.tokens.size}"
+                    " tokens behind it: what the next turn is drawn behind belongs into the context"
+                )
             limit = min(
                 self.sampling.max_new_tokens, have + sequence_room(self.policy, reply.context.size)
             )

@@ -27,7 +27,7 @@ class GatheredEngine(InProcess):
     def generate(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: Sampling, seed: int
     ) -> Iterator[tuple[Rollout, ...]]:
-        """Sample with gathered weights; every process must call it, also one that has no prompts."""
+        """Sample with gathered weights; every process must call it, also one without prompts."""
         with gathered(self.policy):
             yield from self.inner.generate(
                 prompts, group_size=group_size, sampling=sampling, seed=seed

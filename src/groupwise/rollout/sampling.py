@@ -60,7 +60,8 @@ def uniforms(keys_R: np.ndarray, tokens: int, first_R: np.ndarray | None = None)
     SplitMix64 as a counter-based generator (Steele, Lea, Flood 2014): token t of a stream needs
     none of the tokens before it.
 
-    >>> long, short = uniforms(stream_keys(0, "a", [3]), 8), uniforms(stream_keys(0, "a", [2, 3]), 5)
+    >>> long = uniforms(stream_keys(0, "a", [3]), 8)
+    >>> short = uniforms(stream_keys(0, "a", [2, 3]), 5)
     >>> bool((long[0, :5] == short[1]).all())
     True
     >>> bool((uniforms(stream_keys(0, "a", [3]), 5, np.array([3]))[0] == long[0, 3:]).all())

@@ -228,7 +228,7 @@ class _Drawn(StoppingCriteria):
         self._stopping, self._limits, self._truncates = stopping, limits, truncates
         self.tokens: list[list[int]] = [[] for _ in limits]
         self.logp: list[list[float]] = [[] for _ in limits]
-        """Of each token, nats."""
+        """The log-prob of each token, nats."""
         self.support: list[tuple[np.ndarray, ...]] = [() for _ in limits]
         """For each token the ids that it could have been, where sampling truncates."""
         self.finish: dict[int, Finish] = {}

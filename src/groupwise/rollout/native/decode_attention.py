@@ -63,7 +63,9 @@ class Prefill(KeepingAttend):
     """Packed prompts attend to themselves; their keys and values are kept."""
 
     def __init__(self, store: KVCache, lengths: Sequence[int]) -> None:
-        """Prompts of these lengths in one stream become the store's entries behind those that live."""
+        """Make entries of the store, behind those that live, for prompts of these lengths in one
+        stream.
+        """
         *starts, total = accumulate(lengths, initial=0)
         self.lengths, self.starts = lengths, starts
         self.store, self.first = store, store.live
@@ -189,7 +191,10 @@ class Decode(KeepingAttend):
         self._index: dict[int, tuple[Tensor, Tensor]] = {}
 
     def _write_columns(self, rows_P: Sequence[Sequence[int]]) -> None:
-        """Write the arrangement to the device, all columns in one copy.   rows_P: rows by prompt."""
+        """Write the arrangement to the device, all columns in one copy.
+
+        rows_P: the rows of each prompt.
+        """
         size = self.size
         if size is None:
             most_members = max(len(members) for members in rows_P)
@@ -326,7 +331,7 @@ class Decode(KeepingAttend):
         return self._index[shared]
 
     def _bias_of_own(self, reach: Reach, dtype: torch.dtype) -> Tensor | None:
-        """(R, 1, 1, places): hides the places behind completions, and those that are out of reach."""
+        """Return (R, 1, 1, places) that hides places behind completions, and those out of reach."""
         if reach not in self._own_bias:
             bias = None
             if not (self._uniform and self.places == self.longest and reach == EVERYTHING):

@@ -83,7 +83,7 @@ class NativeEngine(InProcess):
 
     @property
     def path(self) -> str:
-        """`specialised` where the model is one whose every step `forward.py` knows, else `module`."""
+        """`specialised` where `forward.py` knows every step of the model, else `module`."""
         return "specialised" if is_known(self.policy) else "module"
 
     def prepared(self, positions: int) -> RolloutForward:

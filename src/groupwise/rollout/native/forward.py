@@ -192,7 +192,7 @@ class _DeltaNet:
     """Convolution, gated delta rule and gated norm between a layer's two products."""
 
     def __init__(self, number: int, net: DeltaNet) -> None:
-        """Its numbers in float32."""
+        """Read the numbers of a DeltaNet, in float32."""
         module = net.module
         self.number, self.net, self.eps = number, net, module.norm.variance_epsilon
         names = ("conv1d.weight", "conv1d.bias", "A_log", "dt_bias", "norm.weight")

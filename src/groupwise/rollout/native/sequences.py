@@ -40,7 +40,7 @@ class Prefix:
     users: int
     """Sequences behind it that have not ended, waiting ones included."""
     entry: int = -1
-    """Its place in the prompt cache; -1 before the prefill and after its last sequence."""
+    """Entry of the prompt cache; -1 before the prefill and after the last sequence."""
     hidden_D: Tensor | None = None
     """Final hidden state of its last token, while it has an entry."""
 

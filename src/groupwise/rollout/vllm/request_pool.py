@@ -45,12 +45,12 @@ class RequestPool:
         self._clients = [Client(url) for url in urls]
         self._left, self._alive, self._paused = 0, alive, paused
         self._waiting = set[Client]()
-        """Those with a request on its way."""
+        """Connections with a request on its way."""
         self._todo: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
         self._unanswered = 0
         """Short questions in a row that nobody has answered."""
         self._seen: dict[str, tuple[float, float]] = {}
-        """By server how many tokens it had computed, and since when."""
+        """Tokens that each server had computed, and since when."""
         self._done: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
 
     def __enter__(self) -> RequestPool:
@@ -67,7 +67,7 @@ class RequestPool:
             client.close()
 
     def cancel(self) -> None:
-        """Let the thread that iterates go on with an EngineError.  To be called from another one."""
+        """Make the thread that iterates raise an EngineError; another thread calls this."""
         self._done.put(EngineError("sampling was broken off: the engine was closed"))
 
     def _work(self, client: Client) -> None:

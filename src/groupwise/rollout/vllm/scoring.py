@@ -89,8 +89,9 @@ class ScoringServers:
             )
 
     def logp(self, sequences: Sequence[PromptAndCompletion]) -> list[np.ndarray]:
-        """Of each completion float32 (n,), nats: its tokens' log-probs at temperature 1, over the
-        whole vocabulary.
+        """Return the log-probs (float32 (n,), nats) of each completion's tokens at temperature 1.
+
+        They are over the whole vocabulary.
 
         Raises PeerError if a server is gone or silent, EngineError for an answer that cannot be, or
         a sequence that is too long."""

@@ -8,7 +8,8 @@ its folder, which holds nothing else to import, is on PYTHONPATH.
     python groupwise_vllm.py MODEL [arguments of `vllm serve`]
 """
 
-# pyright: reportMissingImports=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+# pyright: reportMissingImports=false, reportPrivateImportUsage=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ class Bucket(WeightTransferUpdateInfo):
 
     @property
     def sizes(self) -> list[int]:
-        """In bytes."""
+        """Bytes of each tensor."""
         return [
             getattr(torch, dtype).itemsize * torch.Size(shape).numel()
             for dtype, shape in zip(self.dtypes, self.shapes, strict=True)
