@@ -436,6 +436,16 @@ def test_a_completion_taken_for_messages_or_for_text_is_explained(group, chat, r
     assert ("prompts of" in str(caught.value)) is (hint != "$")
 
 
+@pytest.mark.parametrize(
+    "raised", ["ValueError('x' * 1_000_000)", "ValueError('\\x1b[2J\\u202e' * 100_000)", "KeyError('x' * 1_000_000)"]
+)
+def test_the_error_of_a_reward_is_shortened_and_steers_no_terminal(one, group, raised):
+    with pytest.raises(RewardError, match="characters left out") as caught:
+        one(f"def f(completion): raise {raised}").score([group("\x1b[2J")])
+    said = str(caught.value)
+    assert len(said) < 100_000 and said.isprintable()
+
+
 @pytest.mark.parametrize("prefix", ["", "async "])
 @pytest.mark.parametrize("argument", ["completion", "completions"])
 def test_r02_a_function_that_exits_does_not_end_the_run_as_if_all_were_well(one, group, prefix, argument):

@@ -81,16 +81,17 @@ def checked_steps(name: str, values: Any, labels: Sequence[str]) -> list[Steps]:
                 end, reward = int(end), float(reward)
             except (TypeError, ValueError) as error:
                 raise RewardError(
-                    f"{function} the step {step!r} for completion {label}, expected (end token,"
-                    " reward)"
+                    f"{function} the step {repr(step)[:60]} for completion {label}, expected"
+                    " (end token, reward)"
                 ) from error
             if not math.isfinite(reward):
                 raise RewardError(
                     f"{function} the reward {reward:g} for a step of completion {label}"
                 )
-            if end < 0 or (checked[-1] and end <= checked[-1][-1][0]):
+            earlier = [place for place, _ in checked[-1]]
+            if end < 0 or (earlier and end <= earlier[-1]):
                 raise RewardError(
-                    f"{function} the end tokens {[s[0] for s in steps]} for completion {label}:"
+                    f"{function} the end tokens {[*earlier[-5:], end]} for completion {label}:"
                     " they rise from 0"
                 )
             checked[-1].append((end, reward))
