@@ -1,4 +1,7 @@
-"""How much there is to read: lines of code, docstrings, comments and blanks of each package, now and at another commit.
+"""How much there is to read, and how dense it is, of each package, now and at another commit.
+
+Lines of code, docstrings, comments and blanks; tokens of code, tokens a line, and clever constructs (comprehensions, generator
+expressions, ternaries, walruses, lambdas) per 100 lines.
 
 python benchmarks/lines.py                # the working tree
 python benchmarks/lines.py 9762a0a        # the same beside that commit
@@ -17,16 +20,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 KINDS = ("code", "docstrings", "comments", "blank")
+CLEVER = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.IfExp, ast.NamedExpr, ast.Lambda)
 
 
 def count(text: str) -> Counter[str]:
-    """The lines of a Python file by kind.  A line with code and a comment is code.
+    """Count the lines of a Python file by kind, its tokens of code and its clever constructs.
 
-    >>> dict(count('\"\"\"What it is.\"\"\"\\n\\nx = 1  # one\\n# alone\\n'))
-    {'docstrings': 1, 'code': 1, 'comments': 1, 'blank': 1}
+    A line with code and a comment is code.
+
+    >>> dict(count('\"\"\"What it is.\"\"\"\\n\\nx = 1 if y else 2  # one\\n# alone\\n'))
+    {'docstrings': 1, 'code': 1, 'comments': 1, 'blank': 1, 'tokens': 7, 'clever': 1}
     """
     kinds: dict[int, str] = {}
+    tokens = clever = 0
     for node in ast.walk(ast.parse(text)):
+        clever += isinstance(node, CLEVER)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             assert node.end_lineno is not None
             kinds |= dict.fromkeys(range(node.lineno, node.end_lineno + 1), "docstrings")
@@ -34,12 +42,20 @@ def count(text: str) -> Counter[str]:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in layout:
             kind = "comments" if token.type == tokenize.COMMENT else "code"
+            tokens += kind == "code" and kinds.get(token.start[0]) != "docstrings"
             for line in range(token.start[0], token.end[0] + 1):
                 if kinds.get(line) in (None, "comments"):
                     kinds[line] = kind
     found = Counter(kinds[line] for line in sorted(kinds))
     found["blank"] = len(text.splitlines()) - len(kinds)
+    found["tokens"], found["clever"] = tokens, clever
     return found
+
+
+def density(counts: Counter[str]) -> str:
+    """Return tokens, tokens a line and clever constructs per 100 lines, in columns."""
+    lines = max(counts["code"], 1)
+    return f"{counts['tokens']:10,}{counts['tokens'] / lines:8.1f}{100 * counts['clever'] / lines:12.1f}"
 
 
 def packages(commit: str | None) -> dict[str, Counter[str]]:
@@ -48,6 +64,8 @@ def packages(commit: str | None) -> dict[str, Counter[str]]:
     for path, text in files(commit):
         parts = Path(path).parts
         name = "tests" if parts[0] == "tests" else parts[2] if len(parts) > 3 else "root"
+        if name == "rollout" and len(parts) > 4:
+            name = f"rollout/{parts[3]}"
         found.setdefault(name, Counter()).update(count(text))
     return dict(sorted(found.items()))
 
@@ -72,15 +90,18 @@ def main() -> None:
     parser.add_argument("commit", nargs="?", help="a commit to compare with")
     options = parser.parse_args()
     now, then = packages(None), packages(options.commit) if options.commit else {}
-    print(f"{'':14}" + "".join(f"{kind:>12}" for kind in (*KINDS, "all")) + ("      before: code, all" if then else ""))
+    measured = f"{'tokens':>10}{'a line':>8}{'clever/100':>12}"
+    title = f"{'':16}" + "".join(f"{kind:>12}" for kind in (*KINDS, "all")) + measured
+    print(title + (f"      before: code{measured}" if then else ""))
     rows = {name: now.get(name, Counter()) for name in {**now, **then}}
     whole = [name for name in rows if name != "tests"]
     rows["src"] = sum((rows[name] for name in whole), Counter())
     if then:
         then["src"] = sum((then[name] for name in then if name != "tests"), Counter())
     for name, lines in rows.items():
-        before = f"{then[name]['code']:18,}{then[name].total():10,}" if name in then else ""
-        print(f"{name:14}" + "".join(f"{lines[kind]:12,}" for kind in KINDS) + f"{lines.total():12,}" + before)
+        sizes = [*(lines[kind] for kind in KINDS), sum(lines[kind] for kind in KINDS)]
+        before = f"{then[name]['code']:18,}{density(then[name])}" if name in then else ""
+        print(f"{name:16}" + "".join(f"{size:12,}" for size in sizes) + density(lines) + before)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 from _machine import save
+from bag_of_words import bag_of_words, texts_of
 
 from groupwise.config.recipes import load_stages
 from groupwise.config.settings import Recipe
@@ -37,7 +38,6 @@ from groupwise.data.split import hash_share
 from groupwise.data.templates import Wording
 from groupwise.models import saving
 from groupwise.runs.job import Job, make_job
-from groupwise.training.baselines import bag_of_words, texts_of
 from groupwise.training.passes import assess
 from groupwise.training.preferences import pooled, reward_objective
 

@@ -1,4 +1,4 @@
-"""The records that flow down the river: Prompt -> Rollout -> RolloutGroup -> Sample -> Batch -> Step.
+"""The records that packages exchange: Prompt -> Rollout -> RolloutGroup -> Sample -> Batch -> Step.
 
 All are frozen and check their invariants at birth.  Per-token columns of single completions are
 numpy arrays (they live on the host and are written to disk); only `Batch` holds tensors.  Importing
@@ -32,7 +32,7 @@ class Finish(StrEnum):
     LENGTH = "length"
     """`max_new_tokens` (or the context) was reached: the completion is truncated."""
     TOOL_CALLS = "tool_calls"
-    """Of a turn: the policy called tools; the episode continues with their results."""
+    """The policy called tools in a turn; the episode continues with their results."""
     DONE = "done"
     """The environment ended the episode."""
     TURNS = "turns"
@@ -79,7 +79,8 @@ class Sampling:
 class Prompt:
     """The token ids before a completion, and the data row that they come from.
 
-    >>> Prompt(id="0/7", tokens=np.array([5, 9, 2]), text="2+2=", row={"answer": "4"}).tokens.tolist()
+    >>> prompt = Prompt(id="0/7", tokens=np.array([5, 9, 2]), text="2+2=", row={"answer": "4"})
+    >>> prompt.tokens.tolist()
     [5, 9, 2]
     """
 
@@ -118,7 +119,7 @@ class ToolCall:
 
     name: str
     arguments: str
-    """As JSON; of an unreadable call the text."""
+    """The arguments as JSON; of an unreadable call the text."""
     result: str
     """The answer to the policy."""
     seconds: float
@@ -168,8 +169,10 @@ def stretches(
     last, the ids before the first).
 
     >>> branch = Branch(begin=2, context=np.array([5, 8]))
-    >>> [(begin, end, context.tolist()) for begin, end, context in stretches(3, np.array([5, 9]), [branch])]
-    [(0, 2, [5, 9]), (2, 3, [5, 8])]
+    >>> for begin, end, context in stretches(3, np.array([5, 9]), [branch]):
+    ...     print(begin, end, context.tolist())
+    0 2 [5, 9]
+    2 3 [5, 8]
     """
     begins, contexts = (
         [0, *(one.begin for one in branches), n],
@@ -198,7 +201,7 @@ class Episode:
     messages: tuple[Mapping[str, Any], ...] = ()
     """The chat messages after the prompt: the policy's turns, results of tools, user messages."""
     branches: tuple[Branch, ...] = ()
-    """By ascending `begin`; none: the context of every token is the prompt and the tokens before
+    """Branches by ascending `begin`; none: the context of every token is the prompt and the tokens before
     it.
     """
     reward: float | None = None
@@ -220,8 +223,16 @@ class Rollout:
     padding.
 
     >>> prompt = Prompt(id="0/7", tokens=np.array([5, 9, 2]), text="2+2=")
-    >>> rollout = Rollout(prompt=prompt, index=0, tokens=np.array([4, 1]), behavior_logp=np.array([-0.2, -0.1]),
-    ...                   finish=Finish.EOS, eos_ids=(1,), sampling=Sampling(), text="4")
+    >>> rollout = Rollout(
+    ...     prompt=prompt,
+    ...     index=0,
+    ...     tokens=np.array([4, 1]),
+    ...     behavior_logp=np.array([-0.2, -0.1]),
+    ...     finish=Finish.EOS,
+    ...     eos_ids=(1,),
+    ...     sampling=Sampling(),
+    ...     text="4",
+    ... )
     >>> len(rollout), rollout.trained.tolist(), rollout.version.tolist()
     (2, [True, True], [0, 0])
     """
@@ -461,7 +472,8 @@ class RolloutGroup:
 class Demonstration:
     """A prompt and a completion that ends with an EOS id.
 
-    >>> Demonstration(id="7", prompt=np.array([5, 9]), completion=np.array([4, 1])).completion.tolist()
+    >>> row = Demonstration(id="7", prompt=np.array([5, 9]), completion=np.array([4, 1]))
+    >>> row.completion.tolist()
     [4, 1]
     """
 

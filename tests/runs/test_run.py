@@ -370,9 +370,9 @@ def test_the_closing_table_has_no_note_on_a_row_that_it_leaves_out(recipe: Calla
 
 
 def test_the_closing_table_compares_what_is_one_objective_s(recipe: Callable) -> None:
-    """A reward model and DPO have figures of the same names; plain rules are computed for the last evaluation alone."""
+    """A reward model and DPO have figures of the same names."""
     plain = {"held-out loss": "0.7", "pair accuracy": "0.5"}
-    begin, end = (Validation(rows=8, figures={}, shown=shown) for shown in (plain, plain | {"length rule": "0.4"}))
+    begin, end = (Validation(rows=8, figures={}, shown=shown) for shown in (plain, plain | {"margin": "0.4"}))
     outcomes = {
         name: RunResult(folder=Path(f"runs/three/{name}"), before=begin, after=begin if name == "dpo" else end, steps=1)
         for name in ("rm", "other", "dpo")
@@ -386,7 +386,7 @@ def test_the_closing_table_compares_what_is_one_objective_s(recipe: Callable) ->
         ["before rm", "after rm", "after othe"],
         ["before dpo", "after dpo"],
     ]
-    assert "length rule" in text and text.count("held-out loss") == 2
+    assert "margin" in text and text.count("held-out loss") == 2
 
 
 def test_score_is_no_next_command_where_nothing_was_recorded(recipe: Callable) -> None:

@@ -23,7 +23,6 @@ from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import add_head, wrap_scorer
 from groupwise.runs.prepared import modelled
-from groupwise.training.baselines import bag_of_words, length_rule
 from groupwise.training.objectives import OBJECTIVES
 from groupwise.training.offline import Objective, train_offline, validate
 from groupwise.training.optimizer import Optimizer
@@ -224,12 +223,6 @@ def test_calibration_of_a_model_that_knows_its_odds() -> None:
     right = rng.random(gap.size) < 1 / (1 + np.exp(-np.abs(gap)))
     assert calibration(np.where(right, np.abs(gap), -np.abs(gap)))["calibration/error"] < 0.02
     assert calibration(np.where(right, 9.0, -9.0))["calibration/error"] > 0.2
-
-
-def test_simple_rules() -> None:
-    train = [("quite so , kindly", "so"), ("indeed yes", "yes you fool"), ("kindly no", "no")] * 4
-    assert length_rule([("a", "b c"), ("a b", "c"), ("a", "b")]).mean == pytest.approx(0.5)
-    assert (bag_of_words(train, [("kindly maybe", "maybe"), ("maybe", "maybe you fool")]) > 0).all()
 
 
 def test_new_pairs_from_a_policys_own_completions(scored_group: Callable) -> None:

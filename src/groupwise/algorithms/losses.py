@@ -105,7 +105,6 @@ class Terms:
 
 
 # ---- ratio levels: (logp_M, old_logp_M, segment_M, segments) -> log_ratio_M
-# ---------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,6 @@ class SequenceTokenRatio(Ratio):
 
 
 # ---- surrogates: terms -> loss_M
-# ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -324,7 +322,6 @@ class Silent(Surrogate):
 
 
 # ---- extra terms: terms -> loss_M
-# --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -402,7 +399,6 @@ class TeacherDivergence(Term):
 
 
 # ---- masks and corrections: constants that multiply the surrogate
-# ------------------------------------------------------------
 
 
 def off_policy_keep(terms: Terms, *, delta: float) -> Tensor:
@@ -487,12 +483,13 @@ class Correction:
 
 
 def token_mismatch(weight_M: Tensor, segment_M: Tensor, segments: int) -> Mismatch:
-    """The mismatch of token weights that are already known; a completion's weight is their product."""
+    """Return the mismatch of token weights that are already known; a completion's weight is their
+    product.
+    """
     return Mismatch(weight_M, segment_sum(_log_weight(weight_M), segment_M, segments))
 
 
 # ---- entropy bonus
-# -----------------------------------------------------------------------------------------------------------
 
 
 def mean_entropy(entropy_M: Tensor, tokens: Tensor | float, keep_M: Tensor | None = None) -> Tensor:
@@ -505,7 +502,6 @@ def mean_entropy(entropy_M: Tensor, tokens: Tensor | float, keep_M: Tensor | Non
 
 
 # ---- building blocks
-# ---------------------------------------------------------------------------------------------------------
 
 
 def guarded_exp(x: Tensor) -> Tensor:

@@ -327,15 +327,11 @@ class DatasetJob(Job):
             return None
         budget = positions_of(self.recipe)
         if whole:
-            rules = None
-            if self.kind.rules is not None:
-                rules = self.kind.rules(self.policy, self.rows, self.held_out)
             return validate(
                 self.policy,
                 self.objective,
                 self.held_out,
                 max_tokens_per_microbatch=budget,
-                beside=rules,
             )
         watched = self.watched
         if self.recipe.eval.batches is not None:

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -40,78 +40,29 @@ PER_TOKEN = pa.list_(pa.float64())
 _IDS = pa.list_(pa.int64())
 
 
-class _Place(NamedTuple):
-    """A completion of a step."""
-
-    step: Step
-    group: int
-    index: int
-
-    @property
-    def scored(self) -> RolloutGroup:
-        return self.step.groups[self.group]
-
-    @property
-    def rollout(self) -> Rollout:
-        return self.scored.rollouts[self.index]
-
-    @property
-    def prompt(self) -> Prompt:
-        return self.scored.prompt
-
-    def of(self, columns: Sequence[Sequence[np.ndarray]]) -> np.ndarray | None:
-        """Return its numbers in columns, which may end before it."""
-        groups = columns[self.group : self.group + 1]
-        return groups[0][self.index] if groups and self.index < len(groups[0]) else None
-
-    def part(
-        self,
-        columns: Mapping[str, Sequence[Any]],
-        name: str,
-        change: Callable[[Any], Any] = lambda value: value,
-    ) -> Any:
-        """What a column of its group holds of it; None where the group has no such column."""
-        return change(columns[name][self.index]) if name in columns else None
-
-
-_VALUES: dict[str, tuple[pa.DataType, Callable[[_Place], Any]]] = {
-    "step": (pa.int64(), lambda at: at.step.number),
-    "group": (pa.int64(), lambda at: at.group),
-    "prompt_id": (pa.string(), lambda at: at.prompt.id),
-    "prompt_text": (pa.string(), lambda at: _encodable(at.prompt.text)),
-    "prompt_ids": (_IDS, lambda at: at.prompt.tokens),
-    "prompt_messages": (
-        pa.string(),
-        lambda at: None if at.prompt.messages is None else _json(at.prompt.messages),
-    ),
-    "prompt_wrapped": (pa.bool_(), lambda at: at.prompt.wrapped),
-    "prompt_cut": (pa.int64(), lambda at: at.prompt.cut),
-    "row": (pa.string(), lambda at: _json(at.prompt.row)),
-    "index": (pa.int64(), lambda at: at.rollout.index),
-    "completion_text": (pa.string(), lambda at: _encodable(at.rollout.text)),
-    "completion_ids": (_IDS, lambda at: at.rollout.tokens),
-    "behavior_logp": (PER_TOKEN, lambda at: at.rollout.behavior_logp),
-    "current_logp": (PER_TOKEN, lambda at: at.of(at.step.current_logp)),
-    "advantages": (PER_TOKEN, lambda at: at.of(at.step.advantages)),
-    "trained": (pa.list_(pa.bool_()), lambda at: at.rollout.trained),
-    "version": (_IDS, lambda at: at.rollout.version),
-    "finish": (pa.string(), lambda at: str(at.rollout.finish)),
-    "eos_ids": (_IDS, lambda at: list(at.rollout.eos_ids)),
-    "sampling": (
-        pa.string(),
-        lambda at: json.dumps(asdict(at.rollout.sampling)),
-    ),
-    "support": (
-        pa.list_(_IDS),
-        lambda at: None if at.rollout.support is None else list(at.rollout.support),
-    ),
-    "episode": (
-        pa.string(),
-        lambda at: None if at.rollout.episode is None else _episode_text(at.rollout.episode),
-    ),
-}
-"""The columns that every table has: their types, and what stands there of a completion."""
-COLUMNS = {name: kind for name, (kind, _) in _VALUES.items()} | {
+COLUMNS: dict[str, pa.DataType] = {
+    "step": pa.int64(),
+    "group": pa.int64(),
+    "prompt_id": pa.string(),
+    "prompt_text": pa.string(),
+    "prompt_ids": _IDS,
+    "prompt_messages": pa.string(),
+    "prompt_wrapped": pa.bool_(),
+    "prompt_cut": pa.int64(),
+    "row": pa.string(),
+    "index": pa.int64(),
+    "completion_text": pa.string(),
+    "completion_ids": _IDS,
+    "behavior_logp": PER_TOKEN,
+    "current_logp": PER_TOKEN,
+    "advantages": PER_TOKEN,
+    "trained": pa.list_(pa.bool_()),
+    "version": _IDS,
+    "finish": pa.string(),
+    "eos_ids": _IDS,
+    "sampling": pa.string(),
+    "support": pa.list_(_IDS),
+    "episode": pa.string(),
     "reward": pa.float64(),
     "logged": pa.string(),
     "run": pa.string(),
@@ -157,11 +108,11 @@ _NEVER_NULL = (
 )
 
 Columns = list[list[np.ndarray]]
-"""A number per token, for each group and each of its completions."""
+"""A number per token of each completion of each group."""
 
 
 def groups_to_bytes(groups: Sequence[RolloutGroup]) -> bytes:
-    """RolloutGroup groups as the bytes of a Parquet file, for `groups_from_bytes`."""
+    """Return groups as the bytes of a Parquet file, for `groups_from_bytes`."""
     sink = pa.BufferOutputStream()
     pq.write_table(table_of(Step(number=0, metrics={}, groups=groups)), sink, compression="zstd")
     return sink.getvalue().to_pybytes()
@@ -209,48 +160,110 @@ def table_of(step: Step) -> pa.Table:
         "the groups of a step share their reward functions"
     )
     assert not {name for name in step.columns if "/" in name}, "a column's name is one word"
-    places = [
-        _Place(step, group, i)
-        for group, scored in enumerate(step.groups)
-        for i in range(len(scored.rollouts))
-    ]
+    rows: list[dict[str, Any]] = []
+    for place, group in enumerate(step.groups):
+        for index in range(len(group.rollouts)):
+            row = _completion_values(step, place, index)
+            row |= _reward_values(group, index)
+            row |= _signal_values(group, index)
+            for name, column in step.columns.items():
+                values = column[place][index]
+                row[f"update/{name}"] = values if values.size else None
+            rows.append(row)
     columns: dict[str, pa.Array] = {}
-
-    def add(name: str, values: Callable[[_Place], Any], kind: pa.DataType) -> None:
-        listed = [values(at) for at in places]
-        if kind is PER_TOKEN and all(
-            one.dtype == np.float32 for one in listed if one is not None and one.size
-        ):
-            kind = pa.list_(pa.float32())
-        columns[name] = pa.array(listed, kind)
-
-    for name, (kind, values) in _VALUES.items():
-        add(name, values, kind)
-    for k, name in enumerate(names):
-        add(f"rewards/{name}", lambda at, k=k: float(at.scored.rewards[at.index][k]), pa.float64())
-    add("reward", lambda at: float(at.scored.reward[at.index]), pa.float64())
-    for name in sorted({name for group in step.groups for name in group.extra}):
-        add(
-            f"extra/{name}",
-            lambda at, name=name: at.part(at.scored.extra, name, json.dumps),
-            pa.string(),
-        )
-    if any(group.logged for group in step.groups):
-        add("logged", _logged, pa.string())
-    for name in sorted({name for group in step.groups for name in group.signals}):
-        add(f"signals/{name}", lambda at, name=name: at.part(at.scored.signals, name), PER_TOKEN)
-    for name, column in sorted(step.columns.items()):
-        add(
-            f"update/{name}",
-            lambda at, column=column: (
-                values if (values := column[at.group][at.index]).size else None
-            ),
-            PER_TOKEN,
-        )
+    for name in _names_of_columns(step, names):
+        columns[name] = _column([row.get(name) for row in rows], _type_of(name))
     about = {"reward_names": list(names), "reward_weights": list(weights), "verdict": verdict}
-    return pa.table(
-        columns, metadata={f"groupwise.{key}": json.dumps(value) for key, value in about.items()}
-    )
+    metadata = {f"groupwise.{key}": json.dumps(value) for key, value in about.items()}
+    return pa.table(columns, metadata=metadata)
+
+
+def _names_of_columns(step: Step, rewards: Sequence[str]) -> list[str]:
+    """Return the names of a step's columns, in the order of its table."""
+    extra, signals, logged = set(), set(), False
+    for group in step.groups:
+        extra.update(group.extra)
+        signals.update(group.signals)
+        logged = logged or bool(group.logged)
+    names = [name for name in COLUMNS if name not in ("reward", "logged", "run")]
+    names += [f"rewards/{name}" for name in rewards]
+    names.append("reward")
+    names += [f"extra/{name}" for name in sorted(extra)]
+    if logged:
+        names.append("logged")
+    names += [f"signals/{name}" for name in sorted(signals)]
+    names += [f"update/{name}" for name in sorted(step.columns)]
+    return names
+
+
+def _type_of(name: str) -> pa.DataType:
+    """Return the type of a column."""
+    return COLUMNS[name] if name in COLUMNS else FAMILIES[family(name)]
+
+
+def _column(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    """Return a column; numbers per token that are all float32 stay so."""
+    if kind is PER_TOKEN:
+        known = [one for one in values if one is not None and one.size]
+        if all(one.dtype == np.float32 for one in known):
+            kind = pa.list_(pa.float32())
+    return pa.array(values, kind)
+
+
+def _completion_values(step: Step, place: int, index: int) -> dict[str, Any]:
+    """Return what the columns without a prefix hold of a completion, but its rewards."""
+    group = step.groups[place]
+    rollout, prompt = group.rollouts[index], group.prompt
+    values: dict[str, Any] = {
+        "step": step.number,
+        "group": place,
+        "prompt_id": prompt.id,
+        "prompt_text": _encodable(prompt.text),
+        "prompt_ids": prompt.tokens,
+        "prompt_wrapped": prompt.wrapped,
+        "prompt_cut": prompt.cut,
+        "row": _json(prompt.row),
+        "index": rollout.index,
+        "completion_text": _encodable(rollout.text),
+        "completion_ids": rollout.tokens,
+        "behavior_logp": rollout.behavior_logp,
+        "current_logp": _known_at(step.current_logp, place, index),
+        "advantages": _known_at(step.advantages, place, index),
+        "trained": rollout.trained,
+        "version": rollout.version,
+        "finish": str(rollout.finish),
+        "eos_ids": list(rollout.eos_ids),
+        "sampling": json.dumps(asdict(rollout.sampling)),
+    }
+    if prompt.messages is not None:
+        values["prompt_messages"] = _json(prompt.messages)
+    if rollout.support is not None:
+        values["support"] = list(rollout.support)
+    if rollout.episode is not None:
+        values["episode"] = _episode_text(rollout.episode)
+    return values
+
+
+def _known_at(columns: Sequence[Sequence[np.ndarray]], place: int, index: int) -> np.ndarray | None:
+    """Return a completion's numbers in columns that may end before it."""
+    if place >= len(columns) or index >= len(columns[place]):
+        return None
+    return columns[place][index]
+
+
+def _reward_values(group: RolloutGroup, index: int) -> dict[str, Any]:
+    """Return what the columns of rewards hold of a completion."""
+    values: dict[str, Any] = {"reward": float(group.reward[index]), "logged": _logged(group)}
+    for k, name in enumerate(group.names):
+        values[f"rewards/{name}"] = float(group.rewards[index][k])
+    for name, column in group.extra.items():
+        values[f"extra/{name}"] = json.dumps(column[index])
+    return values
+
+
+def _signal_values(group: RolloutGroup, index: int) -> dict[str, Any]:
+    """Return what the columns of signals hold of a completion."""
+    return {f"signals/{name}": column[index] for name, column in group.signals.items()}
 
 
 def known_columns(schema: pa.Schema) -> list[str]:
@@ -290,20 +303,23 @@ def check_values(table: pa.Table) -> None:
             bounds = pc.min_max(column).as_py()  # type: ignore[attr-defined]
             if bounds["min"] < 0 or bounds["max"] >= 1 << 31:
                 raise ValueError(f"its column {name} goes from {bounds['min']} to {bounds['max']}")
-        if (name == "reward" or kind == "rewards/") and pc.any(pc.is_inf(column)).as_py():  # type: ignore[attr-defined]
-            raise ValueError(f"its column {name} has infinite numbers")
+        if name == "reward" or kind == "rewards/":
+            infinite = pc.any(pc.is_inf(column))  # type: ignore[attr-defined]
+            if infinite.as_py():
+                raise ValueError(f"its column {name} has infinite numbers")
         if name in _OF_TOKENS or kind in _OF_TOKENS:
             count = pc.list_value_length(column)  # type: ignore[attr-defined]
-            other = None if lengths is None else pc.not_equal(count, lengths[1])  # type: ignore[attr-defined]
-            if (
-                other is not None and name not in _NEVER_NULL
-            ):  # what was not computed has no numbers
-                other = pc.and_(other, pc.greater(count, 0))  # type: ignore[attr-defined]
-            if lengths is not None and pc.any(other).as_py():  # type: ignore[attr-defined]
-                raise ValueError(
-                    f"its columns {lengths[0]} and {name} have other numbers of tokens"
-                )
-            lengths = lengths or ((name, count) if name in _NEVER_NULL else None)
+            if lengths is not None:
+                first_name, first_count = lengths
+                differs = pc.not_equal(count, first_count)  # type: ignore[attr-defined]
+                if name not in _NEVER_NULL:  # what was not computed has no numbers
+                    differs = pc.and_(differs, pc.greater(count, 0))  # type: ignore[attr-defined]
+                if pc.any(differs).as_py():  # type: ignore[attr-defined]
+                    raise ValueError(
+                        f"its columns {first_name} and {name} have other numbers of tokens"
+                    )
+            elif name in _NEVER_NULL:
+                lengths = (name, count)
 
 
 def bounded_table(
@@ -363,10 +379,12 @@ def family(name: str) -> str:
     return name.partition("/")[0] + "/" if "/" in name else ""
 
 
-def _logged(at: _Place) -> str:
-    return json.dumps(
-        {name: value if np.isfinite(value) else None for name, value in at.scored.logged.items()}
-    )
+def _logged(group: RolloutGroup) -> str:
+    """Return what the reward functions of a group logged; null is not finite."""
+    logged = {}
+    for name, value in group.logged.items():
+        logged[name] = value if np.isfinite(value) else None
+    return json.dumps(logged)
 
 
 def _json(value: Any) -> str:
@@ -460,28 +478,28 @@ def _scored(
         wrapped=bool(first.get("prompt_wrapped")),
         cut=first.get("prompt_cut") or 0,
     )
+    rewards = [[row[f"rewards/{name}"] for name in names] for row in rows]
+    columns: dict[str, tuple[np.ndarray, ...]] = {}
+    for name in signals:
+        if first[name] is not None:
+            column = tuple(np.array(row[name], kinds[name]) for row in rows)
+            columns[name.removeprefix("signals/")] = column
+    logged = {}
+    for name, value in json.loads(first.get("logged") or "{}").items():
+        logged[name] = np.nan if value is None else value
+    extra = {}
+    for name in first:
+        if name.startswith("extra/") and first[name] is not None:
+            extra[name.removeprefix("extra/")] = tuple(json.loads(row[name]) for row in rows)
     return RolloutGroup(
         rollouts=tuple(_rollout(row, prompt, kinds) for row in rows),
         names=names,
-        rewards=np.array(
-            [[row[f"rewards/{name}"] for name in names] for row in rows], np.float64
-        ).reshape(len(rows), len(names)),
+        rewards=np.array(rewards, np.float64).reshape(len(rows), len(names)),
         reward=np.array([row["reward"] for row in rows], np.float64),
         weights=weights,
-        signals={
-            name.removeprefix("signals/"): tuple(np.array(row[name], kinds[name]) for row in rows)
-            for name in signals
-            if first[name] is not None
-        },
-        logged={
-            name: np.nan if value is None else value
-            for name, value in json.loads(first.get("logged") or "{}").items()
-        },
-        extra={
-            name.removeprefix("extra/"): tuple(json.loads(row[name]) for row in rows)
-            for name in first
-            if name.startswith("extra/") and first[name] is not None
-        },
+        signals=columns,
+        logged=logged,
+        extra=extra,
     )
 
 

@@ -126,8 +126,8 @@ class RecordedLoss:
         return {name_of(term): term(terms) for term in self.algorithm.token_terms}
 
     def gradient(self) -> tuple[float, Tensor]:
-        """Return the loss without an entropy bonus, which no log-prob decides, and dLoss / dlog-prob
-        of each token (N,).
+        """Return the loss without an entropy bonus, which no log-prob decides, and the derivative
+        of it with respect to the log-prob of each token (N,).
 
         Terms that read a critic's values or a teacher's distributions are no part of it.
         """
@@ -205,7 +205,7 @@ class ClosedForm:
 
     @property
     def scale(self) -> float:
-        """|loss| + the sum of all |gradients|: rounding errors of the loss are proportional to it."""
+        """|loss| + the sum of all |gradients|: the loss's rounding errors are proportional to it."""
         gradients = float(sum(np.abs(values).sum() for values in self.gradient.values()))
         return abs(self.loss) + gradients
 

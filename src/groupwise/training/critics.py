@@ -40,7 +40,7 @@ class Critic:
     head: Any
     """A module, D -> 1."""
     optimizer: Optimizer
-    """Of the critic's own parameters: its head, and a backbone of its own."""
+    """The optimizer of the critic's parameters: its head, and a backbone of its own."""
     settings: CriticSettings
     """The algorithm has its `clip` and `coefficient` too, in its value loss: give `resolve` the
     same settings.

@@ -1,8 +1,8 @@
 """Evaluation on held-out prompts: greedy accuracy, sampled accuracy, mean reward, pass@k, each with
 its 95 % interval.
 
-A completion is right when the recipe's verdict gives it 1 (`records.RolloutGroup.right`).  Rates are over
-the completions that it graded, and the others are counted; without a verdict there are no
+A completion is right when the recipe's verdict gives it 1 (`records.RolloutGroup.right`).  Rates
+are over the completions that it graded, and the others are counted; without a verdict there are no
 accuracies, only rewards.  Evaluation has its own sampling settings and its own random streams; it
 leaves training exactly as it was.
 """
@@ -136,50 +136,66 @@ def evaluate(
     progress: called with the number of groups that this process has sampled and of all that it
         samples.
     """
-    greedy = replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-    answers = _complete(engine, rewards, prompts, 1, greedy, seed, progress)
+    greedy_sampling = replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+    answers = _complete(engine, rewards, prompts, 1, greedy_sampling, seed, progress)
     groups = _complete(engine, rewards, prompts, k, sampling, seed, progress)
-    right = [group.right[~np.isnan(group.right)] for group in groups]
+    verdict = groups[0].verdict if groups else None
     greedy_right = [float(answer.right[0]) for answer in answers]
     graded = [value for value in greedy_right if not math.isnan(value)]
-    lengths = [int(rollout.trained.sum()) for group in groups for rollout in group.rollouts]
-    rewards_NK = np.concatenate(
-        [np.zeros((0, len(rewards.names))), *(group.rewards for group in groups)]
-    )
-    verdict = groups[0].verdict if groups else None
-    none = (
-        dict(zip(rewards.names, np.isnan(rewards_NK).mean(0).tolist(), strict=True))
-        if groups
-        else {}
-    )
+    sampled, pass_at_k = _sampled_right(groups, k)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    length = truncated = math.nan
+    if rollouts:
+        length = float(np.mean([int(rollout.trained.sum()) for rollout in rollouts]))
+        truncated = float(np.mean([rollout.truncated for rollout in rollouts]))
+    by_function, none = {}, {}
+    for place, name in enumerate(rewards.names):
+        means = [_mean(group.rewards[:, place]) for group in groups]
+        by_function[name] = mean(means, shares=name == verdict)
+        share = _share_of_none(groups, place)
+        if share > 0.0:
+            none[name] = share
+    by_column = {}
+    if graded:
+        by_column = {column: _by(column, prompts, greedy_right) for column in columns}
     return Evaluation(
         prompts=len(prompts),
         k=k,
         verdict=verdict,
         greedy=proportion(sum(graded), len(graded)),
-        sampled=mean([float(one.mean()) for one in right if one.size], shares=True),
-        pass_at_k=mean(
-            [pass_at(int(one.sum()), one.size, k) for one in right if one.size >= k], shares=True
-        ),
+        sampled=mean(sampled, shares=True),
+        pass_at_k=mean(pass_at_k, shares=True),
         greedy_reward=mean([float(answer.reward[0]) for answer in answers]),
         reward=mean([_mean(group.reward) for group in groups]),
-        length=float(np.mean(lengths)) if lengths else math.nan,
-        truncated=(
-            float(np.mean([rollout.truncated for group in groups for rollout in group.rollouts]))
-            if groups
-            else math.nan
-        ),
-        by_function={
-            name: mean([_mean(group.rewards[:, place]) for group in groups], shares=name == verdict)
-            for place, name in enumerate(rewards.names)
-        },
-        none={name: share for name, share in none.items() if share > 0.0},
-        by_column=(
-            {column: _by(column, prompts, greedy_right) for column in columns} if graded else {}
-        ),
+        length=length,
+        truncated=truncated,
+        by_function=by_function,
+        none=none,
+        by_column=by_column,
         groups=tuple(groups),
         answers=tuple(answers),
     )
+
+
+def _sampled_right(groups: Sequence[RolloutGroup], k: int) -> tuple[list[float], list[float]]:
+    """Return for each prompt the share of its graded samples that are right, and pass@k where at
+    least k are graded.
+    """
+    shares, pass_at_k = [], []
+    for group in groups:
+        right = group.right[~np.isnan(group.right)]
+        if right.size:
+            shares.append(float(right.mean()))
+        if right.size >= k:
+            pass_at_k.append(pass_at(int(right.sum()), right.size, k))
+    return shares, pass_at_k
+
+
+def _share_of_none(groups: Sequence[RolloutGroup], place: int) -> float:
+    """Return the share of the samples that a reward function did not score."""
+    if not groups:
+        return 0.0
+    return float(np.isnan(np.concatenate([group.rewards[:, place] for group in groups])).mean())
 
 
 def _complete(

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol, runtime_checkable
 
@@ -58,8 +59,8 @@ class ObservingDraw(Protocol):
         ...
 
     def seen(self, groups: Sequence[RolloutGroup], /) -> None:
-        """RolloutGroup groups, in the order in which their prompts were drawn; on every process all of
-        them.
+        """Take note of groups, in the order in which their prompts were drawn; on every process all
+        of them are seen.
         """
 
 
@@ -79,33 +80,48 @@ class Rollouts(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PendingRollout:
-    """A rollout that has been begun."""
+    """A rollout that has been begun for a step, and is not trained yet."""
 
     step: int
-    """That will train on it."""
+    """The step that will train on it."""
     version: int
     """Optimizer steps that had been taken when it was begun: none of its tokens may be older."""
-    prompts: tuple[Prompt, ...]
-    """That it was begun with; empty where it is complete."""
-    result: Callable[[], Collected]
+    prompts: tuple[Prompt, ...] = ()
+    """The prompts that it was begun with; empty where it is complete."""
+    collect: Callable[[], Collected]
+    """Waits for its groups."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: all of it, or of one that is still being sampled the ids of its
-        prompts.
+        """Return what a checkpoint holds: all of it, or of one that is still being sampled the ids
+        of its prompts.
         """
         if self.prompts:
             return {"step": self.step, "prompts": [prompt.id for prompt in self.prompts]}
-        groups, drawn = self.result()
-        return {
-            "step": self.step,
-            "version": self.version,
-            "drawn": drawn,
-            "groups": groups,
-        }
+        groups, drawn = self.collect()
+        return {"step": self.step, "version": self.version, "drawn": drawn, "groups": groups}
+
+    def groups(self) -> Collected:
+        """Wait for the groups.  Raises EngineError for a token that older weights have drawn, and
+        what sampling or scoring it raised.
+        """
+        groups, drawn = self.collect()
+        for group in groups:
+            for rollout in group.rollouts:
+                if len(rollout) and int(rollout.version.min()) < self.version:
+                    raise EngineError(
+                        f"step {self.step}: a token was drawn by the weights after"
+                        f" {int(rollout.version.min())} optimizer steps, though its rollout was"
+                        f" begun after {self.version}: whoever samples has not taken the newer"
+                        " weights"
+                    )
+        return groups, drawn
 
 
 class PrefetchedRollouts:
-    """The rollouts that have been begun.  All processes make the same calls."""
+    """The rollouts that have been begun, in the order of their steps.
+
+    All processes make the same calls.
+    """
 
     def __init__(
         self, steps: int = 0, *, beside: bool = False, find: Callable[[str], Prompt] | None = None
@@ -116,54 +132,41 @@ class PrefetchedRollouts:
         """
         self.steps, self.beside, self._find = steps, beside, find
         self._begun: deque[PendingRollout] = deque()
-        self._again: dict[int, tuple[Prompt, ...]] = {}
+        self._prompts: dict[int, tuple[Prompt, ...]] = {}
+        """Prompts of the steps whose rollout a checkpoint had begun, and not completed."""
 
     def take(self, step: int, last: int, source: SampledRollouts) -> Collected:
-        """The groups that a step trains on; what may be begun by now has been begun.  last: the
-        last step that there will be.
+        """Return the groups that a step trains on, and begin before what may be begun by now.
 
-        Raises EngineError for a token that is older than `steps` allow, and what sampling or
-        scoring it raised.
+        last: the last step that there will be.  Raises as `PendingRollout.groups`.
         """
         if not self.steps:
             return source.collect()
-        for number in range(
-            self._begun[-1].step + 1 if self._begun else step, min(step + self.steps, last) + 1
-        ):
+        begin = self._begun[-1].step + 1 if self._begun else step
+        for number in range(begin, min(step + self.steps, last) + 1):
             self._begun.append(self._begin(number, source))
-        begun = self._begun.popleft()
-        assert begun.step == step, (
-            f"rollouts come in the order of their steps: {begun.step}, not {step}"
+        pending = self._begun.popleft()
+        assert pending.step == step, (
+            f"rollouts come in the order of their steps: {pending.step}, not {step}"
         )
-        groups, drawn = begun.result()
-        oldest = min(
-            (int(r.version.min()) for group in groups for r in group.rollouts if len(r)),
-            default=begun.version,
-        )
-        if oldest < begun.version:
-            raise EngineError(
-                f"step {step}: a token was drawn by the weights after {oldest} optimizer steps,"
-                f" though its rollout was begun after {begun.version}: whoever samples has not"
-                " taken the newer weights"
-            )
-        return groups, drawn
+        return pending.groups()
 
     def _begin(self, step: int, source: SampledRollouts) -> PendingRollout:
-        prompts, version = self._again.pop(step, ()), source.engine.version
+        """Begin the rollout of a step: in a thread, or at once and whole."""
+        prompts, version = self._prompts.pop(step, ()), source.engine.version
         if not self.beside:
-            collected = source.collect(prompts)
-            return PendingRollout(step=step, version=version, prompts=(), result=lambda: collected)
+            return _complete(step, version, source.collect(prompts))
         prompts = prompts or tuple(source.prompts())
-        own = threads.begin(lambda: source.sample(prompts), f"rollout-{step}")
+        sampling = threads.begin(lambda: source.sample(prompts), f"rollout-{step}")
         return PendingRollout(
             step=step,
             version=version,
             prompts=prompts,
-            result=lambda: source.collect(prompts, own.result),
+            collect=partial(source.collect, prompts, sampling.result),
         )
 
     def pending(self) -> tuple[PendingRollout, ...]:
-        """What has been begun and not been trained on."""
+        """Return what has been begun and not been trained on."""
         return tuple(self._begun)
 
     def restore(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -171,19 +174,17 @@ class PrefetchedRollouts:
         again with the same prompts.
         """
         for state in states:
-            if "groups" not in state:
+            if "groups" in state:
+                collected = state["groups"], int(state["drawn"])
+                self._begun.append(_complete(state["step"], state["version"], collected))
+            else:
                 assert self._find is not None
-                self._again[state["step"]] = tuple(self._find(name) for name in state["prompts"])
-                continue
-            whole = state["groups"], int(state["drawn"])
-            self._begun.append(
-                PendingRollout(
-                    step=state["step"],
-                    version=state["version"],
-                    prompts=(),
-                    result=lambda whole=whole: whole,
-                )
-            )
+                self._prompts[state["step"]] = tuple(map(self._find, state["prompts"]))
+
+
+def _complete(step: int, version: int, collected: Collected) -> PendingRollout:
+    """Return a rollout whose groups are there."""
+    return PendingRollout(step=step, version=version, collect=lambda: collected)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,7 +201,7 @@ class SampledRollouts:
     steps: int
     """The last step's number, which bounds what is sampled ahead."""
     numbers: range | None = None
-    """Of the steps to give groups for; None: all."""
+    """Numbers of the steps to give groups for; None: all."""
     ahead: PrefetchedRollouts = field(default_factory=PrefetchedRollouts)
     """What has been sampled already."""
 
@@ -209,28 +210,31 @@ class SampledRollouts:
         a shorter run after all.
         """
         silent = masked = 0
-        most = min(IDLE_STEPS, self.steps)
-        for number in range(1, self.steps + 1) if self.numbers is None else self.numbers:
+        limit = min(IDLE_STEPS, self.steps)
+        numbers = range(1, self.steps + 1) if self.numbers is None else self.numbers
+        for number in numbers:
             groups, drawn = self.ahead.take(number, self.steps, self)
-            weighted = any(groups[0].weights)  # a teacher's run may log rewards of weight 0
-            unscored = weighted and all(np.isnan(group.reward).all() for group in groups)
-            cut = self.algorithm.truncated == "mask" and all(
-                one.truncated for group in groups for one in group.rollouts
-            )
-            silent, masked = silent + 1 if unscored else 0, masked + 1 if cut else 0
+            silent = silent + 1 if _is_silent(groups) else 0
+            masked = masked + 1 if self._is_masked(groups) else 0
             if silent >= IDLE_STEPS:
                 raise RewardError(
                     f"the reward functions ({', '.join(groups[0].names)}) said None for every"
                     f" completion of {IDLE_STEPS} steps: nothing can be learnt; try them with"
                     " `groupwise score` on completions that they should reward"
                 )
-            if masked >= most:
+            if masked >= limit:
                 raise RewardError(
                     f"every completion of {counted(masked, 'step')} was truncated and left out of"
                     " the loss (group.truncated: mask): nothing can be learnt; raise"
                     " rollout.max_new_tokens, or set group.truncated: keep"
                 )
             yield number, (groups, drawn)
+
+    def _is_masked(self, groups: Sequence[RolloutGroup]) -> bool:
+        """Return True if every completion is left out of the loss."""
+        if self.algorithm.truncated != "mask":
+            return False
+        return all(rollout.truncated for group in groups for rollout in group.rollouts)
 
     def sync(self, version: int) -> None:
         """Hand the policy's weights to the engine."""
@@ -245,18 +249,11 @@ class SampledRollouts:
         others are still being sampled.
         """
         finished: SimpleQueue[tuple[Rollout, ...] | None] = SimpleQueue()
-        scored = threads.begin(
-            lambda: [
-                self._whole(one)
-                for rollouts in iter(finished.get, None)
-                for one in self.rewards.score([rollouts])
-            ],
-            "rewards",
-        )
-        mine = comm.share(prompts)
+        scored = threads.begin(lambda: self._score(finished), "rewards")
+        share = comm.share(prompts)
         try:
             for rollouts in self.engine.generate(
-                mine, group_size=self.group.group_size, sampling=self.sampling, seed=self.seed
+                share, group_size=self.group.group_size, sampling=self.sampling, seed=self.seed
             ):
                 finished.put(rollouts)
                 if scored.done():  # it failed
@@ -265,22 +262,27 @@ class SampledRollouts:
             finished.put(None)
         return scored.result()
 
-    def _whole(self, group: RolloutGroup) -> RolloutGroup:
-        """A scored group with what the credit reads beside its rewards."""
-        return with_turns(group) if self.algorithm.needs.steps else group
+    def _score(self, finished: SimpleQueue[tuple[Rollout, ...] | None]) -> list[RolloutGroup]:
+        """Score groups as they are finished, until None comes."""
+        groups = []
+        for rollouts in iter(finished.get, None):
+            (group,) = self.rewards.score([rollouts])
+            groups.append(with_turns(group) if self.algorithm.needs.steps else group)
+        return groups
 
     def collect(
-        self, prompts: Sequence[Prompt] = (), own: Callable[[], list[RolloutGroup]] | None = None
+        self,
+        prompts: Sequence[Prompt] = (),
+        sampled: Callable[[], list[RolloutGroup]] | None = None,
     ) -> Collected:
-        """RolloutGroup groups for one step.  Of several processes each samples and scores its share, and
-        each gets all groups.
+        """Return the groups of one step.  Of several processes each samples and scores its share,
+        and each gets all groups.
 
         With `dead_groups: refill` (dynamic sampling, 2503.14476) prompts whose rewards teach
-            nothing are replaced by further ones, at most `max_refills` x `prompts_per_step` of
-            them; a step that stays short is trained as it is.
-
-        prompts: drawn for it already.   own: what `sample` gives for them, where that has been
-            begun already.
+        nothing are replaced by further ones, at most `max_refills` x `prompts_per_step` of them; a
+        step that stays short is trained as it is.
+        prompts: drawn for it already.
+        sampled: waits for what `sample` gives for them, where that has been begun already.
         """
         refill = self.algorithm.dead_groups == "refill"
         wanted = self.group.prompts_per_step
@@ -289,18 +291,25 @@ class SampledRollouts:
         dead: list[RolloutGroup] = []
         prompts = prompts or self.prompts()
         while True:
-            scored = comm.together(own or (lambda prompts=prompts: self.sample(prompts)))
-            by_id = {one.prompt.id: one for one in scored}
+            scored = comm.together(sampled or partial(self.sample, prompts))
+            by_id = {group.prompt.id: group for group in scored}
+            groups = [by_id[prompt.id] for prompt in prompts]
             if isinstance(self.draw, ObservingDraw):
-                self.draw.seen([by_id[prompt.id] for prompt in prompts])
-            for prompt in prompts:
-                (dead if refill and not self.algorithm.teaches(by_id[prompt.id]) else live).append(
-                    by_id[prompt.id]
-                )
-            more = min(wanted - len(live), limit - len(live) - len(dead))
-            if more <= 0:
+                self.draw.seen(groups)
+            for group in groups:
+                if refill and not self.algorithm.teaches(group):
+                    dead.append(group)
+                else:
+                    live.append(group)
+            lacking = min(wanted - len(live), limit - len(live) - len(dead))
+            if lacking <= 0:
                 return live or dead[:wanted], len(live) + len(dead)
-            prompts, own = self.draw(more), None
+            prompts, sampled = self.draw(lacking), None
+
+
+def _is_silent(groups: Sequence[RolloutGroup]) -> bool:
+    """Return True if no reward function scored any completion."""
+    return bool(groups[0].names) and all(np.isnan(group.reward).all() for group in groups)
 
 
 @dataclass(frozen=True, slots=True)

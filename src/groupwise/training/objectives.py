@@ -6,13 +6,13 @@ No code compares an objective's name: adding one is a loss (`offline.Objective`)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from groupwise.config.settings import Recipe, positions_of
-from groupwise.data.encoding import DEMONSTRATIONS, PAIRS, PLAIN_PAIRS, SOLUTIONS, RecordKind
+from groupwise.data.encoding import DEMONSTRATIONS, PAIRS, SOLUTIONS, RecordKind
 from groupwise.data.load import Data, load_records
 from groupwise.data.templates import Tools
 from groupwise.models.gguf import checkpoint_folder
@@ -20,7 +20,6 @@ from groupwise.models.loading import Blueprint, make_policy
 from groupwise.models.lora import adapt
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import Pooling, make_scorer
-from groupwise.training.baselines import simple_rules
 from groupwise.training.offline import SFT, Objective
 from groupwise.training.preferences import (
     PROCESS,
@@ -29,7 +28,6 @@ from groupwise.training.preferences import (
     reward_objective,
     with_replay,
 )
-from groupwise.utils.statistics import Estimate
 
 
 def language_model(recipe: Recipe, blueprint: Blueprint) -> Policy:
@@ -67,10 +65,6 @@ class Kind:
     """True if what it trains can be judged by sampling from it."""
     anchor: Callable[[Recipe, Policy, Sequence[Any]], Sequence[Any]] | None = None
     """Adds to rows what the model says of them before the first step; None: that is not needed."""
-    rules: Callable[[Policy, Sequence[Any], Sequence[Any]], Mapping[str, Estimate]] | None = None
-    """(a policy that decodes, training rows, held-out rows) -> what simple rules reach on the
-    latter.
-    """
 
 
 def _records(
@@ -90,15 +84,14 @@ def _records(
 
 def _demonstrations(recipe: Recipe, blueprint: Blueprint, tools: Tools | None = None) -> Data[Any]:
     rows = _records(DEMONSTRATIONS, recipe, blueprint, tools)
-    if recipe.data.train_on == "all":
-        return replace(
-            rows,
-            **{
-                part: tuple(row.whole for row in getattr(rows, part))
-                for part in ("train", "held_out", "validation")
-            },
-        )
-    return rows
+    if recipe.data.train_on != "all":
+        return rows
+    return replace(
+        rows,
+        train=tuple(row.whole for row in rows.train),
+        held_out=tuple(row.whole for row in rows.held_out),
+        validation=tuple(row.whole for row in rows.validation),
+    )
 
 
 def _replayed(recipe: Recipe, blueprint: Blueprint, tools: Tools | None = None) -> Data[Any]:
@@ -123,29 +116,54 @@ def _replayed(recipe: Recipe, blueprint: Blueprint, tools: Tools | None = None) 
     )
 
 
+def _reward_model(recipe: Recipe, blueprint: Blueprint) -> Policy:
+    return scorer(recipe, blueprint, recipe.reward_model.pooling)
+
+
+def _process_reward_model(recipe: Recipe, blueprint: Blueprint) -> Policy:
+    return scorer(recipe, blueprint, "steps")
+
+
+def _anchored(recipe: Recipe, policy: Policy, rows: Sequence[Any]) -> Sequence[Any]:
+    return anchored(policy, rows, max_tokens_per_microbatch=positions_of(recipe))
+
+
+def _sft(recipe: Recipe) -> Objective[Any]:
+    return SFT
+
+
+def _bradley_terry(recipe: Recipe) -> Objective[Any]:
+    return reward_objective(recipe.reward_model)
+
+
+def _dpo(recipe: Recipe) -> Objective[Any]:
+    return dpo_objective(recipe.pairs)
+
+
+def _process(recipe: Recipe) -> Objective[Any]:
+    return PROCESS
+
+
 OBJECTIVES: dict[str, Kind] = {
-    "sft": Kind(title="supervised fine-tuning", load=_demonstrations, objective=lambda recipe: SFT),
+    "sft": Kind(title="supervised fine-tuning", load=_demonstrations, objective=_sft),
     "reward": Kind(
         title="reward model (Bradley-Terry)",
         load=_replayed,
-        objective=lambda recipe: reward_objective(recipe.reward_model),
-        model=lambda recipe, blueprint: scorer(recipe, blueprint, recipe.reward_model.pooling),
+        objective=_bradley_terry,
+        model=_reward_model,
         samples=False,
-        rules=simple_rules,
     ),
     "dpo": Kind(
         title="direct preference optimisation",
-        load=partial(_records, PLAIN_PAIRS),
-        objective=lambda recipe: dpo_objective(recipe.pairs),
-        anchor=lambda recipe, policy, rows: anchored(
-            policy, rows, max_tokens_per_microbatch=positions_of(recipe)
-        ),
+        load=partial(_records, PAIRS),
+        objective=_dpo,
+        anchor=_anchored,
     ),
     "prm": Kind(
         title="process reward model",
         load=partial(_records, SOLUTIONS),
-        objective=lambda recipe: PROCESS,
-        model=lambda recipe, blueprint: scorer(recipe, blueprint, "steps"),
+        objective=_process,
+        model=_process_reward_model,
         samples=False,
     ),
 }

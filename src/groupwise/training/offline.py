@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -35,6 +35,10 @@ from groupwise.utils.statistics import Estimate
 Row = TypeVar("Row")
 
 
+def _no_metrics(rows: Sequence[Any], assessment: Assessment) -> Mapping[str, float]:
+    return {}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Objective(Generic[Row]):
     """One row of the table of data-set objectives."""
@@ -44,7 +48,7 @@ class Objective(Generic[Row]):
     loss: BatchLoss
     measure: Callable[[Sequence[Row], Assessment], Mapping[str, float]]
     """(rows, numbers of an update or of validation) -> metrics for the log."""
-    examine: Callable[[Sequence[Row], Assessment], Mapping[str, float]] = lambda rows, assessment: {}
+    examine: Callable[[Sequence[Row], Assessment], Mapping[str, float]] = _no_metrics
     """(rows, numbers of validation) -> further metrics of validation alone."""
     headlines: Mapping[str, str] = field(default_factory=lambda: {"held-out loss": "loss"})
     """Label -> metric, for people; a metric's `/half_width` is shown with it."""
@@ -77,11 +81,8 @@ def validate(
     rows: Sequence[Row],
     *,
     max_tokens_per_microbatch: int,
-    beside: Mapping[str, Estimate] | None = None,
 ) -> Validation:
-    """The objective's own loss and measures on rows, no gradient.  beside: what simple rules reach
-    on the same rows.
-    """
+    """Return the objective's own loss and measures on rows, no gradient."""
     assessment = assess(
         policy,
         objective.loss,
@@ -94,22 +95,14 @@ def validate(
         **objective.measure(rows, assessment),
         **objective.examine(rows, assessment),
     }
-    halves = {
-        name.removesuffix("/half_width"): half
-        for name, half in figures.items()
-        if name.endswith("/half_width")
-    }
-    shown = {
-        label: (
-            str(Estimate(figures[name], halves[name])) if name in halves else f"{figures[name]:.4g}"
-        )
-        for label, name in objective.headlines.items()
-    }
-    return Validation(
-        rows=len(rows),
-        figures=figures,
-        shown=shown | {label: str(rule) for label, rule in (beside or {}).items()},
-    )
+    shown = {}
+    for label, name in objective.headlines.items():
+        half_width = figures.get(f"{name}/half_width")
+        if half_width is None:
+            shown[label] = f"{figures[name]:.4g}"
+        else:
+            shown[label] = str(Estimate(figures[name], half_width))
+    return Validation(rows=len(rows), figures=figures, shown=shown)
 
 
 def train_offline(
@@ -127,7 +120,8 @@ def train_offline(
     """Train `policy` in place on rows; yield a `Step` after every optimizer step.
 
     draw: the next k rows of the data's order.   batch_size: rows per optimizer step.
-    max_tokens_per_microbatch: packed positions per forward and backward pass; it cannot change an update.
+    max_tokens_per_microbatch: packed positions per forward and backward pass; it cannot change an
+        update.
     done: steps taken before (a resumed run); steps: the last step's number.
     """
     for number in range(done + 1, steps + 1):
@@ -164,15 +158,17 @@ def demonstration_samples(rows: Sequence[Demonstration]) -> list[Sample]:
     """
     tokens_R = np.array([row.completion.size for row in rows], dtype=np.int64)
     weight_R = TokenMean()(tokens_R, np.arange(len(rows)))
-    return [
-        Sample(
-            group=f"{row.id}#{i}",
-            prompt=row.prompt,
-            completion=row.completion,
-            weight=np.full(row.completion.size, weight),
+    samples = []
+    for i, (row, weight) in enumerate(zip(rows, weight_R, strict=True)):
+        samples.append(
+            Sample(
+                group=f"{row.id}#{i}",
+                prompt=row.prompt,
+                completion=row.completion,
+                weight=np.full(row.completion.size, weight),
+            )
         )
-        for i, (row, weight) in enumerate(zip(rows, weight_R, strict=True))
-    ]
+    return samples
 
 
 def token_nll(passed: BatchPass) -> tuple[Tensor, Tensor]:

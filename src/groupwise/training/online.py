@@ -163,7 +163,7 @@ def recomputing(policy: Policy, critic: Critic | None, on: bool) -> Iterator[Non
 
 
 def timed(rollouts: Rollouts) -> Iterator[tuple[Clock, int, Collected]]:
-    """Yield the groups of each step, with a clock that has counted the time until they were there."""
+    """Yield the groups of each step, with a clock that has timed their rollout."""
     source = iter(rollouts)
     while True:
         clock = Clock()

@@ -154,7 +154,7 @@ class Optimizer:
         if self.lower:
             with torch.no_grad():
                 own, masters = map(fsdp.own, self.parameters), map(fsdp.own, self.masters)
-                torch._foreach_copy_(list(own), list(masters))  # type: ignore[reportPrivateImportUsage]
+                torch._foreach_copy_(list(own), list(masters))  # type: ignore[attr-defined]
 
     def _broken(self) -> list[str]:
         graded = ((name, master.grad) for name, master in self._named() if master.grad is not None)
@@ -164,7 +164,7 @@ class Optimizer:
         return [name for name, _ in zip(broken, range(5), strict=False)]
 
     def numbers(self) -> dict[str, Any]:
-        """The scalar part of the state dict: all of the optimizer's state that is not in `tensors`."""
+        """The scalar part of the state dict: all of the state that is not in `tensors`."""
         steps = next(iter(self.adamw.state.values()))["step"] if self.adamw.state else 0
         numbers = {"taken": self.taken, "nonfinite": self.nonfinite, "adam_steps": int(steps)}
         return numbers | ({"entropy_bonus": self.entropy_bonus} if self.entropy_bonus else {})

@@ -53,7 +53,7 @@ class BatchPass:
 
     @cached_property
     def outputs(self) -> ForwardOutput:
-        """Of the model, for all positions."""
+        """What the model gives for all positions."""
         return forward(self.policy, self.batch)
 
     @cached_property
@@ -113,7 +113,7 @@ class Assessment:
     positions: list[int]
     """Packed positions that each process worked on."""
     stats: StepStats = UNMOVED
-    """Of the optimizer step, where one was taken."""
+    """Figures of the optimizer step, where one was taken."""
     max_tokens_per_microbatch: int = 0
     """Packed positions at a time that fitted into memory."""
 
@@ -126,8 +126,8 @@ def update(
     max_tokens_per_microbatch: int,
     whole_groups: bool = False,
 ) -> Assessment:
-    """One pass over the samples, at most `max_tokens_per_microbatch` positions at a time, backward too, and one step
-    of each optimizer.
+    """Make one pass over the samples, at most `max_tokens_per_microbatch` positions at a time,
+    backward too, and take one step of each optimizer.
 
     Sample weights are final, so the budget, the order and the number of processes do not change the
     step: each process computes its part of the packed positions, the results are gathered on all,
@@ -284,8 +284,9 @@ def score(
     """Log-probs (and entropies) of every completion token, at the temperature and over the support
     it was sampled with.
 
-    Packed with shared prompts, `max_tokens_per_microbatch` positions at a time; no gradient.  Entropies are zeros
-    unless `entropy` is set. Of several processes each computes its part, and each gets the whole.
+    Packed with shared prompts, `max_tokens_per_microbatch` positions at a time; no gradient.
+    Entropies are zeros unless `entropy` is set.  Of several processes each computes its part, and
+    each gets the whole.
     """
     assessed = assess(
         policy,
@@ -297,7 +298,9 @@ def score(
 
 
 def _read(passed: BatchPass, *, entropy: bool) -> tuple[Tensor, Tensor]:
-    """No loss, and the log-probs (M,) of a batch's trained tokens, or with their entropies (M, 2)."""
+    """Return no loss, and the log-probs (M,) of a batch's trained tokens, or with their entropies
+    (M, 2).
+    """
     head = passed.head(fused=False, entropy=entropy)
     return head.logp_M.new_zeros(()), seen_by(head)
 

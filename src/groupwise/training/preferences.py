@@ -40,7 +40,6 @@ BINS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 
 # ---- reward model
-# ------------------------------------------------------------------------------------------------------------
 
 
 def reward_objective(settings: RewardModelSettings) -> Objective[Pair]:
@@ -118,7 +117,6 @@ def pooled(assessment: Assessment) -> np.ndarray:
 
 
 # ---- DPO and IPO
-# -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -217,11 +215,12 @@ def implicit_rewards(assessment: Assessment, *, beta: float, mean: bool) -> np.n
 
 
 # ---- process reward model
-# ----------------------------------------------------------------------------------------------------
 
 
 def process_samples(rows: Sequence[Solution]) -> list[Sample]:
-    """Solutions read at the ends of their steps; every step of the optimizer step weighs the same."""
+    """Return solutions read at the ends of their steps; every step of the optimizer step weighs
+    the same.
+    """
     steps = sum(row.ends.size for row in rows)
     samples = []
     for i, row in enumerate(rows):
@@ -267,7 +266,6 @@ PROCESS: Objective[Solution] = Objective(
 
 
 # ---- what is measured of pairs
-# -----------------------------------------------------------------------------------------------
 
 
 def compared(chosen_R: np.ndarray, rejected_R: np.ndarray) -> dict[str, float]:
@@ -303,8 +301,10 @@ def calibration(gap_R: np.ndarray) -> dict[str, float]:
     `calibration/error` is the mean distance between the two, weighted by pairs.
 
     >>> metrics = calibration(np.array([2.0, 2.0, -2.0, 2.0]))
-    >>> metrics["calibration/0.8-0.9/predicted"].__round__(3), metrics["calibration/0.8-0.9/observed"]
-    (0.881, 0.75)
+    >>> round(metrics["calibration/0.8-0.9/predicted"], 3)
+    0.881
+    >>> metrics["calibration/0.8-0.9/observed"]
+    0.75
     """
     sure_R = 1.0 / (1.0 + np.exp(-np.minimum(np.abs(gap_R), 50.0)))
     right_R = np.where(gap_R == 0, 0.5, gap_R > 0)
@@ -323,7 +323,6 @@ def calibration(gap_R: np.ndarray) -> dict[str, float]:
 
 
 # ---- iterating
-# ---------------------------------------------------------------------------------------------------------------
 
 
 def preference_rows(
@@ -369,7 +368,6 @@ def with_replay(new: Sequence[Pair], old: Sequence[Pair], share: float, seed: in
 
 
 # ---- building blocks
-# ---------------------------------------------------------------------------------------------------------
 
 
 def _spoken(

@@ -86,8 +86,8 @@ class Teacher:
 
     @torch.no_grad()
     def states(self, batch: Batch, samples: Sequence[Sample]) -> Tensor:
-        """Return the teacher's hidden states (M, E) at the trained rows of a batch, which was packed
-        from `samples`.
+        """Return the teacher's hidden states (M, E) at the trained rows of a batch, which was
+        packed from `samples`.
         """
         indices = list(dict.fromkeys(index for index in batch.samples if index >= 0))
         hinted = any(samples[index].group in self.hints for index in indices)

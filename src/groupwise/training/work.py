@@ -29,11 +29,11 @@ class Meter:
 
     policy: Shape
     critic: Shape | None = None
-    """Of a critic's own backbone."""
+    """The shape of a critic's own backbone."""
     values: bool = False
     """A critic on the policy's backbone: its values are one more pass of that."""
     teacher: Shape | None = None
-    """Of a teacher in this process."""
+    """The shape of a teacher in this process."""
     updates: int = 1
     """Passes over each rollout."""
     diverging: bool = False
@@ -121,7 +121,9 @@ def stretch(begin: int, count: int) -> float:
 
 
 def sampling_flops(shape: Shape, rows: Iterable[Row]) -> float:
-    """Each prompt once, with logits at its last token; then each completion's tokens but the last."""
+    """Count each prompt once, with logits at its last token; then each completion's tokens but the
+    last.
+    """
     rows = list(rows)
     prompts = sum(
         flops(shape, m, stretch(0, m), 1) for m in {group: m for group, m, _, _ in rows}.values()

@@ -1,5 +1,4 @@
-"""Simple rules that tell a pair's better text without a language model: what a reward model has to
-beat.
+"""A bag of words tells a pair's better text without a language model: what a reward model has to beat.
 
 R pairs   W words
 """
@@ -16,18 +15,9 @@ import torch
 from groupwise.algorithms.pair_losses import bradley_terry
 from groupwise.data.encoding import Pair
 from groupwise.models.policy import Policy
-from groupwise.utils.statistics import Estimate, proportion
 
 WORD = re.compile(r"\w+|[^\w\s]")
 WORDS = 3000
-
-
-def simple_rules(
-    policy: Policy, train: Sequence[Pair], held_out: Sequence[Pair]
-) -> Mapping[str, Estimate]:
-    """Held-out pair accuracy of two rules, by name.  `policy` only decodes."""
-    before, texts = texts_of(policy, train), texts_of(policy, held_out)
-    return {"length rule": length_rule(texts), "bag of words": _right(bag_of_words(before, texts))}
 
 
 Texts = Sequence[tuple[str, str]]
@@ -36,16 +26,7 @@ Texts = Sequence[tuple[str, str]]
 
 def texts_of(policy: Policy, pairs: Sequence[Pair]) -> Texts:
     """The completions of pairs as texts."""
-    return [
-        (policy.decode(pair.chosen.tolist()), policy.decode(pair.rejected.tolist()))
-        for pair in pairs
-    ]
-
-
-def length_rule(held_out: Texts) -> Estimate:
-    """ "The one with fewer words is chosen"; a tie is half right."""
-    gaps = [len(rejected.split()) - len(chosen.split()) for chosen, rejected in held_out]
-    return _right(np.array(gaps))
+    return [(policy.decode(pair.chosen.tolist()), policy.decode(pair.rejected.tolist())) for pair in pairs]
 
 
 def bag_of_words(train: Texts, held_out: Texts) -> np.ndarray:
@@ -60,10 +41,7 @@ def bag_of_words(train: Texts, held_out: Texts) -> np.ndarray:
     adam = torch.optim.Adam([weight_W], lr=0.05)
     for _ in range(300):
         adam.zero_grad()
-        (
-            bradley_terry(x_RW @ weight_W, torch.zeros(len(train))).mean()
-            + 1e-3 * weight_W.square().sum()
-        ).backward()
+        (bradley_terry(x_RW @ weight_W, torch.zeros(len(train))).mean() + 1e-3 * weight_W.square().sum()).backward()
         adam.step()
     return np.stack([_difference(pair, place) for pair in held_out]) @ weight_W.detach().numpy()
 
@@ -80,7 +58,3 @@ def _difference(pair: tuple[str, str], place: Mapping[str, int]) -> np.ndarray:
             if word in place:
                 counts[place[word]] += sign
     return counts
-
-
-def _right(gap_R: np.ndarray) -> Estimate:
-    return proportion(float(np.where(gap_R == 0, 0.5, gap_R > 0).sum()), gap_R.size)
