@@ -81,9 +81,10 @@ _WHERE = {
 }
 
 __all__ = [
-    "ALGORITHMS", "EvalReport", "GroupwiseError", "LiveReward", "LoadedPolicy", "NativeEngine", "Optimizer", "Policy",
-    "Prompt", "Recipe", "Rollout", "Sample", "Sampling", "RolloutGroup", "Step", "Training", "build_rewards", "evaluate",
-    "from_trl", "load_policy", "load_recipe", "load_stages", "make_policy", "pack", "resolve", "score", "settings", "train",
+    "ALGORITHMS", "EvalReport", "GroupwiseError", "LiveReward", "LoadedPolicy", "NativeEngine",
+    "Optimizer", "Policy", "Prompt", "Recipe", "Rollout", "RolloutGroup", "Sample", "Sampling",
+    "Step", "Training", "build_rewards", "evaluate", "from_trl", "load_policy", "load_recipe",
+    "load_stages", "make_policy", "pack", "resolve", "score", "settings", "train",
     "train_offline", "train_online", "update",
 ]  # fmt: skip
 

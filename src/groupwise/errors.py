@@ -72,7 +72,7 @@ class Problems(ConfigError):
 
 
 class Findings:
-    """Collects what is wrong with a recipe while it is looked through, so that it is told at once."""
+    """Collects what is wrong with a recipe while it is read, so that all is reported at once."""
 
     def __init__(self) -> None:
         self.errors: list[GroupwiseError] = []

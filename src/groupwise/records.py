@@ -201,8 +201,8 @@ class Episode:
     messages: tuple[Mapping[str, Any], ...] = ()
     """The chat messages after the prompt: the policy's turns, results of tools, user messages."""
     branches: tuple[Branch, ...] = ()
-    """Branches by ascending `begin`; none: the context of every token is the prompt and the tokens before
-    it.
+    """Branches by ascending `begin`.  Without any, the context of every token is the prompt and the
+    tokens before it.
     """
     reward: float | None = None
     """The environment's reward for the whole episode."""

@@ -197,25 +197,27 @@ class Whitened(Credit):
         return self.baseline
 
     def __call__(self, groups: Sequence[RolloutGroup]) -> Advantages:
+        """Return every token's reward less the KL behind it, whitened over all trained tokens."""
         values: list[list[np.ndarray]] = []
         for group, gaps in zip(groups, _reference_gaps(groups, self.beta), strict=True):
-            start_G = _deviation(_rewards(group)) if self.baseline else _rewards(group)
-            values.append(
-                [
-                    start - self.beta * np.cumsum(gap_n[::-1])[::-1]
-                    for start, gap_n in zip(start_G, gaps, strict=True)
-                ]
-            )
-        silent = [
-            self.baseline and not any(np.nan_to_num(value).any() for value in completions)
-            for completions in values
-        ]
-        return [
-            [np.zeros(value.size) if zero else value for value in completions]
-            for completions, zero in zip(
-                _whiten(groups, values, self.ddof, self.eps), silent, strict=True
-            )
-        ]
+            start_G = _rewards(group)
+            if self.baseline:
+                start_G = _deviation(start_G)
+            returns: list[np.ndarray] = []
+            for start, gap_n in zip(start_G, gaps, strict=True):
+                kl_behind_n = np.cumsum(gap_n[::-1])[::-1]
+                returns.append(start - self.beta * kl_behind_n)
+            values.append(returns)
+        whitened = _whiten(groups, values, self.ddof, self.eps)
+        if not self.baseline:
+            return whitened
+        advantages: list[list[np.ndarray]] = []
+        for completions, value_G in zip(whitened, values, strict=True):
+            if any(np.nan_to_num(value).any() for value in value_G):
+                advantages.append(list(completions))
+            else:
+                advantages.append([np.zeros(value.size) for value in value_G])
+        return advantages
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ class LoadedPolicy(Policy):
         save(self, folder)
 
     def frozen_copy(self) -> LoadedPolicy:
-        """A copy of the weights as they are now, for a reference; see `models.sharded.frozen_copy`."""
+        """Copy the weights as they are now, for a reference; see `models.sharded.frozen_copy`."""
         copied: Any = frozen_copy(self)  # of the same class
         return copied
 
@@ -136,14 +136,18 @@ class LoadedPolicy(Policy):
     ) -> str: ...
 
     @overload
-    def generate(self, prompts: Sequence[
-        str
-    ] | Sequence[Conversation], *, max_new_tokens: (
-        int | None
-    ) = None, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, stop: (
-        Sequence[str] | None
-    ) = None, seed: int = 0,
-    ) -> list[str]: ...  # fmt: skip
+    def generate(
+        self,
+        prompts: Sequence[str] | Sequence[Conversation],
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        stop: Sequence[str] | None = None,
+        seed: int = 0,
+    ) -> list[str]: ...
 
     def generate(
         self,

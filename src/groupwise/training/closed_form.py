@@ -205,7 +205,7 @@ class ClosedForm:
 
     @property
     def scale(self) -> float:
-        """|loss| + the sum of all |gradients|: the loss's rounding errors are proportional to it."""
+        """Sum of |loss| and all |gradients|: the loss's rounding errors are proportional to it."""
         gradients = float(sum(np.abs(values).sum() for values in self.gradient.values()))
         return abs(self.loss) + gradients
 

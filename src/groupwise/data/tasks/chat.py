@@ -139,7 +139,8 @@ def same_object(completions: Sequence[Any], answer: Sequence[str]) -> list[float
 
     A fence of ``` around the object counts as nothing else.
 
-    >>> same_object(['{"age": 7, "name": "Eva"}', 'Sure! {"name": "Eva", "age": 7}', "Eva, 7"], ['{"name": "Eva", "age": 7}'] * 3)
+    >>> texts = ['{"age": 7, "name": "Eva"}', 'Sure! {"name": "Eva", "age": 7}', "Eva, 7"]
+    >>> same_object(texts, ['{"name": "Eva", "age": 7}'] * 3)
     [1.0, 0.2, 0.0]
     """
     return [
@@ -163,7 +164,8 @@ def same_word(completions: Sequence[Any], answer: Sequence[str]) -> list[float]:
     """1 where the last of the game's words that a completion names is the answer, and no more than
     two are named.
 
-    >>> same_word(["The first word is apple.", "apple, beach, bread", "**beach**", ""], ["apple", "apple", "apple", "apple"])
+    >>> texts = ["The first word is apple.", "apple, beach, bread", "**beach**", ""]
+    >>> same_word(texts, ["apple"] * 4)
     [1.0, 0.0, 0.0, 0.0]
     """
     known = set(WORDS)

@@ -470,21 +470,23 @@ class Choice:
     @classmethod
     def read(cls, choice: Mapping[str, Any]) -> Choice:
         """From JSON.  Raises KeyError, TypeError or ValueError if it is something else."""
-        content = choice["logprobs"]["content"]
+        logp: list[float] = []
+        candidates: list[dict[int, float]] = []
+        for entry in choice["logprobs"]["content"]:
+            logp.append(float(entry["logprob"]))
+            likeliest = entry["top_logprobs"]
+            candidates.append({int(top["token_id"]): float(top["logprob"]) for top in likeliest})
+        versions: list[tuple[str, int, int]] = []
+        for span in choice["weight_versions"] or ():
+            versions.append((str(span["version"]), int(span["start"]), int(span["end"])))
         return cls(
             index=int(choice["index"]),
             tokens=[int(token) for token in choice["token_ids"]],
-            logp=[float(entry["logprob"]) for entry in content],
-            candidates=[
-                {int(top["token_id"]): float(top["logprob"]) for top in entry["top_logprobs"]}
-                for entry in content
-            ],
+            logp=logp,
+            candidates=candidates,
             reason=str(choice["finish_reason"]),
             stop=choice["stop_reason"],
-            versions=[
-                (str(span["version"]), int(span["start"]), int(span["end"]))
-                for span in choice["weight_versions"] or ()
-            ],
+            versions=versions,
         )
 
     @property
