@@ -1,12 +1,11 @@
 """Groupwise: post-train language models with GRPO and its family.
 
     import groupwise as gw
-    for step in gw.train("recipe.yaml"):                                       # or the same in
-    Python:
+    for step in gw.train("recipe.yaml"):
         print(step.number, step.metrics.get("reward"))
 
-    gw.train(objective="grpo", model="Qwen/Qwen3.5-0.8B", data=rows, rewards=[check],
-    steps=100).run()
+    training = gw.train(model="Qwen/Qwen3.5-0.8B", data=rows, rewards=[check], steps=100)
+    training.run()
 
 Every stage is a function.  The names below are those that a training loop needs.  Importing the
 package imports neither torch nor transformers.

@@ -193,8 +193,7 @@ class Episode:
     answers in order, each once.
 
     Where the chat template rewrites the past, or an environment opens otherwise than the prompt
-    says, what a turn was drawn behind
-    is not what stands before it: `branches` say behind what.
+    says, a turn was drawn behind another context than the tokens before it.  `branches` hold it.
     """
 
     turns: tuple[Turn, ...]

@@ -1,13 +1,20 @@
 """The mathematics: pure functions from rewards to advantages, from log-probs to losses, from
 lengths to loss weights.
 
-In: numbers of a group, vectors of a minibatch. Out: numbers, vectors; no model, no setting.
-    `table.ALGORITHMS` is the table: an algorithm is one row of credit x ratio level x surrogate x
-    weight; `resolve.resolve` makes one of a recipe.
+In: numbers of a group, vectors of a minibatch.  Out: numbers and vectors.
 
-Rewards become advantages in `advantages` (GRPO: `Standardized`).  The clip is in the surrogate
-(`losses.Clipped`).  What the loss is divided by is in `loss_weights`: a weight for every token.
-`table.Algorithm.loss` puts ratio, surrogate, masks and KL together; a row with `kl_place="reward"`
-has the KL in its credit instead.  A group without differences has advantages of 0: see
-`table.Algorithm.dead_groups`.  PPO adds the credit `Gae`, which reads a critic's values, and the
-term `ValueLoss`, which trains it."""
+- `table`: the table of algorithms; a row is credit x ratio level x surrogate x weight.
+- `advantages`: credits, from the rewards of a group to an advantage of every token.
+- `losses`: ratios, surrogates (the clip is in `Clipped`) and the extra terms of a loss.
+- `loss_weights`: what the loss is divided by, as a weight for every token.
+- `kl_estimators`: estimators of the KL to the reference.
+- `pair_losses`: losses of reward models and of direct preference optimisation.
+- `diagnostics`: numbers for the log, read from the same vectors as the loss.
+- `parts`: what a part of an algorithm declares.
+- `user_parts`: checks of parts that a user wrote.
+
+A group without differences has advantages of 0 (`table.Algorithm.dead_groups`).  A row with
+`kl_place="reward"` has the KL in its credit instead of its loss.  PPO adds the credit `Gae`, which
+reads a critic's values, and the term `ValueLoss`, which trains it.  Nothing here knows a model, a
+setting, a run or another process.
+"""

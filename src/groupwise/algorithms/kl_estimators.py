@@ -3,8 +3,9 @@
 Each takes log-probs under the policy and the reference, and the token's log-ratio to the old
 policy, and gives the estimate per token.
 
-M trained tokens   n tokens of a completion   l log-prob under the policy   old the same under the
-old policy, before the step ref the same under the reference   rho = exp(l - old)
+M trained tokens   n tokens of a completion   l log-prob under the policy
+old the same under the old policy, before the step   ref the same under the reference
+rho = exp(l - old)
 """
 
 from __future__ import annotations

@@ -6,12 +6,12 @@ nats.  In the order of the file: ratio levels (how far the policy has moved from
 surrogates (what is done with ratio and advantage), extra terms (a critic's loss, a teacher's),
 masks and corrections.  `table.Algorithm.loss` puts them together with a KL (`kl_estimators.py`).
 
-M trained tokens of one micro-batch   S its completions   R pairs or completions   l log-prob under
-the policy
-old the same under the old policy, that of before the step   rho = exp(l - old)   ref the same under
-the reference
-b the same under the behavior policy, which sampled: it is the old one, unless another engine or
-older weights sampled"""
+M trained tokens of one micro-batch   S its completions   R pairs or completions
+l log-prob under the policy   old the same under the old policy, that of before the step
+rho = exp(l - old)   ref the same under the reference
+b the same under the behavior policy, which sampled: the old one, unless another engine or older
+weights sampled
+"""
 
 from __future__ import annotations
 
@@ -437,10 +437,10 @@ def forking(entropy_N: Tensor, quantile: float) -> Tensor:
     """bool (N,): the tokens whose entropy is at or above the `quantile` of them all (2506.01939).
 
     Decide it over the whole optimizer step, once: a threshold for each micro-batch would make the
-    update depend on the cut.  Ties
-    are the rule: the first tokens of a group have one distribution, and so have all tokens of equal
-        completions.  They are kept or left together, though each is rounded in its own way: what
-        lies below by no more than rounding does is kept too."""
+    update depend on the cut.  Ties are the rule: the first tokens of a group have one distribution,
+    and so have all tokens of equal completions.  They are kept or left together, though each is
+    rounded in its own way: a token that lies below by no more than rounding is kept, too.
+    """
     threshold = entropy_threshold(entropy_N, quantile)
     return entropy_N.detach() >= threshold - (threshold * TIE_SHARE).clamp(0.0, TIE)
 

@@ -1,8 +1,8 @@
 """Losses of pairs: reward models and direct preference optimisation.  Pure functions of tensors,
 one number for each pair.
 
-R pairs   l sum (IPO: mean) of a completion's log-probs under the policy   ref the same under the
-reference   c chosen   r rejected"""
+R pairs   l sum (IPO: mean) of a completion's log-probs under the policy
+ref the same under the reference   c chosen   r rejected"""
 
 from __future__ import annotations
 

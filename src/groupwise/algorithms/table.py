@@ -6,8 +6,8 @@ one row, and its entry in `docs/algorithms/notes.yaml`: the settings of its pape
 libraries do otherwise, when to choose it.  Importing this file
 does not import torch: configuration, viewer and documentation read the table too.
 
-M trained tokens of one micro-batch, or of any part of it where `token_level` is true   R
-completions of the optimizer step"""
+M trained tokens of one micro-batch, or of any part of it where `token_level` is true
+R completions of the optimizer step"""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ class Algorithm:
     """Weight of the KL to the reference; 0: there is no reference."""
     kl: Callable[..., Any] = kl_estimators.K3()  # noqa: RUF009 - frozen
     kl_place: Literal["loss", "reward"] = "loss"
-    """Where the KL is.  `loss` adds it to the loss.  `credit` subtracts it from the reward, by its
-    own `beta`, which `resolve` sets to this, and by its own estimator (k1, if it has no other);
-    `kl` is not read then.
+    """Where the KL is.  With `loss` it is added to the loss.  With `reward` the credit subtracts it
+    from the reward, by its own estimator (k1, if it has no other); `kl` is not read then, and
+    `resolve` gives the credit this `beta`.
     """
     entropy_bonus: float = 0.0
     """Weight of the mean entropy in the loss; with a target the largest one."""

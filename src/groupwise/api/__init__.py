@@ -1,7 +1,16 @@
 """What `gw.` and the commands offer: runs, evaluations and trained policies, with Python objects
 where a recipe has names.
 
-In: keyword arguments, paths, objects. Out: `train`'s `Training`, `evaluate`'s `EvalReport`,
-    `load_policy`'s `LoadedPolicy`.
-    `stages` trains every stage of a recipe, `progress` is what a terminal shows of it.
+In: keyword arguments, paths, objects.  Out: `Training`, `EvalReport`, `LoadedPolicy`.
+
+- `train`: `gw.train`, training from Python.
+- `stages`: every stage of a recipe, with its plan, progress and closing table.
+- `planning`: `--dry-run`, the plan of every stage before anything is loaded.
+- `progress`: what a terminal shows of a run.
+- `evaluate`: evaluation of a trained model on held-out prompts.
+- `loaded_policy`: a trained policy that generates and scores.
+- `tool_chat`: a trained policy that talks to tools.
+- `objects`: Python objects in the place of names.
+
+No other package but `inspection`, `trl` and `cli` imports this one.
 """

@@ -1,9 +1,9 @@
 """Evaluation of a trained model on held-out prompts: a run knows its data and rewards, for any
 other model they are given.
 
-gw.evaluate("runs/mine")                                         # as the run evaluated itself
+gw.evaluate("runs/mine")   # as the run evaluated itself
 gw.evaluate("my/model", data="test.jsonl", rewards="accuracy")   # another model, on rows of a file
-gw.evaluate("runs/mine", data=rows, rewards=[right])             # rows and functions of the program
+gw.evaluate("runs/mine", data=rows, rewards=[right])   # rows and functions of the program
 """
 
 from __future__ import annotations

@@ -1,8 +1,21 @@
-"""How a run is described: every setting with its meaning, and the way from YAML and dotted
-overrides to a `Recipe`.
+"""How a run is described: every setting with its meaning, and the way from YAML and overrides to
+a `Recipe`.
 
-In: a recipe file, overrides. Out: `settings.Recipe`, frozen and checked, or one ConfigError that
-    lists every problem with its line. `settings` is the one place to read what can be set;
-    `recipes` reads and writes; `validation` checks values against each other; `resolve` makes an
-    algorithm of a recipe. Nothing here imports torch.
+In: a recipe file, overrides.  Out: `settings.Recipe`, frozen and checked, or one ConfigError that
+lists every problem with its line.
+
+- `settings`: every setting with its meaning, default and range.
+- `recipes`: recipes in and out.
+- `strict_yaml`: YAML with the place of each value.
+- `overlays`: stages and overrides, laid over keys.
+- `schema`: every key with its type, default and TRL's name.
+- `validation`: rules between values.
+- `resolve`: from a recipe to an algorithm.
+- `bundled`: the recipes that come with Groupwise.
+- `packaged_models`: short names of models that come in a package.
+- `live_objects`: objects of the program where a recipe has names.
+- `texts`: texts within settings.
+- `trl_names`: TRL's names of arguments, for suggestions.
+
+Nothing here imports torch.
 """

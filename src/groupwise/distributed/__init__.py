@@ -1,8 +1,11 @@
-"""Who the other processes are: ranks, collectives, sharding, heartbeats, and tensors in files that
-all ranks write at once.
+"""Who the other processes are: ranks, collectives, sharding and heartbeats.
 
-In: tensors and Python values of this rank. Out: what all ranks agree on. `comm` (collectives),
-    `fsdp` (sharded weights) and `sharded_checkpoint` import `torch.distributed`, as nothing else
-    does but vLLM's plug-in; `heartbeat` finds a process that died, hangs or lies behind a broken
-    network.
+In: tensors and Python values of this rank.  Out: what all ranks agree on.
+
+- `comm`: who I am, what the others have, gradients summed over all.
+- `fsdp`: FSDP2, weights and optimizer state sharded block by block.
+- `sharded_checkpoint`: sharded tensors in files that all ranks write at once.
+- `heartbeat`: finds a process that died, hangs or lies behind a broken network.
+
+Only this package, and vLLM's plug-in, imports `torch.distributed`.
 """

@@ -1,9 +1,16 @@
 """Who answers the policy: tools, conversations, and adapters to other people's environments.
 
-In: the policy's turn. Out: the environment's answer. `tool_calls` reads the tool calls in a
-    completion, in the form of its family. `conversation` has the protocols between engine and
-    environments: `Conversation`, `Environment`, `Reply`.
+In: the policy's turn.  Out: the environment's answer.
 
-`endpoint` serves the policy over HTTP to harnesses that drive their own loop; `harness_episodes`
-makes episodes of what they ask for.
+- `conversation`: the stream of a completion, and the protocols between engine and environment.
+- `tool_episodes`: episodes with tools and environments, and their limits.
+- `tool_calls`: reads the tool calls in a completion, in the form of its family.
+- `schemas`: tools as the policy sees them.
+- `runtime`, `instance`: run tools and environments in processes or threads; the two sides.
+- `chat_codec`: chat messages to token ids and back.
+- `endpoint`, `requests`: serve the policy over HTTP to programs that drive their own loop.
+- `harness`, `harness_episodes`, `programs`: agents, their episodes, and how they are started.
+- `openenv`, `verifiers`, `procedural`, `playground`: adapters, and two built-in environments.
+
+Nothing here knows rewards, training or an engine's inside.
 """

@@ -1,9 +1,11 @@
 """Looking into a run, before it and afterwards: nothing that a run does imports this room.
 
-In: recipes, run folders and files of completions. Out: what `groupwise check`, `score`, `explain`
-    and `replay` print.
+In: recipes, run folders and files of completions.  Out: what `groupwise check`, `score`, `explain`
+and `replay` print.
 
-`check` tries model, tokenizer, data and rewards of a recipe. `score` runs reward functions over
-completions that exist. `explain` works one step through in numbers. `replay` computes a recorded
-step again, `replay_report` writes that as text and JSON.
+- `check`: tries model, tokenizer, data and rewards of a recipe.
+- `score`: runs reward functions over completions that exist.
+- `explain`: works one step through in numbers.
+- `replay`: computes a recorded step again.
+- `replay_report`: writes a replay as text and JSON.
 """

@@ -1,7 +1,22 @@
 """What is trained: Hugging Face checkpoints in and out, packed attention for them, adapters,
 sharding, heads, scratch models.
 
-In: a folder or hub name. Out: a `policy.Policy`: a causal model that takes packed `Batch`es, its
-    tokenizer and what the rest of the library needs to know of both. `loading` makes it, `passes`
-    computes with it, `saving` writes it, `sharded` spreads it over processes.
+In: a folder or hub name.  Out: a `policy.Policy` that takes packed `Batch`es.
+
+- `policy`: a model, its tokenizer and what the library knows of both, as a value.
+- `loading`: policies from checkpoints; `streaming` reads them piece by piece.
+- `config_checks`: refuses configs that no model can be computed with.
+- `gguf`, `gguf_header`, `gguf_config`, `gguf_tokenizer`, `gguf_weights`: GGUF files, converted
+  once.
+- `model_download`: models that come in a Python package.
+- `saving`: policies to folders.
+- `passes`, `backbone`: a policy's forward pass over packed batches.
+- `attention`, `masks`, `rope`, `recurrence`: packed streams for unmodified models.
+- `output_head`: the last matrix, its factor and cap.
+- `reward_head`: one number per token.
+- `layers`: what known families are made of.
+- `lora`, `moe`, `sharded`: adapters, the balance of experts, sharded weights.
+- `scratch`, `shape`: small models with random weights, and the numbers of a model.
+
+Nothing here knows rewards, algorithms or runs.
 """

@@ -9,8 +9,8 @@ Training uses `PackedAttention` below; the rollout engine brings its own, which 
 values.  No mask of P x P is ever made, no cache object is used, and positions are always given
 explicitly.
 
-T positions of the stream   H query heads   K key-value heads   D head width   E width of values   S
-segments
+T positions of the stream   H query heads   K key-value heads   D head width   E width of values
+S segments
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ names.  They ask the stream that a forward pass runs inside of (`attention.atten
 segments; outside of streams, and for any other model, they call transformers' own.  A layer that
 calls other functions computes as if the stream were one text: the proof refuses it.
 
-T positions of the stream   D channels   W width of a convolution   H heads   K key width   V value
-width
+T positions of the stream   D channels   W width of a convolution   H heads   K key width
+V value width
 """
 
 from __future__ import annotations

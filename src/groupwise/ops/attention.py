@@ -7,8 +7,8 @@ the stream, each by one kernel of torch's, merged by their log-sum-exps.  In bot
 are read once for all its completions and never copied.  On CUDA: FlexAttention with a block mask.
 No mask of T x T is made.
 
-T positions of the stream   H query heads   K key-value heads   D head width   E width of values   X
-rows   M keys   B batch"""
+T positions of the stream   H query heads   K key-value heads   D head width   E width of values
+X rows   M keys   B batch"""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ sums, rotary embeddings.
 A package may derive its own `DecodeOperations`, with weights laid out for its kernels, and a
 `Decoder` that draws many tokens in one call.  Streams are changed in place.
 
-T positions of a stream   R rows   P prompts   D model width   H heads   K key-value heads   W head
-width   V vocabulary   O, I sides of a matrix
+T positions of a stream   R rows   P prompts   D model width   H heads   K key-value heads
+W head width   V vocabulary   O, I sides of a matrix
 """
 
 from __future__ import annotations

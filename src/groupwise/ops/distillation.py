@@ -4,8 +4,8 @@ vocabulary, a chunk of rows at a time.
 Both sides are given as hidden states and a head.  Logits of a chunk exist while it is looked at, in
 the forward pass and once more in the backward pass; two matrices (M, V) never do.
 
-M rows   D, E widths of student and teacher   V vocabulary   C rows of a chunk   q student, p
-teacher
+M rows   D, E widths of student and teacher   V vocabulary   C rows of a chunk
+q student, p teacher
 """
 
 from __future__ import annotations

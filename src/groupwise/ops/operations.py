@@ -1,7 +1,7 @@
 """The operations that a package may compute faster than torch: one protocol, and torch's own way.
 
 `Operations` computes everything with torch's public operations, on any device.  The package
-`groupwise-cpu` derives its own from it and takes what its kernels are made for.
+`groupwise-cpu` subclasses it and overrides the methods that it has kernels for.
 `operations()` is the only place that asks whether the package is installed.
 
 A method that answers None says that torch's operations are to be used, as the caller writes them.
@@ -28,7 +28,7 @@ SWITCH = "GROUPWISE_KERNELS"
 INSTALL = "pip install --no-build-isolation ./packages/groupwise-cpu"
 
 PART_NUMBERS = 1 << 20
-"""Numbers that are made at a time of a product that is added in another precision, on a CPU."""
+"""Most elements of a partial product on a CPU, before it is added to a total of a wider type."""
 
 
 class BlockedAttention(Protocol):
@@ -180,9 +180,9 @@ class Operations:
     ) -> DecodeOperations:
         """Return the operations that one model is decoded with.
 
-        tables: embeddings, of the weights' type and on their device.   widths: lengths of other
-        rows: an MLP's inner ones, heads, or where positions are rotary half a head.   dtype: the
-        type of the products.
+        tables: embeddings, of the weights' type and on their device.   widths: lengths of rows
+        beside the embeddings': the MLP's inner width, and the head width (half of it for rotary
+        positions).   dtype: the type of the products.
         """
         return DecodeOperations(dtype)
 

@@ -14,10 +14,9 @@ rule, with a state S (K, V) per head, which is what a gated DeltaNet (with `beta
 It is computed chunk by chunk: inside of chunks by products over all of them, between them step by
 step.
 
-T positions of the stream   N segments   D channels   W width of the convolution   F segments' first
-W - 1 positions
-H heads   K key width   V value width   M chunks   C positions of a chunk   X sides of a chunk:
-queries, with beta also its keys"""
+T positions of the stream   N segments   D channels   W width of the convolution
+F segments' first W - 1 positions   H heads   K key width   V value width   M chunks
+C positions of a chunk   X sides of a chunk: queries, with beta also its keys"""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ what they returned.
 A function is called on the main thread, with its own copy of every argument for each completion:
 changing one alters neither the data, nor the record, nor the arguments of another completion.
 
-It imports little: worker processes start with it.  What few functions need is imported with the
-    first of them.
+It imports little: worker processes start with it.  Modules that few functions need are imported
+with the first of them.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ in the group, token): who is decoded next to it, in which order, or how many at 
 what is drawn.  A token is the inverse of the cumulative distribution at its uniform number; its
 log-probability is taken in the distribution that it was drawn from.
 
-R rows   V vocabulary   C candidates, likeliest first   B blocks of the vocabulary   T tokens of a
-completion
+R rows   V vocabulary   C candidates, likeliest first   B blocks of the vocabulary
+T tokens of a completion
 """
 
 from __future__ import annotations

@@ -1,9 +1,20 @@
 """What is on disk: a recipe becomes a job, a job a run folder that can be resumed to the bit.
 
-In: a `Recipe`. Out: a folder with configuration, metrics, every rollout, checkpoints and the final
-    model. `prepared` reads data and rewards and writes the plan, `job` adds policy, engine and
-    loop. `run` drives a job: resume, log, save, evaluate, export. `checkpoint` saves a job,
-    `folder` knows how a run stands, `recorded` and `log` read and write its lines and completions,
-    `rollout_table` is the form in which rollouts lie in files, `inputs` knows what it was trained
-    on.
+In: a `Recipe`.  Out: a folder with configuration, metrics, every rollout, checkpoints and the final
+model.
+
+- `run`: drives a job: resume, log, save, evaluate, export.
+- `prepared`: what is known before weights are loaded: model, data, rewards and the plan.
+- `plan`: prompts, updates and memory of a run, in numbers.
+- `job`: policy, engine, optimizer and loop; what a checkpoint holds.
+- `policies`, `engines`, `environments`: the models, the sampler and the environment of a recipe.
+- `checkpoint`: checkpoints that are whole or are not there.
+- `folder`, `run_files`: the run folder and its lock, and the only way in which it is written.
+- `metrics_log`, `log`: metrics.jsonl, and all that is written step by step.
+- `rollout_table`, `recorded`: steps as Parquet tables, and reading them.
+- `inputs`, `trust`: what a run was trained on, and whose code it names.
+- `interrupts`: signals that end a run.
+- `dashboards`, `model_card`: TensorBoard and others, and the card of the final model.
+
+No loop, loss or engine imports this package.
 """

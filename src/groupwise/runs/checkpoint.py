@@ -5,12 +5,12 @@ are read.
       policy/          Hugging Face format, written by the caller
       trainer/         state.json (numbers and text) and tensors.safetensors (by name)
       trainer/shards/  instead of tensors.safetensors: parts of tensors, by several processes
-      (`sharded_checkpoint.py`) manifest.json    size and xxh3-128 of every file above
+      manifest.json    size and xxh3-128 of every file above
       COMPLETE         xxh3-128 of the manifest
     RUN/latest         name of the newest
 
-A checkpoint is written under a temporary name, synced to disk, read back for its checksums and
-renamed; older ones go only after that.  So a process may be killed at any moment and the newest
+`job.py` says what is in it.  A checkpoint is written under a temporary name, synced to disk, read
+back for its checksums and renamed; older ones go only after that.  So a process may be killed at any moment and the newest
 complete checkpoint is still there.  Everything is verified before it is used; no pickle is written,
 or read before that.
 

@@ -3,9 +3,8 @@ and its most telling groups.
 
     every step    the numbers of its line in metrics.jsonl, against the step
     its table     the group whose rewards differ most: prompt, completions, reward, rewards by
-    function, finish, tokens; where the
-                  step's completions are recorded (`save.rollouts_every`), and the library has
-                  tables
+                  function, finish, tokens; where the step's completions are recorded
+                  (`save.rollouts_every`), and the library has tables
     once          the resolved recipe, with secrets redacted
 
 A resumed run continues in the dashboards' run that it began: `dashboards.json` holds what each

@@ -1,12 +1,11 @@
-"""metrics.jsonl: the figures of a run, a line a step, to which lines are only ever appended.
+"""metrics.jsonl: the figures of a run, to which lines are only ever appended.
 
     {"step": 3, "reward": 0.5, "time/rollout": 1.2, "wall": ...}   a step
-    {"step": 3, "eval/reward": 0.6}                                more of the same step
-    {"step": 3, "resumed": 1795844413.9}                           what stands above of later steps
-                                                                   was taken again
+    {"step": 3, "eval/reward": 0.6}                                more figures of the same step
+    {"step": 3, "resumed": 1795844413.9}                           the run resumed after step 3
 
-Whoever reads it merges the lines of a step (`merged`).  A line that is no JSON is named once and
-left out; nothing else of the log is affected.
+Readers merge the lines of a step (`merged`).  Behind a line with `resumed` they ignore earlier
+lines of larger steps.  A complete line that is no JSON with a step is left out, and reported once.
 
 Importing this file does not import torch.
 """
@@ -75,7 +74,8 @@ class LogReader:
             file.seek(self._offset)
             fresh = file.read()
         *lines, tail = fresh.split(b"\n")
-        if _is_line(tail[:-1]):  # a whole line, whose end is something else
+        # The last byte should be a newline.  Another character ends a complete line, too.
+        if _is_line(tail[:-1]):
             lines.append(tail)
             tail = b""
         self._offset += len(fresh) - len(tail)

@@ -1,8 +1,21 @@
 """Who learns: the online and the data-set loop, one optimizer step, objectives, metrics and
 evaluation.
 
-In: prompts, an engine, rewards and a policy (or rows of a data set). Out: an iterator of
-    `records.Step`; logging, saving and stopping are the caller's. `online.train_online` is GRPO and
-    its family on one screen, `offline.train_offline` everything that learns from data;
-    `objectives.OBJECTIVES` is the table of the latter.
+In: prompts, an engine, rewards and a policy, or rows of a data set.  Out: an iterator of
+`records.Step`; logging, saving and stopping are the caller's.
+
+- `online`: GRPO and its family, the whole loop on one screen.
+- `offline`: the loop over rows of a data set.
+- `groups`: the scored groups of each step, sampled now, ahead, or recorded.
+- `signals`: log-probs and values that credit and loss read, computed before an update.
+- `samples`: rollouts become samples with a weight for every token.
+- `loss`, `loss_terms`: the loss of a packed batch, and what it sees.
+- `passes`: the packed pass of an update, and of scoring.
+- `optimizer`: AdamW, its schedule, and steps that are not finite.
+- `critics`, `teachers`: value functions, and models that a policy learns from.
+- `objectives`, `preferences`: what learns from data sets.
+- `metrics`, `metric_table`, `work`, `closed_form`: the figures of a step.
+- `evaluate`: accuracy on held-out prompts with its intervals.
+
+Nothing here knows a run folder, a recipe file or a command.
 """

@@ -206,8 +206,10 @@ class SampledRollouts:
     """What has been sampled already."""
 
     def __iter__(self) -> Iterator[tuple[int, Collected]]:
-        """Raises RewardError after IDLE_STEPS steps in a row of which nothing can be learnt, or in
-        a shorter run after all.
+        """Yield number and groups of each step.
+
+        Raises RewardError after IDLE_STEPS steps in a row without any verdict, and after as many
+        (or all, of a shorter run) whose completions are all masked.
         """
         silent = masked = 0
         limit = min(IDLE_STEPS, self.steps)

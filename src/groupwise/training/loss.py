@@ -49,7 +49,7 @@ class Loss:
         (M, 2) of its trained tokens.
         """
         hidden_MD, algorithm = passed.hidden_MD, self.algorithm
-        # A divergence alone reads no log-probs: they are then computed for the log.
+        # If the loss is only a divergence, log-probs need no gradient: the metrics read them.
         learns = algorithm.reads_tokens
         with passed.precision(), torch.set_grad_enabled(learns and torch.is_grad_enabled()):
             head = passed.head(fused=algorithm.token_level and learns, entropy=True)
@@ -62,13 +62,15 @@ class Loss:
                     loss = loss - algorithm.bonus(terms, self.entropy_tokens)
                 for term in algorithm.token_terms:
                     loss = loss + (weight_C * term(terms)).sum()
+                # The head differentiates it when the loop asks for the next chunk (`FusedLoss`).
                 chunk.loss = loss
         value = head.total() + self.state_loss(passed, hidden_MD, head.logp_M)
         return value + passed.router_loss, seen_by(head)
 
     def state_loss(self, passed: BatchPass, hidden_MD: Tensor, logp_M: Tensor) -> Tensor | float:
-        """Return the extra terms that read values or the teacher's distributions, as far as the
-        loss has a critic and a teacher; log-probs are constants to them.
+        """Return the weighted sum of the terms that read critic values or teacher distributions.
+
+        Terms whose model is absent are left out.  Log-probs get no gradient.
         """
         read = self._state_terms()
         if not read:

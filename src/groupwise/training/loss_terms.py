@@ -1,4 +1,4 @@
-"""What a loss sees of some tokens: one builder for a packed batch and for a record.
+"""`loss_terms` builds the `Terms` that a loss reads, from a packed batch or from a recorded step.
 
 M tokens
 """
@@ -61,14 +61,17 @@ class BatchRows:
 def loss_terms(
     algorithm: Algorithm, tokens: TokenColumns, logp_M: Tensor, entropy_M: Tensor | None
 ) -> Terms:
-    """Return what the loss of an algorithm sees of tokens whose log-probs, and entropies where it
-    reads them, are known: nats.
+    """Build the inputs of an algorithm's loss for M tokens.
+
+    logp_M: current log-probs, nats.   entropy_M: entropies, nats; None if the caller has none.
     """
     sampler_M, segment_M = tokens.column("behavior_logp"), tokens.segment_M
     advantage_M = tokens.column("advantage")
     assert sampler_M is not None and advantage_M is not None
     before_M = tokens.column("scored_logp")
-    if before_M is None:  # not scored beforehand: in the first pass these are the current ones
+    if before_M is None:
+        # A rollout with one update, or without correction, is not scored beforehand: the current
+        # log-probs stand for the old policy's.
         before_M = logp_M.detach()
     old_M, mismatch = algorithm.old_logp(before_M, sampler_M, segment_M, tokens.segments)
     forking_M = tokens.column("forking") if algorithm.needs.forking else None

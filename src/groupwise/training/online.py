@@ -63,8 +63,8 @@ def train_online(
     reference, critic, teacher: exactly those that the algorithm needs (`Algorithm.needs`).  The
         reference is frozen.  A critic on the policy's backbone is trained in the policy's pass, a
         separate critic in a pass after it.
-    pretrain: number of the last step that trains the critic alone, on the returns of a policy that
-        stays as it is.  The loss in its metrics is the policy's.
+    pretrain: steps 1 to `pretrain` train only the critic; the policy is frozen.  The loss in their
+        metrics is still the policy's.
     Raises ConfigError for a model that is missing or not needed; Diverged, RewardError,
     EngineError.
     """
@@ -86,10 +86,11 @@ def train_online(
                 critic=critic,
                 max_tokens_per_microbatch=max_tokens_per_microbatch,
             )
-        advantages, one_pass = algorithm.advantages(groups), minibatches(groups, group)
+        advantages = algorithm.advantages(groups)
+        steps_of_a_pass = minibatches(groups, group)
         updates: list[Assessment] = []
         with clock.phase("update"), recomputing(policy, critic, checkpointing):
-            for places in one_pass * group.updates_per_rollout:
+            for places in steps_of_a_pass * group.updates_per_rollout:
                 samples = weigh(
                     [groups[i] for i in places], [advantages[i] for i in places], algorithm
                 )
@@ -111,7 +112,8 @@ def train_online(
                 )
                 updates.append(updated)
                 max_tokens_per_microbatch = updated.max_tokens_per_microbatch
-                if critic is not None and not (learns and critic.shared):
+                trained_with_policy = learns and critic is not None and critic.shared
+                if critic is not None and not trained_with_policy:
                     max_tokens_per_microbatch = update_critic(
                         critic, loss, max_tokens_per_microbatch=max_tokens_per_microbatch
                     )
@@ -125,7 +127,7 @@ def train_online(
             number,
             groups,
             advantages,
-            RecordedStep(algorithm, updates, len(one_pass)),
+            RecordedStep(algorithm, updates, len(steps_of_a_pass)),
             drawn,
             clock,
             version=version if learns else None,

@@ -1,5 +1,15 @@
-"""Small things that everyone uses: whole files, processes and threads, terminal text, secrets,
-seconds by phase.
+"""Small things that everyone uses.
 
-In: plain values. Out: plain values. Nothing here knows what a policy, a recipe or a run is.
+In: plain values.  Out: plain values.
+
+- `files`: files and folders that are whole or are not there.
+- `processes`, `process_main`: worker processes whose calls have deadlines; the two sides.
+- `threads`, `event_loop`: work beside the main thread.
+- `http`: the HTTP server that viewer and endpoint share.
+- `imports`, `built_in`: what a recipe names by `module:NAME`, or by a short name.
+- `terminal`, `secrets`, `spelling`: text made harmless, secrets hidden, words suggested.
+- `statistics`, `clock`, `portions`, `cache`: intervals, seconds by phase, bounded portions, the
+  user's cache.
+
+Nothing here knows what a policy, a recipe or a run is.
 """

@@ -3,8 +3,8 @@ attention over blocked keys, draws, and a whole model in one call.
 
 Weights are packed, and slabs and streams are changed in place.
 
-T positions of a stream   R rows   P prompts   D model width   H heads   K key-value heads   W head
-width   V vocabulary   O, I sides of a matrix
+T positions of a stream   R rows   P prompts   D model width   H heads   K key-value heads
+W head width   V vocabulary   O, I sides of a matrix
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ computed no further, and the next waiting one takes its place.
 
 With an environment a completion is a conversation.  While it waits for an answer its keys and
 values are saved aside, and another sequence has its place.  Then the answer is computed in one pass
-behind them, and the next turn is drawn.  Nobody waits for anybody else's turn.  Where a step costs
-what its rows cost, only a few turns are drawn at a time (`TURNS`), so that some are drawn while
-others wait.
+behind them, and the next turn is drawn.  Nobody waits for anybody else's turn.  With
+compiled kernels a step's time grows with its rows: few turns are then drawn at a time (`TURNS`), so
+that decoding overlaps with waiting for the environment.
 
 R live sequences   T tokens
 """
@@ -44,8 +44,8 @@ TURNS = 16
 take at once.  With more a step takes longer by as much, and turns that began together would all
 end, and wait for their answers, together."""
 TOKENS_PER_SYNC = {"cpu": 1, "cuda": 8}
-"""Tokens that rows draw before the host looks at any, on a CPU and on any other device: it waits
-for a GPU once instead of eight times.  Tokens that a row draws behind its end are dropped."""
+"""Tokens of a row between two reads by the host; `cuda` stands for every device but a CPU.  Eight
+tokens cost one wait for the GPU.  Tokens that a row draws behind its end are dropped."""
 MOST_TOKENS_PER_CALL = 16
 """Tokens that rows draw in one call of the compiled kernels before Python looks at them again."""
 MOST_WORK_PER_CALL = 16 * 10**9
@@ -326,8 +326,8 @@ class Scheduler:
     def _draw_many(self) -> list[tuple[Rollout, ...]]:
         """Draw several tokens for every live sequence in one call.
 
-        Sequences that end draw no more; if others wait for their place, or an environment to
-        answer, nobody does.
+        A sequence that ends draws no more tokens.  If sequences wait for a place, or there is an
+        environment, the call returns when the first one ends.
         """
         rows = self.rows
         count = 1
