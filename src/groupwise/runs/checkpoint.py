@@ -9,10 +9,10 @@ are read.
       COMPLETE         xxh3-128 of the manifest
     RUN/latest         name of the newest
 
-`job.py` says what is in it.  A checkpoint is written under a temporary name, synced to disk, read
-back for its checksums and renamed; older ones go only after that.  So a process may be killed at any moment and the newest
-complete checkpoint is still there.  Everything is verified before it is used; no pickle is written,
-or read before that.
+`job.py` says what is in it. A checkpoint is written under a temporary name, synced to disk, read
+back for its checksums and renamed; older ones go only after that. So a process may be killed at any
+moment and the newest complete checkpoint is still there. Everything is verified before it is used;
+no pickle is written, or read before that.
 
 A policy that each process holds whole is written by the first process, at once; a sharded one by
 all processes, in the background, while training continues.  For a sharded policy every process
