@@ -558,6 +558,30 @@ def test_a_loaded_policy_asks_as_its_run_did(call: Callable) -> None:
 
 
 @pytest.mark.slow
+def test_a_loaded_policy_and_an_evaluation_write_the_date_of_their_run(call: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    dated = "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    scratch = {"hidden": 16, "context": 64, "tokenizer": "arithmetic"}
+    model = {"scratch": scratch, "chat_template": dated}
+    list(call(model=model, data={"path": ROWS, "chat": True}, steps=1))
+    record = json.loads(Path("runs/mine/environment.json").read_text())
+    record["attempts"][0]["time"] = 86400.0 * 366 * 10
+    Path("runs/mine/environment.json").write_text(json.dumps(record))
+    Path("runs/mine/checksums.txt").unlink()
+    policy = gw.load_policy("runs/mine")
+    assert policy._questions(["2+2="])[0].text == "19802+2="
+    evaluate = importlib.import_module("groupwise.api.evaluate")
+    texts: list[str] = []
+
+    def evaluated(prepared: Any, engine: Any, prompts: Any, progress: Any, inner: Callable = evaluate.evaluated) -> Any:
+        texts.extend(prompt.text for prompt in prompts)
+        return inner(prepared, engine, prompts, progress)
+
+    monkeypatch.setattr(evaluate, "evaluated", evaluated)
+    gw.evaluate("runs/mine", task="addition", limit=2, k=1, rewards=["accuracy"])
+    assert len(texts) == 2 and all(text.startswith("1980") for text in texts)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("control", ["warn", "plain"])
 def test_a_loaded_policy_shows_tools_and_writes_control_tokens_as_its_run_did(
     control: str, tiny_policy: Callable, caplog: pytest.LogCaptureFixture

@@ -432,6 +432,22 @@ def test_the_module_is_the_command() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["import-trl", "trl.yaml", "--devices", "8", "new.yaml"],
+        ["import-trl", "--devices", "8", "trl.yaml", "new.yaml"],
+        ["--devices", "8", "import-trl", "trl.yaml", "new.yaml"],
+    ],
+    ids=" ".join,
+)
+def test_options_may_stand_between_arguments(typed: list[str]) -> None:
+    from groupwise.cli.commands import _parse
+
+    read = _parse(["recipes", *typed])
+    assert (read.action, read.name, read.to, read.devices) == ("import-trl", "trl.yaml", "new.yaml", 8)
+
+
 def test_overrides_may_stand_behind_options() -> None:
     from groupwise.cli.commands import _parse
 

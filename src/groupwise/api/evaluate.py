@@ -161,7 +161,7 @@ def evaluate(
         "environment": keys is not None,
     }
     origin = _origin(path, overrides, [part for part, changed in replaced.items() if not changed])
-    run = _plain_recipe() if origin is None else origin.recipe
+    run = _plain_recipe() if origin is None else origin.dated
     if run.objective in JUDGES:
         raise ConfigError(
             f"{path} holds a model of the objective {run.objective!r}, which writes no completions"

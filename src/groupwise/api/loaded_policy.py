@@ -97,7 +97,7 @@ class LoadedPolicy(Policy):
         )
         if origin is None:
             return loaded
-        data, rollout = origin.recipe.data, origin.recipe.rollout
+        data, rollout = origin.dated.data, origin.recipe.rollout
         texts = {
             "data.system": data.system,
             "data.template": data.template,

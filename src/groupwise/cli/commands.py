@@ -200,9 +200,7 @@ def _tell(text: str, before: str = "") -> None:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments; overrides may stand behind options too, and those of `serve` behind --, where
-    argparse would not find them.
-    """
+    """The arguments; options may stand between them, and those of `serve` stand behind --."""
     typed = _joined(sys.argv[1:] if arguments is None else arguments)
     parser, commands = parsers(typed[:1])
     if not typed:
@@ -213,13 +211,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         hint = f"did you mean {near}?" if near is not None else f"there are {', '.join(COMMANDS)}"
         parser.error(f"there is no command {typed[0]!r}; {hint}")
     behind = typed.index("--") if typed[:1] == ["serve"] and "--" in typed else len(typed)
-    options, rest = parser.parse_known_args(typed[:behind])
-    unknown = [text for text in rest if text.startswith("-") or "overrides" not in vars(options)]
+    if typed[0].startswith("-"):
+        return parser.parse_args(typed)
+    command = commands[typed[0]]
+    options, unknown = command.parse_known_intermixed_args(typed[1:behind])
     if unknown:
-        command = commands[options.command]
         command.error(_unknown(unknown[0], typed, command, overrides="overrides" in vars(options)))
-    if rest:
-        options.overrides = [*options.overrides, *rest]
     if "more" in vars(options):
         options.more = typed[behind + 1 :]
     return options

@@ -13,7 +13,7 @@ EXAMPLES = (
 def arguments(command: argparse.ArgumentParser) -> None:
     """What can be typed."""
     command.add_argument(
-        "folder", nargs="?", default=".venv-vllm", metavar="FOLDER", help="default: %(default)s"
+        "folder", nargs="?", default=".venv-vllm", metavar="FOLDER", help="default: .venv-vllm"
     )
     command.add_argument(
         "--gpu", action="store_true", help="vLLM's CUDA build instead of its CPU build"

@@ -18,7 +18,7 @@ EXAMPLES = (
 def arguments(command: argparse.ArgumentParser) -> None:
     """What can be typed."""
     command.add_argument(
-        "folder", nargs="?", default="runs", metavar="FOLDER", help="default: %(default)s"
+        "folder", nargs="?", default="runs", metavar="FOLDER", help="default: runs"
     )
 
 

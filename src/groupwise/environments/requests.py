@@ -27,7 +27,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from groupwise.data.messages import from_json
+from groupwise.data.messages import ARGUMENTS, from_json, switch_as_text
 from groupwise.records import Finish, Sampling
 
 
@@ -116,6 +116,16 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(function.get("parameters") or {}, Mapping):
         raise _wrong("has function.parameters that are no JSON schema")
     return tool
+
+
+def _variables(variables: dict[str, Any]) -> dict[str, Any]:
+    """Variables of the chat template, held against what a template can be given."""
+    for name in ARGUMENTS:
+        if name in variables:
+            raise _wrong(f"sets {name!r}, which is no variable of the chat template: leave it out")
+    if remedy := switch_as_text(variables):
+        raise _wrong(f"is wrong: {remedy}")
+    return variables
 
 
 class _Body(BaseModel):
@@ -289,7 +299,9 @@ class ChatRequest(SamplingRequest):
 
     parts: Annotated[list[_MessagePart], Field(alias="messages", min_length=1)]
     tools: list[Annotated[dict[str, Any], AfterValidator(_tool)]] | None = None
-    variables: Annotated[dict[str, Any], Field(alias="chat_template_kwargs")] = {}
+    variables: Annotated[
+        dict[str, Any], Field(alias="chat_template_kwargs"), AfterValidator(_variables)
+    ] = {}
     """Further variables of the chat template."""
     logprobs: bool = False
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None

@@ -2,8 +2,8 @@
 trains (by `run_files`).
 
     config.yaml               resolved recipe, secrets redacted
-    environment.json          one entry per start: versions, command, git commit, hardware, and why
-    it ended metrics.jsonl             one line a step
+    environment.json          one entry per start: versions, command, hardware, why it ended
+    metrics.jsonl             one line a step
     rollouts/000012.parquet   one row per completion of that step
     evaluations/              the same of the held-out prompts, where there were evaluations
     tokens.parquet            the text of every token id
@@ -39,6 +39,7 @@ from typing import IO, Any
 from groupwise.config.recipes import changes, parse_recorded, run_folder
 from groupwise.config.settings import Recipe
 from groupwise.config.strict_yaml import parse
+from groupwise.data.rendering import CLOCK
 from groupwise.errors import CheckpointError, ConfigError, RunError, StorageError
 from groupwise.runs.metrics_log import METRICS, read_metrics
 from groupwise.runs.run_files import RunFiles, bounded_json
@@ -376,6 +377,12 @@ def moment_of(folder: Path, now: float) -> float:
     return float(attempts[0]["time"]) if attempts else now
 
 
+def at_moment(recipe: Recipe, moment: float) -> Recipe:
+    """The recipe whose chat templates write the date of a moment, a Unix time."""
+    variables = {CLOCK: moment, **recipe.data.chat_template_kwargs}
+    return replace(recipe, data=replace(recipe.data, chat_template_kwargs=variables))
+
+
 def add_start(run: RunFiles, done: int, started: float | None = None) -> None:
     """Add this start to those that are there; a file that cannot be read is put aside.
 
@@ -492,6 +499,11 @@ class Origin:
     def step(self) -> int:
         """The last step in its log; 0 if there is none."""
         return max((line["step"] for line in read_metrics(self.folder)), default=0)
+
+    @property
+    def dated(self) -> Recipe:
+        """The recipe whose chat templates write the date of the run's first start."""
+        return at_moment(self.recipe, moment_of(self.folder, time.time()))
 
 
 def overridden(origin: Origin, overrides: Sequence[str]) -> Origin:

@@ -21,7 +21,6 @@ import torch
 
 from groupwise.config.recipes import demand_objects, dump
 from groupwise.config.settings import Recipe
-from groupwise.data.rendering import CLOCK
 from groupwise.distributed import comm
 from groupwise.errors import Ended, GroupwiseError, PeerError, RewardError
 from groupwise.models.loading import resolve_device
@@ -34,6 +33,7 @@ from groupwise.runs.folder import (
     FINAL,
     REFERENCE,
     Lock,
+    at_moment,
     check_reference,
     choose_folder,
     moment_of,
@@ -388,12 +388,6 @@ class Run:
         apart = not self.job.policy.sharded or comm.world().size == 1
         unchanged = self._whole[1] == self.job.taken and not self.job.exchanging
         return apart and not self._writing and unchanged
-
-
-def at_moment(recipe: Recipe, moment: float) -> Recipe:
-    """The recipe whose chat templates write the date of a moment, a Unix time."""
-    variables = {CLOCK: moment, **recipe.data.chat_template_kwargs}
-    return replace(recipe, data=replace(recipe.data, chat_template_kwargs=variables))
 
 
 def newest_checkpoint(folder: Path) -> Path | None:

@@ -162,6 +162,8 @@ def test_the_token_is_asked_for_everywhere(serve):
         (CHAT | {"surprise": 1}, "surprise"),
         (CHAT | {"logit_bias": {"5": 100}}, "logit_bias"),
         (CHAT | {"response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT | {"chat_template_kwargs": {"enable_thinking": "false"}}, "enable_thinking is the text 'false'"),
+        (CHAT | {"chat_template_kwargs": {"add_generation_prompt": False}}, "sets 'add_generation_prompt'"),
     ],
 )
 def test_requests_that_cannot_be_parsed_are_refused(serve, body, said):
