@@ -23,6 +23,7 @@ from groupwise.config.recipes import (
     load_recipe,
     load_stages,
     make_recipe,
+    parse_recorded,
     parse_stages,
     redacted,
     run_folder,
@@ -656,6 +657,20 @@ def test_a_run_that_was_begun_with_names_alone_goes_on() -> None:
     saved["parallel"] = "auto"
     assert changes(yaml.safe_dump(saved), recipe) == []
     assert changes(yaml.safe_dump(saved), one(GOOD, "rollout.engine=vllm")) == ["rollout.engine.name: 'native' -> 'vllm'"]
+
+
+def test_a_run_that_recorded_keys_which_went_is_read_and_goes_on() -> None:
+    """config.yaml holds every key, also those that did nothing."""
+    recipe = one(GOOD)
+    saved = yaml.safe_load(dump(recipe))
+    saved["model"]["dropout"] = saved["teacher"]["ema"] = 0.0
+    saved["group"]["mix"] = saved["teacher"]["demonstrations"] = None
+    assert parse_recorded(yaml.safe_dump(saved), "config.yaml") == recipe
+    assert changes(yaml.safe_dump(saved), recipe) == []
+    saved["group"]["mix"], saved["teacher"]["ema"] = 0.25, 0.05
+    assert parse_recorded(yaml.safe_dump(saved), "config.yaml") == recipe
+    lines = changes(yaml.safe_dump(saved), recipe)
+    assert [line.partition(" -> no key")[0] for line in lines] == ["group.mix: 0.25", "teacher.ema: 0.05"]
 
 
 def test_one_dashboard_is_written_as_a_word() -> None:

@@ -188,12 +188,17 @@ def parse_recorded(text: str, name: str, overrides: Sequence[str] = ()) -> Recip
     """The recipe of a run's `config.yaml`, with overrides.
 
     What it names elsewhere (its data, its model, an earlier stage) need not be there any more.
+    Keys that went since then are left out: they shaped the training alone.
     Raises ConfigError."""
     root, problems = parse(text, name)
     if problems or not isinstance(root.values, dict) or "stages" in root.values:
         raise ConfigError(
             _listed(name, problems or [Problem(name, "not the config.yaml of a run")])
         )
+    for key in WENT:
+        section, _, last = key.rpartition(".")
+        if root.holds(_path(key)):
+            del root.get(_path(section))[last]
     changes = read_overrides(overrides, problems)
     changed = tuple(f"{'.'.join(path)}." for path, _ in changes)
     return _checked(name, stage_documents(root, changes, problems), problems, changed=changed)[""]
@@ -433,7 +438,12 @@ def changes(old: str, new: Recipe) -> list[str]:
         neutral += ("steps",)
     if is_online(new.objective):
         neutral += ("data.max_tokens",)
-    return [
+    root, _ = parse(old, "config.yaml")
+    went: list[str] = []
+    for key in WENT:
+        if value := root.get(_path(key)):
+            went.append(f"{key}: {schema.show(value)} -> no key any more: {WENT[key]}")
+    return went + [
         f"{key}: {schema.show(before.get(key))} -> {schema.show(after.get(key))}"
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key)
