@@ -76,7 +76,7 @@ TOKENIZERS: list[tuple[dict[str, Any], str]] = [
     ({"ggml.merges": ["t h", "t q"]}, "has the merge 't q', whose parts are no tokens"),
     ({"ggml.merges": ["th"]}, "has the merge 'th', whose parts are no tokens"),
     ({"ggml.tokens": ["a"] * VOCABULARY}, "has the token 'a' twice"),
-    ({"ggml.tokens": [str(place) for place in range(VOCABULARY)]}, "has no token for the byte"),
+    ({"ggml.tokens": [str(place) for place in range(VOCABULARY)]}, "has no token for the character"),
     ({"ggml.tokens": [str(place) for place in range(VOCABULARY + 1)]}, "has 301 tokens and the model's embedding 300 rows"),
     ({"ggml.token_type": [1]}, "token_type of 300 numbers"),
     ({"ggml.token_type": [9] * VOCABULARY}, "a token of the type 9"),

@@ -192,3 +192,12 @@ def test_bytes_are_all_there(tmp_path: Path) -> None:
     text = "ä日本 \n\tz"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert len(pre_tokenizers.ByteLevel.alphabet()) == 256
+
+
+def test_bytes_that_a_vocabulary_does_not_have_give_no_token(tmp_path: Path) -> None:
+    """SmolLM2's vocabulary has no token for 21 bytes: control characters, and bytes that UTF-8 rarely or never has."""
+    vocabulary = byte_vocabulary("qwen2")
+    absent = {"ĝ", "ė", "ñ", "ÿ"}  # 0x1d, 0x17, 0xf1, 0xff, as a byte level writes them
+    vocabulary["ggml.tokens"] = [f"<gone{n}>" if token in absent else token for n, token in enumerate(vocabulary["ggml.tokens"])]
+    tokenizer = _converted(tmp_path, vocabulary)
+    assert tokenizer.decode(tokenizer("a\x1db ä")["input_ids"]) == "ab ä"
