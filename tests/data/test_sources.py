@@ -216,6 +216,9 @@ def test_of_a_large_parquet_file_no_more_than_the_limit_is_read(tmp_path, tokeni
     settings = DataSettings(path=str(path), limit=16)
     loaded = load_data(settings, tokenizer, context=64, max_new_tokens=8, seed=0)
     assert [prompt.text for prompt in loaded.train] == [f"{n}+{n}" for n in range(16)]
+    held_out = DataSettings(task="addition", eval_path=str(path), eval_limit=16, limit=4)
+    judged = load_data(held_out, tokenizer, context=64, max_new_tokens=8, seed=0).held_out
+    assert [prompt.text for prompt in judged] == [f"{n}+{n}" for n in range(16)]
 
 
 def test_of_a_data_set_of_the_hub_no_more_than_the_limit_is_read(monkeypatch):

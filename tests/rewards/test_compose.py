@@ -436,6 +436,16 @@ def test_a_completion_taken_for_messages_or_for_text_is_explained(group, chat, r
     assert ("prompts of" in str(caught.value)) is (hint != "$")
 
 
+@pytest.mark.parametrize(("read", "explained"), [('c[0]["content"]', True), ("c[0]", False)])
+def test_an_empty_completion_taken_for_messages_is_explained(group, read, explained):
+    space: dict[str, Any] = {}
+    exec(f"def f(completions): return [len({read}) for c in completions]", space)
+    rewards = build_rewards([LiveReward(function=space["f"], runs="here")], columns=[])
+    with rewards, pytest.raises(RewardError, match="string index out of range") as caught:
+        rewards.score([group("")])
+    assert ("prompts of text give" in str(caught.value)) is explained
+
+
 @pytest.mark.parametrize(
     "raised", ["ValueError('x' * 1_000_000)", "ValueError('\\x1b[2J\\u202e' * 100_000)", "KeyError('x' * 1_000_000)"]
 )

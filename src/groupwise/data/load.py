@@ -251,9 +251,10 @@ def _sources(settings: DataSettings, kind: str, seed: int) -> tuple[SourceRows, 
         raise ConfigError(f"data.eval_fraction cannot be used with {other}: leave one of them out")
     held_out = None
     if settings.eval_path is not None:
-        held_out = read_rows(settings.eval_path, settings.eval_split, lenient=True).renamed(
-            settings.columns
+        read = read_rows(
+            settings.eval_path, settings.eval_split, lenient=True, limit=settings.eval_limit
         )
+        held_out = read.renamed(settings.columns)
     if settings.path is not None:
         if settings.task_args:
             raise ConfigError(

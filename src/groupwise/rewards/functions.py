@@ -14,6 +14,7 @@ import copy
 import pickle
 import re
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ CLEANED_UP = 1.0
 """Seconds that an asynchronous call which is cancelled has to clean up."""
 
 
+TEXT_OF_TEXT = "prompts of text give completions of text, prompts of messages give messages"
 _TEXTS_TAKEN_FOR_MESSAGES = re.compile(
     r"string indices must be integers|'str' object has no attribute '(?:get|content|role)'"
 )
@@ -97,16 +99,26 @@ class RewardCall:
 
     def _hint(self, error: BaseException) -> str:
         """Name the commonest mistake: a completion has the form of its prompt, text or messages."""
+        if isinstance(error, IndexError):
+            # An empty text has no first character.
+            taken = not self.chat and _reads_content(error)
+            return TEXT_OF_TEXT if taken else ""
         if not isinstance(error, TypeError | AttributeError):
             return ""
         if not self.chat and _TEXTS_TAKEN_FOR_MESSAGES.search(message_of(error)):
-            return "prompts of text give completions of text, prompts of messages give messages"
+            return TEXT_OF_TEXT
         if self.chat and _MESSAGES_TAKEN_FOR_TEXTS.search(message_of(error)):
             return (
                 "prompts of messages give completions of messages: the text is"
                 ' completion[0]["content"]'
             )
         return ""
+
+
+def _reads_content(error: BaseException) -> bool:
+    """Return whether the code that raised an error reads the key `content`."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and "content" in frames[-1].f_code.co_consts
 
 
 def worker(specs: Sequence[str]) -> Callable[..., Any]:
