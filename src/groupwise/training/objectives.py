@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from groupwise.config.settings import Recipe, positions_of
-from groupwise.data.encoding import DEMONSTRATIONS, PAIRS, SOLUTIONS, RecordKind
+from groupwise.data.encoding import DEMONSTRATIONS, PAIRS, PLAIN_PAIRS, SOLUTIONS, RecordKind
 from groupwise.data.load import Data, load_records
 from groupwise.data.templates import Tools
 from groupwise.models.gguf import checkpoint_folder
@@ -155,7 +155,7 @@ OBJECTIVES: dict[str, Kind] = {
     ),
     "dpo": Kind(
         title="direct preference optimisation",
-        load=partial(_records, PAIRS),
+        load=partial(_records, PLAIN_PAIRS),
         objective=_dpo,
         anchor=_anchored,
     ),
