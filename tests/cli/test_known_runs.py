@@ -21,6 +21,7 @@ from groupwise.cli.score import steps_of
 from groupwise.config.recipes import parse_recorded
 from groupwise.errors import ConfigError, DataError
 from groupwise.runs.folder import origin_of
+from groupwise.runs.metrics_log import read_metrics
 from groupwise.runs.model_card import base_of
 
 RUN = "runs/demo/grpo"
@@ -259,7 +260,7 @@ def test_more_steps_go_on_or_it_is_said_why_not(there: Path, tmp_path: Path, cap
     assert main(["train", "my.yaml", "--quiet", "steps=1", f"runs={tmp_path}"]) == 0
     assert main(["train", "my.yaml", "--quiet", "steps=2", f"runs={tmp_path}"]) == 0
     assert "finished at step 1; it continues to step 2" in capsys.readouterr().out
-    assert len((tmp_path / "demo/grpo/metrics.jsonl").read_text().splitlines()) == 3
+    assert [step["step"] for step in read_metrics(tmp_path / "demo/grpo")] == [0, 1, 2]
     linear = ["optimizer.schedule=linear", f"runs={tmp_path / 'linear'}", "--quiet"]
     assert main(["train", "my.yaml", "steps=1", *linear]) == 0
     assert main(["train", "my.yaml", "steps=2", *linear]) == 2

@@ -22,6 +22,7 @@ from groupwise.config.trl_names import TRL_KEYS
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.errors import ConfigError
 from groupwise.models.scratch import scratch_model
+from groupwise.runs.metrics_log import read_metrics
 from groupwise.trl.configuration import DEFAULTS, KINDS, OWN_DEFAULTS, Configuration
 from groupwise.trl.recipe import Imported, import_trl, translated
 from groupwise.trl.table import FATES, TABLE, explain
@@ -1255,7 +1256,7 @@ def test_imported_recipes_are_planned_and_trained(name: str, tiny: Path, capfd: 
     assert main(["train", "recipe.yaml", *said, "--dry-run"]) == 0, capfd.readouterr().err
     assert main(["train", "recipe.yaml", *said, "--quiet"]) == 0, capfd.readouterr().err
     (log,) = Path("runs").glob("**/metrics.jsonl")
-    steps = [json.loads(line) for line in log.read_text().splitlines()]
+    steps = read_metrics(log.parent)
     assert max(step["step"] for step in steps) == 2
     assert all(math.isfinite(step["loss"]) for step in steps if step["step"])
     assert (log.parent / "final" / "config.json").is_file()

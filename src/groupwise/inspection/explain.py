@@ -28,7 +28,6 @@ from groupwise.data import vocabulary
 from groupwise.errors import ConfigError
 from groupwise.records import Finish, Prompt, Rollout, RolloutGroup, Sample, Sampling, Step
 from groupwise.runs.folder import run_of
-from groupwise.runs.prepared import algorithm_of
 from groupwise.runs.recorded import TOKENS, list_rollouts, read_step
 from groupwise.runs.rollout_table import bounded_table
 from groupwise.runs.run_files import RunFiles
@@ -354,6 +353,10 @@ def _as_recorded(recipe: Recipe, recorded: Step, place: int, *, changed: bool) -
 
     changed: True if the recipe is not the run's, whose advantages are then computed again.
     """
+    from groupwise.runs.prepared import (
+        algorithm_of,  # imports transformers: an example without a run does not need it
+    )
+
     algorithm = algorithm_of(recipe)
     _check_explainable(algorithm)
     group = recorded.groups[place]
