@@ -673,6 +673,14 @@ def test_a_run_that_recorded_keys_which_went_is_read_and_goes_on() -> None:
     assert [line.partition(" -> no key")[0] for line in lines] == ["group.mix: 0.25", "teacher.ema: 0.05"]
 
 
+@pytest.mark.parametrize("objective", ["distill", "sft"])
+def test_where_no_reward_is_learnt_from_all_may_be_logged_alone(objective: str) -> None:
+    keys = {"objective": objective, "steps": 3, "data": {"task": "addition"}, "model": {"scratch": {}}}
+    keys |= {"teacher": {"path": "owner/teacher"}} if objective == "distill" else {}
+    recipe = make_recipe(keys | {"rewards": [{"function": "accuracy", "weight": 0}]})
+    assert recipe.rewards[0].weight == 0
+
+
 def test_one_dashboard_is_written_as_a_word() -> None:
     keys = {"objective": "sft", "steps": 3, "data": {"task": "sums"}, "model": {"scratch": {}}}
     assert make_recipe(keys | {"save": {"report_to": "wandb"}}).save.report_to == ("wandb",)

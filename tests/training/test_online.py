@@ -27,7 +27,7 @@ from groupwise.records import Finish, Prompt, Rollout, Sampling, Step
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.training.closed_form import RecordedLoss
 from groupwise.training.critics import Critic
-from groupwise.training.groups import SampledRollouts
+from groupwise.training.groups import SampledRollouts, _is_silent
 from groupwise.training.metrics import kl_metrics, reward_metrics
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
@@ -130,6 +130,13 @@ def test_r08_a_run_without_any_reward_ends(run: Callable) -> None:
     with pytest.raises(RewardError, match=r"\(rule\) said None for every completion of 3 steps: nothing can be learnt; try"):
         taken.extend(step.number for step in steps)
     assert taken == [1, 2, 3, 4, 5], "two silent steps, one with a reward, two silent ones; the third in a row is not taken"
+
+
+@pytest.mark.parametrize(("weight", "silent"), [(1.0, True), (0.0, False)])
+def test_a_reward_that_is_logged_alone_may_say_none(scored_group: Callable, weight: float, silent: bool) -> None:
+    """A teacher's run learns without a verdict."""
+    group = scored_group([None, None])
+    assert _is_silent([replace(group, weights=(weight,))]) is silent
 
 
 def test_solved_and_failed_are_shares_of_the_groups_with_a_verdict(scored_group: Callable) -> None:

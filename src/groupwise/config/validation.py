@@ -491,12 +491,9 @@ def _scored(recipe: Recipe) -> bool:
 
 
 def _rewards(recipe: Recipe, earlier: Sequence[str]) -> Findings:
-    if (
-        is_online(recipe.objective)
-        and not _unknown_credit(recipe)
-        and _algorithm(recipe).needs.reward
-        and not _scored(recipe)
-    ):
+    known_online = is_online(recipe.objective) and not _unknown_credit(recipe)
+    learns = known_online and _algorithm(recipe).needs.reward
+    if learns and not _scored(recipe):
         yield (
             f"rewards is missing: {recipe.objective!r} needs at least one, e.g. [{{function:"
             " accuracy}]"
@@ -541,7 +538,7 @@ def _rewards(recipe: Recipe, earlier: Sequence[str]) -> Findings:
             f" {there}"
         )
         yield ("verdict", "rewards"), message
-    if recipe.rewards and all(reward.weight == 0 for reward in recipe.rewards):
+    if learns and recipe.rewards and all(reward.weight == 0 for reward in recipe.rewards):
         yield ("rewards.0.weight",), "every reward has weight 0: nothing would be learnt"
 
 

@@ -311,7 +311,9 @@ class SampledRollouts:
 
 def _is_silent(groups: Sequence[RolloutGroup]) -> bool:
     """Return True if no reward function scored any completion."""
-    return bool(groups[0].names) and all(np.isnan(group.reward).all() for group in groups)
+    if not any(groups[0].weights):
+        return False
+    return all(np.isnan(group.reward).all() for group in groups)
 
 
 @dataclass(frozen=True, slots=True)
