@@ -215,6 +215,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         return parser.parse_args(typed)
     command = commands[typed[0]]
     options, unknown = command.parse_known_intermixed_args(typed[1:behind])
+    options.command = typed[0]
     if unknown:
         command.error(_unknown(unknown[0], typed, command, overrides="overrides" in vars(options)))
     if "more" in vars(options):
