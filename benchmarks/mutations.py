@@ -31,8 +31,8 @@ SOURCE = Path("src", "groupwise")
 PARTS = ("benchmarks", "docs", "packages", "recipes", "src", "tests", "typings", "README.md", "SECURITY.md", "pyproject.toml")
 """Of the repository: what the tests read."""
 PACKAGES = (
-    "algorithms", "api", "cli", "config", "data", "distributed", "environments", "models", "ops", "proof", "rewards", "rollout",
-    "runs", "training", "utils", "viewer",
+    "algorithms", "api", "cli", "config", "data", "distributed", "environments", "inspection", "models", "ops", "proof", "rewards",
+    "rollout", "runs", "training", "trl", "utils", "viewer",
 )  # fmt: skip
 COMPARISONS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot,
