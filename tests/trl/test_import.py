@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -31,6 +32,22 @@ FIELDS: dict[str, dict[str, str | None]] = json.loads((Path(__file__).parents[1]
     "fields"
 ]
 """Class -> field -> default as source text."""
+HEAD = {"max_steps": 10}
+HEADS = {
+    "GRPOConfig": HEAD
+    | {
+        "num_generations": 8,
+        "model_name_or_path": "m/m",
+        "dataset_name": "d",
+        "reward_funcs": "accuracy",
+        "max_completion_length": 512,
+    }
+}
+"""Class -> arguments that stand before those of a case."""
+
+
+def read_table(name: str) -> Any:
+    return yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
 
 
 @pytest.fixture(autouse=True)
@@ -118,93 +135,31 @@ model_name_or_path: some/model
     assert tree["data"] == {"path": "some/rows", "eval_path": "some/rows"}
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("loss_type: dapo", {"objective": "bnpo"}),
-        ("loss_type: grpo", {"objective": "grpo"}),
-        ("loss_type: dr_grpo\nscale_rewards: none", {"objective": "dr_grpo", "group.credit": None}),
-        ("loss_type: dr_grpo", {"objective": "dr_grpo", "group.credit": {"name": "standardized", "scale": "group"}}),
-        ("scale_rewards: batch", {"group.credit": {"name": "standardized", "scale": "batch"}}),
-        ("loss_type: grpo\nscale_rewards: false", {"group.credit": {"name": "standardized", "scale": "none"}}),
-        ("loss_type: cispo\nepsilon_high: 5.0", {"objective": "cispo", "group.surrogate": {"name": "cispo", "cap": 5.0}}),
-        ("loss_type: sapo\nsapo_temperature_neg: 1.2", {"group.surrogate": {"name": "sapo", "tau_neg": 1.2}}),
-        ("loss_type: vespo\nvespo_lambda_pos: 4", {"group.surrogate": {"name": "vespo", "lam_pos": 4.0}}),
-        ("epsilon_high: 0.28\ndelta: 4", {"group.surrogate": {"name": "clipped", "low": 0.2, "high": 0.28, "delta": 4.0}}),
-        ("importance_sampling_level: sequence\nloss_type: grpo", {"group.ratio": "sequence_mean"}),
-        ("multi_objective_aggregation: normalize_then_sum", {"objective": "bnpo", "group.credit": "decoupled"}),
-        ("multi_objective_aggregation: normalize_then_sum\nloss_type: cispo\nepsilon_high: 4.0\nscale_rewards: batch",
-         {"objective": "cispo", "group.credit": "decoupled", "group.surrogate": {"name": "cispo", "cap": 4.0}}),
-        ("loss_type: luspo", {"objective": "luspo", "group.ratio": "token"}),
-        ("loss_type: luspo\nimportance_sampling_level: sequence", {"objective": "luspo", "group.ratio": None}),
-        ("beta: 0.04", {"group.beta": 0.04, "group.kl": "k3_ratio"}),
-        ("beta: 0.04\nuse_bias_correction_kl: false", {"group.kl": "k3"}),
-        ("top_entropy_quantile: 0.2", {"group.entropy_quantile": 0.8}),
-        ("mask_truncated_completions: true", {"group.truncated": "mask"}),
-        ("use_vllm: true",
-         {"rollout.engine": {"name": "vllm", "colocated": True,
-                             "correct": {"level": "sequence_sum", "mode": "mask", "high": 3.0}}}),
-        ("use_vllm: true\nvllm_mode: server\nvllm_importance_sampling_correction: false",
-         {"rollout.engine": {"name": "vllm", "servers": ["http://127.0.0.1:8000"], "correct": None}}),
-        (
-            "use_vllm: true\nvllm_mode: server\nvllm_importance_sampling_mode: token_truncate\n"
-            "vllm_importance_sampling_clip_max: 2",
-            {"rollout.engine": {"name": "vllm", "servers": ["http://127.0.0.1:8000"],
-                                "correct": {"level": "token", "mode": "truncate", "high": 2.0}}},
-        ),
-        ("sync_ref_model: true\nref_model_sync_steps: 64", {"group.reference_refresh": 64, "group.reference_mix": 0.6}),
-        ("lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr: 1e-7}\nlearning_rate: 1e-6",
-         {"optimizer.schedule": "cosine", "optimizer.min_lr_ratio": 0.1}),
-        ("max_grad_norm: 0", {"optimizer.clip_norm": None}),
-        ("fp16: true", {"model.dtype": "autocast"}),
-        ("bf16: false", {"model.dtype": "float32"}),
-        ("torch_dtype: bfloat16", {"model.dtype": "bfloat16"}),
-        ("deepspeed: ds_zero3.json", {"parallel": "zero3"}),
-        ("deepspeed: {zero_optimization: {stage: 3, offload_param: {pin_memory: true, device: cpu}}}",
-         {"parallel": {"name": "zero3", "offload": True}}),
-        ("deepspeed: {zero_optimization: {stage: 2, offload_optimizer: {device: cpu}}}",
-         {"parallel": {"name": "zero2", "offload": True}}),
-        ("deepspeed: {zero_optimization: {stage: 3, offload_param: {device: none}}}", {"parallel": "zero3"}),
-        ("fsdp: full_shard offload", {"parallel": {"name": "zero3", "offload": True}}),
-        ("fsdp: full_shard\nfsdp_config: {fsdp_offload_params: true}", {"parallel": {"name": "zero3", "offload": True}}),
-        ("use_adaptive_entropy: true\nentropy_coef_max: 0.02\nentropy_target: 0.3",
-         {"group.entropy_target": 0.3, "group.entropy_bonus": 0.02, "group.entropy_step": 0.005}),
-        ("use_adaptive_entropy: true", {"group.entropy_target": 0.2, "group.entropy_bonus": 1.0}),
-        ("entropy_target: 0.3\nentropy_coef: 0.01", {"group.entropy_target": None, "group.entropy_bonus": 0.01}),
-        ("dataset_config: main", {"data.path": "d:main"}),
-        ("chat_template_kwargs: {enable_thinking: false}", {"data.chat_template_kwargs": {"enable_thinking": False}}),
-        ("use_peft: true\nlora_r: 32", {"model.lora": {"rank": 32, "alpha": 32, "targets": "all-linear"}}),
-        ("use_peft: true\nlora_r: 16\nuse_rslora: true", {"model.lora": {"rank": 16, "alpha": 128, "targets": "all-linear"}}),
-    ],
-)  # fmt: skip
-def test_single_arguments(text: str, expected: dict[str, object]) -> None:
-    imported = read(
-        f"num_generations: 8\nmodel_name_or_path: m/m\ndataset_name: d\nmax_steps: 10\nreward_funcs: accuracy\n{text}\n"
-    )
-    for key, value in expected.items():
-        got = imported.keys.get(key)
-        assert got == (pytest.approx(value) if isinstance(value, float) else value), key
-
-
-@pytest.mark.parametrize(
-    ("kind", "text", "shuffle"),
-    [
-        ("SFTConfig", "", None),
-        ("SFTConfig", "shuffle_dataset: false", None),  # the sampler is random all the same
-        ("SFTConfig", "train_sampling_strategy: sequential", False),
-        ("SFTConfig", "train_sampling_strategy: sequential\nshuffle_dataset: true", None),
-        ("DPOConfig", "train_sampling_strategy: sequential", False),
-        ("GRPOConfig", "train_sampling_strategy: sequential", None),  # it has a sampler of its own
-        ("GRPOConfig", "shuffle_dataset: false", False),
-    ],
-)
-def test_rows_are_taken_in_their_order_where_trl_does(kind: str, text: str, shuffle: bool | None) -> None:
-    assert read(f"max_steps: 5\n{text}\n", kind=kind).keys.get("data.shuffle") is shuffle
-
-
-def test_a_reference_of_pairs_that_shall_not_move_is_no_loss() -> None:
-    assert "not supported" not in read("beta: 0.1\nsync_ref_model: false\n", kind="DPOConfig").by_fate()
-    assert "not supported" in read("beta: 0.1\nsync_ref_model: true\n", kind="DPOConfig").by_fate()
+@pytest.mark.parametrize("case", read_table("arguments.yaml"), ids=itertools.count())
+def test_single_arguments(case: dict[str, Any]) -> None:
+    Path("mine.yaml").write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nnum_processes: 3\n")
+    Path("alone.yaml").write_text("distributed_type: 'NO'\nnum_processes: 8\n")
+    kind = case.get("kind", "GRPOConfig")
+    given = yaml.safe_load(case["text"]) or {}
+    head = [f"{name}: {value}\n" for name, value in HEADS.get(kind, HEAD).items() if name not in given]
+    text = "".join(head) + case["text"]
+    if "refused" in case:
+        with pytest.raises(ConfigError, match=re.escape(case["refused"])):
+            read(text, kind=kind)
+        return
+    imported = read(text, kind=kind)
+    for key, value in case.get("keys", {}).items():
+        assert imported.keys.get(key) == (pytest.approx(value) if isinstance(value, float) else value), key
+    lines = {line.name: line for line in imported.lines}
+    assert {name: lines[name].fate for name in case.get("fates", ())} == case.get("fates", {})
+    assert {name: lines[name].detail for name in case.get("details", ())} == case.get("details", {})
+    if "line" in case:
+        (line,) = (line for line in imported.summary().splitlines() if case["line"] in line)
+        assert case["shown"] in line and ("did you mean" in line) == ("did you mean" in case["shown"])
+    needed = "\n".join(imported.needed)
+    assert case.get("needed", "") in needed
+    assert "unneeded" not in case or case["unneeded"] not in needed
+    assert case.get("absent") not in imported.by_fate()
 
 
 def test_names_with_a_type_are_read() -> None:
@@ -228,41 +183,6 @@ def test_what_cannot_be_carried_over_is_said() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("kind", "text", "expected"),
-    [
-        ("SFTConfig", "", {"data.max_tokens": 1024, "data.too_long": None}),
-        ("DPOConfig", "max_length: 256\ntruncation_mode: keep_end", {"data.max_tokens": 256, "data.too_long": "truncate_left"}),
-        ("RewardConfig", "max_length: null", {"data.max_tokens": None}),
-        ("GRPOConfig", "", {"data.max_tokens": None}),
-        ("SFTConfig", "completion_only_loss: false", {"data.train_on": "all"}),
-        ("SFTConfig", "completion_only_loss: false\nassistant_only_loss: true", {"data.train_on": None}),
-        ("SFTConfig", "datasets: [{path: a/b, name: c, split: held}]\ndataset_name: d/d",
-         {"data.path": "a/b:c", "data.split": "held"}),
-        ("SFTConfig", "datasets: [{path: a/b}]\ntest_split_size: 0.1", {"data.path": "a/b", "data.eval_fraction": 0.1}),
-        ("SFTConfig", "datasets: [{path: a/b}, {path: c/d}]\ndataset_name: d/d", {"data.path": None}),
-    ],
-)  # fmt: skip
-def test_rows_to_learn_from(kind: str, text: str, expected: dict[str, object]) -> None:
-    keys = read(f"max_steps: 3\n{text}\n", kind=kind).keys
-    assert {key: keys.get(key) for key in expected} == expected
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "value", "key"),
-    [("GRPOConfig", "epsilon", 0.2, "group.surrogate"), ("SFTConfig", "dataset_train_split", "train", "data.split")],
-)
-def test_a_line_of_a_value_that_is_no_other_than_the_default_says_so(kind: str, name: str, value: object, key: str) -> None:
-    (line,) = (line for line in read(f"{name}: {value}\n", kind=kind).lines if line.name == name)
-    assert line.detail == f"{key}: its default"
-
-
-@pytest.mark.parametrize("text", ["vllm_mode: server", "vllm_server_base_url: http://host:1", "vllm_mode: colocate"])
-def test_servers_are_started_by_groupwise(text: str) -> None:
-    needed = read(f"num_generations: 8\nmax_steps: 3\nuse_vllm: true\n{text}\n").needed
-    assert any("groupwise serve MODEL" in said for said in needed) == ("colocate" not in text)
-
-
 def test_what_sft_counts_and_trains_depends_on_rows() -> None:
     """With packing TRL's batch counts packed sequences; of messages it trains every token, unless a flag says otherwise."""
     packed = read("max_steps: 3\npacking: true\nmax_length: 2048\ngradient_accumulation_steps: 2\n")
@@ -273,44 +193,6 @@ def test_what_sft_counts_and_trains_depends_on_rows() -> None:
         needed = read(f"max_steps: 3\n{text}\n").needed
         assert not any(said.startswith("batch_size") for said in needed)
         assert any(said.startswith("data.train_on") for said in needed) == (text == "packing: false")
-
-
-@pytest.mark.parametrize(
-    ("kind", "text", "name", "fate"),
-    [
-        ("SFTConfig", "loss_type: dft", "loss_type", "missing"),
-        ("SFTConfig", "loss_type: nll", "loss_type", "unneeded"),
-        ("SFTConfig", "dataset_text_field: body", "dataset_text_field", "changed"),
-        ("GRPOConfig", "env: {A: b}", "env", "missing"),
-        ("GRPOConfig", "datasets: [{path: a}, {path: b}]", "datasets", "missing"),
-        ("RewardConfig", "use_peft: true\nlora_modules_to_save: [score]", "lora_modules_to_save", "unneeded"),
-        ("RewardConfig", "use_peft: true\nlora_modules_to_save: [score, embed_tokens]", "lora_modules_to_save", "missing"),
-        ("GRPOConfig", "use_peft: true\nlora_modules_to_save: [score]", "lora_modules_to_save", "missing"),
-    ],
-)
-def test_what_becomes_of_a_value(kind: str, text: str, name: str, fate: str) -> None:
-    lines = read(f"max_steps: 3\n{text}\n", kind=kind).lines
-    assert {line.name: line.fate for line in lines}[name] == fate
-
-
-@pytest.mark.parametrize(
-    ("text", "prompts", "parallel"),
-    [
-        ("", 1, None),
-        ("num_processes: 4", 4, None),
-        ("accelerate_config: zero2", 8, "zero2"),  # those that come with TRL start 8
-        ("accelerate_config: zero2\nnum_processes: 2", 2, "zero2"),
-        ("accelerate_config: mine.yaml", 3, "zero3"),
-        ("config_file: mine.yaml", 3, "zero3"),
-        ("accelerate_config: single_gpu", 1, "auto"),
-        ("config_file: alone.yaml", 1, "auto"),  # accelerate starts one process where nothing is distributed
-    ],
-)
-def test_a_launchers_processes_multiply_batches(text: str, prompts: int, parallel: str | None) -> None:
-    Path("mine.yaml").write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nnum_processes: 3\n")
-    Path("alone.yaml").write_text("distributed_type: 'NO'\nnum_processes: 8\n")
-    keys = read(f"num_generations: 8\nmax_steps: 3\n{text}\n").keys
-    assert (keys["group.prompts_per_step"], keys.get("parallel")) == (prompts, parallel)
 
 
 VALUES: dict[str, object] = {"text": "words", "number": 0.37, "whole": 7, "flag": True, "list": ["a", "b"], "mapping": {"a": 1}}
@@ -334,48 +216,6 @@ def test_no_argument_is_carried_over_that_no_key_is_from(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "text", "name", "title", "shown"),
-    [
-        ("DPOConfig", "max_prompt_length: 512", "max_prompt_length", "not supported", "a run of dpo does not take"),
-        ("SFTConfig", "num_generations: 4", "num_generations", "not supported", "a run of sft does not take group.group_size"),
-        ("GRPOConfig", "run_name: a\noutput_dir: b", "run_name", "not supported", "output_dir names the run"),
-        ("GRPOConfig", "eval_strategy: epoch", "eval_strategy", "not supported", "no evaluation every epoch"),
-        ("GRPOConfig", "vllm_dtype: half", "vllm_dtype", "not supported", "{name: vllm, dtype: ...}"),
-        ("GRPOConfig", "environment_factory: [a:A, b:B]", "environment_factory", "not supported", "a run has one environment"),
-        ("GRPOConfig", "environment_factory: {a: a:A}", "environment_factory", "not supported", "a run has one environment"),
-        ("GRPOConfig", "report_to: comet_ml", "report_to", "not supported", "there is no dashboard comet_ml"),
-        ("GRPOConfig", "generation_kwargs: {stop: a, penalty_alpha: 0.6}", "generation_kwargs", "not supported", "without penalty"),
-        ("SFTConfig", "push_to_hub: true", "push_to_hub", "not done here", "`hf upload NAME runs/RUN/final`"),
-        ("SFTConfig", "hub_model_id: me/it", "hub_model_id", "not done here", "hf upload"),
-        ("SFTConfig", "compute_metrics: f", "compute_metrics", "not done here", "weight 0"),
-        ("SFTConfig", "data_collator: f", "data_collator", "not done here", "rows are packed"),
-        ("SFTConfig", "load_best_model_at_end: true", "load_best_model_at_end", "not done here", "docs/from-trl.md"),
-    ],
-)
-def test_what_a_run_does_not_do_is_printed(kind: str, text: str, name: str, title: str, shown: str) -> None:
-    imported = read(f"max_steps: 3\n{text}\n", kind=kind)
-    (line,) = (line for line in imported.summary().splitlines() if line.startswith(f"  {title}: {name}: "))
-    assert shown in line
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("num_processes: 8", "for one process, not for 8"),
-        ("tools: [a:b]", "holds no conversations"),
-        ("environment_factory: a:B", "holds no conversations"),
-    ],
-)
-def test_vllm_in_the_trainers_process_is_refused_where_it_cannot_be(text: str, shown: str) -> None:
-    imported = read(f"num_generations: 8\nmax_steps: 3\nuse_vllm: true\nvllm_mode: colocate\n{text}\n")
-    assert "rollout.engine" not in imported.keys
-    lines = [line for line in imported.summary().splitlines() if line.startswith("  not supported: vllm_mode: colocate")]
-    assert len(lines) == 1
-    assert shown in lines[0]
-    assert any(needed.startswith("rollout.engine: servers") for needed in imported.needed)
-
-
-@pytest.mark.parametrize(
     ("text", "shown"),
     [
         ("accelerate launch --num_processes 8 train_grpo.py", "import-trl train_grpo.py --devices 8"),
@@ -389,24 +229,6 @@ def test_vllm_in_the_trainers_process_is_refused_where_it_cannot_be(text: str, s
 def test_a_shell_script_is_answered_with_what_it_starts(text: str, shown: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(shown)):
         read(f"#!/bin/bash\nexport HF_HOME=/data\n{text}\n", "run.sh")
-
-
-@pytest.mark.parametrize(
-    ("name", "shown"),
-    [
-        ("rpo_alpha", "an argument of TRL before 1.16"),
-        ("generate_during_eval", "an argument of TRL before 1.16"),
-        ("use_liger_loss", "an argument of TRL before 1.16"),
-        ("max_staleness", "TRL's asynchronous trainer: see rollout.ahead"),
-        ("lerning_rate", "did you mean learning_rate?"),
-        ("code_language", "no argument of TRL 1.16)"),
-    ],
-)
-def test_an_unknown_argument_is_named_for_what_it_is(name: str, shown: str) -> None:
-    imported = read(f"num_generations: 8\nmax_steps: 3\n{name}: 1\n")
-    (line,) = (line for line in imported.summary().splitlines() if name in line)
-    assert shown in line
-    assert ("did you mean" in line) == ("did you mean" in shown)
 
 
 @pytest.mark.parametrize("name", ["a.yaml", "a.json", "a.py"])
@@ -761,34 +583,6 @@ def test_yaml_json_and_a_script_are_read_by_the_same_table() -> None:
         assert imported.keys["optimizer.warmup_steps"] == 4
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("reward_weights: [1.0]", "reward_weights=[1.0]: no value that TRL takes (1 weight for 2 reward functions)"),
-        ("reward_weights: [1.0, 2.0, 3.0]", "3 weights for 2 reward functions"),
-        ("num_generations: few", "num_generations='few': no value"),
-        ("num_generations: 0", "num_generations=0: no value"),
-        ("num_generations: 4.5", "num_generations=4.5: no value that TRL takes (a whole number is needed"),
-        ("max_steps: 2.5", "max_steps=2.5: no value that TRL takes (a whole number is needed"),
-        ("seed: 1.5", "seed=1.5: no value that TRL takes (a whole number is needed)"),
-        ("epsilon: small", "epsilon='small': no value"),
-        ("per_device_train_batch_size: [4]", "per_device_train_batch_size=[4]: no value"),
-        ("learning_rate: {a: 1}", "learning_rate={'a': 1}: no value"),
-        ("top_k: many", "top_k='many': no value that TRL takes (a whole number is needed)"),
-        ("top_k: true", "top_k=True: no value that TRL takes (a whole number is needed)"),
-        ("max_grad_norm: [1]", "max_grad_norm=[1]: no value that TRL takes (a number is needed)"),
-        ("top_entropy_quantile: null", "top_entropy_quantile=None: no value that TRL takes (a number is needed)"),
-        ("reward_weights: high", "reward_weights='high': no value that TRL takes (a number is needed)"),
-        ("num_iterations: 1.5", "num_iterations=1.5: no value that TRL takes (a whole number is needed, at least 0)"),
-        ("sync_ref_model: true\nref_model_mixup_alpha: much", "ref_model_mixup_alpha='much': no value"),
-    ],
-)
-def test_the_argument_with_a_wrong_value_is_named(text: str, says: str) -> None:
-    steps = "" if "max_steps" in text else "max_steps: 3\n"
-    with pytest.raises(ConfigError, match=re.escape(says)):
-        read(f"max_completion_length: 8\n{steps}reward_funcs: [accuracy, think_format]\n{text}\n")
-
-
 def refusal(trl: Configuration) -> str | None:
     try:
         translated(trl)
@@ -880,298 +674,21 @@ def test_a_reference_that_is_the_model_itself_is_no_loss(reference: str, fate: s
 
 # ---------------------------------------------------------------- public configurations, by their keys and values
 
-OPEN_R1 = """
-model_revision: main
-torch_dtype: bfloat16
-attn_implementation: flash_attention_2
-bf16: true
-do_eval: true
-gradient_checkpointing: true
-gradient_checkpointing_kwargs: {use_reentrant: false}
-hub_strategy: every_save
-log_level: info
-logging_steps: 1
-logging_strategy: steps
-max_steps: -1
-overwrite_output_dir: true
-push_to_hub: true
-report_to: [wandb]
-save_total_limit: 1
-seed: 42
-"""
-PUBLIC: dict[str, tuple[str, str, dict[str, object]]] = {
-    # huggingface/open-r1, recipes/Qwen2.5-1.5B-Instruct/grpo/config_demo.yaml
-    "open-r1 demo": (OPEN_R1 + """
-model_name_or_path: Qwen/Qwen2.5-1.5B-Instruct
-dataset_name: AI-MO/NuminaMath-TIR
-dataset_configs: [all]
-num_processes: 7
-use_vllm: true
-vllm_device: auto
-vllm_gpu_memory_utilization: 0.7
-eval_strategy: steps
-eval_steps: 100
-gradient_accumulation_steps: 16
-learning_rate: 2.0e-05
-log_completions: true
-lr_scheduler_type: cosine
-max_prompt_length: 512
-max_completion_length: 1024
-num_generations: 7
-num_train_epochs: 1
-output_dir: data/Qwen2.5-1.5B-Open-R1-GRPO
-per_device_eval_batch_size: 32
-per_device_train_batch_size: 16
-save_strategy: epoch
-warmup_ratio: 0.1
-""", "GRPOConfig", {"objective": "bnpo", "optimizer.lr": 2e-5, "group.group_size": 7, "rollout.max_new_tokens": 1024,
-                    "group.prompts_per_step": 256, "save.every": 0, "data.max_prompt_tokens": 512}),
-    # huggingface/open-r1, recipes/DeepSeek-R1-Distill-Qwen-1.5B/grpo/config_demo.yaml (the chat template shortened)
-    "open-r1 distill": (OPEN_R1 + """
-model_name_or_path: deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B
-chat_template: "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-dataset_name: AI-MO/NuminaMath-TIR
-use_vllm: true
-vllm_device: auto
-eval_strategy: steps
-eval_steps: 100
-gradient_accumulation_steps: 16
-learning_rate: 1.0e-06
-lr_scheduler_type: cosine_with_min_lr
-lr_scheduler_kwargs: {min_lr_rate: 0.1}
-max_prompt_length: 512
-max_completion_length: 1024
-num_generations: 7
-num_train_epochs: 1
-output_dir: data/DeepSeek-R1-Distill-Qwen-1.5B-GRPO
-per_device_train_batch_size: 16
-warmup_ratio: 0.1
-""", "GRPOConfig", {"optimizer.schedule": "cosine", "optimizer.min_lr_ratio": 0.1,
-                    "model.chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}"}),
-    # huggingface/open-r1, recipes/Qwen2.5-Math-7B/grpo/config_simple_rl.yaml (the system prompt shortened)
-    "open-r1 simple rl": (OPEN_R1 + """
-model_name_or_path: aidando73/Qwen-2.5-7B-Simple-RL-v2
-dataset_name: DigitalLearningGmbH/MATH-lighteval
-dataset_config: default
-system_prompt: |-
-  You are a helpful math assistant.
+PUBLISHED = read_table("published.yaml")
+PUBLIC = {case["name"]: case for case in PUBLISHED["configurations"]}
 
-  Think first.
-output_dir: data/Qwen-2.5-7B-Simple-RL-v4
-wandb_project: open-r1-math-rl
-learning_rate: 1.5e-06
-reward_weights: [1.0, 0.5]
-reward_funcs: [accuracy, format]
-use_vllm: true
-vllm_device: auto
-eval_strategy: steps
-eval_steps: 100
-gradient_accumulation_steps: 8
-lr_scheduler_type: cosine
-max_prompt_length: 650
-max_completion_length: 1024
-num_generations: 7
-num_train_epochs: 1
-per_device_train_batch_size: 16
-save_strategy: epoch
-warmup_ratio: 0.1
-""", "GRPOConfig", {"rewards": [{"function": "accuracy", "weight": 1.0}, {"function": "think_format", "weight": 0.5}],
-                    "data.system": "You are a helpful math assistant.\n\nThink first.", "data.chat": True}),
-    # huggingface/open-r1, recipes/Qwen2.5-Coder-7B-Instruct/grpo/config_codeforces.yaml (the system prompt shortened)
-    "open-r1 codeforces": (OPEN_R1.replace("do_eval: true", "do_eval: false") + """
-model_name_or_path: Qwen/Qwen2.5-7B-Instruct
-dataset_name: open-r1/codeforces-verifiable
-dataset_prompt_column: prompt_c++17
-system_prompt: "You are a helpful AI Assistant."
-callbacks: [push_to_hub_revision]
-benchmarks: [lcb_v4]
-beta: 0.0
-loss_type: dr_grpo
-scale_rewards: false
-eval_strategy: "no"
-use_vllm: true
-vllm_device: auto
-gradient_accumulation_steps: 16
-learning_rate: 1.0e-06
-lr_scheduler_type: constant_with_warmup
-max_grad_norm: 0.2
-max_prompt_length: 2000
-max_completion_length: 8192
-num_generations: 16
-num_train_epochs: 40
-output_dir: data/Qwen2.5-Coder-7B-Instruct-Codeforces-GRPO_v01.00
-per_device_train_batch_size: 8
-reward_funcs: [cf_code, code_format]
-reward_weights: [1.0, 0.1]
-save_strategy: steps
-save_steps: 0.05
-temperature: 0.7
-warmup_ratio: 0.1
-mask_truncated_completions: true
-code_language: cpp
-""", "GRPOConfig", {"objective": "dr_grpo", "group.credit": None, "group.truncated": "mask", "rollout.temperature": 0.7,
-                    "optimizer.clip_norm": 0.2, "data.columns": {"prompt": "prompt_c++17"}, "group.prompts_per_step": 8}),
-    # huggingface/open-r1, recipes/OlympicCoder-7B/sft/config_v00.00.yaml
-    "open-r1 sft": (OPEN_R1.replace("do_eval: true", "do_eval: false") + """
-model_name_or_path: Qwen/Qwen2.5-Coder-7B-Instruct
-dataset_name: open-r1/codeforces-cots
-dataset_config: solutions_decontaminated
-dataset_num_proc: 48
-eval_strategy: 'no'
-gradient_accumulation_steps: 8
-learning_rate: 1.0e-05
-lr_scheduler_type: cosine_with_min_lr
-lr_scheduler_kwargs: {min_lr_rate: 0.1}
-packing: false
-max_grad_norm: 0.2
-max_length: 32768
-num_train_epochs: 10
-output_dir: data/OlympicCoder-7B
-per_device_eval_batch_size: 1
-per_device_train_batch_size: 2
-save_strategy: steps
-save_steps: 0.2
-use_liger: true
-warmup_ratio: 0.03
-""", "SFTConfig", {"objective": "sft", "epochs": 10.0, "batch_size": 16, "optimizer.lr": 1e-5, "optimizer.min_lr_ratio": 0.1}),
-    # huggingface/alignment-handbook, recipes/zephyr-7b-beta/sft/config_full.yaml (the chat template shortened)
-    "zephyr sft": ("""
-model_name_or_path: mistralai/Mistral-7B-v0.1
-torch_dtype: bfloat16
-chat_template: "{% for message in messages %}{{ message['content'] + eos_token }}{% endfor %}"
-dataset_mixture:
-  datasets:
-    - {id: HuggingFaceH4/ultrachat_200k, config: default, split: train_sft, columns: [messages], weight: 1.0}
-  test_split_size: 1000
-  seed: 0
-bf16: true
-eval_strategy: epoch
-gradient_accumulation_steps: 1
-gradient_checkpointing: true
-learning_rate: 2.0e-05
-lr_scheduler_type: cosine
-max_seq_length: 2048
-max_steps: -1
-num_train_epochs: 1
-output_dir: data/zephyr-7b-sft-full
-per_device_train_batch_size: 16
-remove_unused_columns: true
-save_strategy: steps
-save_steps: 100
-seed: 42
-warmup_ratio: 0.1
-""", "SFTConfig", {"batch_size": 16, "epochs": 1.0, "save.every": 100, "optimizer.schedule": "cosine"}),
-    # huggingface/alignment-handbook, recipes/zephyr-7b-beta/dpo/config_qlora.yaml
-    "zephyr dpo qlora": ("""
-model_name_or_path: alignment-handbook/zephyr-7b-sft-qlora
-torch_dtype: float16
-use_peft: true
-load_in_4bit: true
-lora_r: 16
-lora_alpha: 16
-lora_dropout: 0.05
-lora_target_modules: [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]
-dataset_mixer: {HuggingFaceH4/ultrafeedback_binarized: 1.0}
-dataset_splits: [train_prefs, test_prefs]
-preprocessing_num_workers: 12
-bf16: true
-beta: 0.01
-do_eval: true
-evaluation_strategy: steps
-eval_steps: 100
-gradient_accumulation_steps: 1
-learning_rate: 5.0e-6
-lr_scheduler_type: cosine
-max_length: 1024
-max_prompt_length: 512
-num_train_epochs: 1
-optim: paged_adamw_32bit
-output_dir: data/zephyr-7b-dpo-qlora
-per_device_train_batch_size: 4
-save_steps: 100
-seed: 42
-warmup_ratio: 0.1
-""", "DPOConfig", {"objective": "dpo", "pairs.beta": 0.01, "pairs.loss": "sigmoid", "eval.every": 100, "batch_size": 4}),
-    # huggingface/alignment-handbook, recipes/smollm3/dpo/apo.yaml
-    "smollm3 apo": ("""
-model_name_or_path: HuggingFaceTB/SmolLM3-3B-checkpoints
-model_revision: it-SFT
-torch_dtype: bfloat16
-trust_remote_code: true
-dataset_num_proc: 12
-bf16: true
-eval_strategy: 'no'
-gradient_accumulation_steps: 2
-output_dir: data/SmolLM3-DPO
-run_name: SmolLM3-DPO
-learning_rate: 1.0e-06
-lr_scheduler_type: cosine_with_min_lr
-lr_scheduler_kwargs: {min_lr_rate: 0.1}
-max_grad_norm: 0.2
-beta: 0.05
-loss_type: apo_zero
-max_length: 24576
-num_train_epochs: 1
-per_device_train_batch_size: 1
-padding_free: true
-save_steps: 0.5
-seed: 42
-use_liger_kernel: true
-warmup_ratio: 0.1
-""", "DPOConfig", {"pairs.beta": 0.05, "batch_size": 2, "model.trust_remote_code": True}),
-    # WhyChaos/TRE-Encouraging-Exploration-in-the-Trust-Region, experiments/hh/reward/train_reward_model_1.5b.py
-    "tre reward": ("""
-training_args = RewardConfig(
-    output_dir="1.5b_reward_model/", report_to="wandb", run_name="1.5b_reward_model", model_init_kwargs={"num_labels": 1},
-    num_train_epochs=3, per_device_train_batch_size=8, gradient_accumulation_steps=8, learning_rate=1e-5, warmup_ratio=0.1,
-    center_rewards_coefficient=1e-2, bf16=True, max_length=None,
-)
-trainer = RewardTrainer(model="../model/Qwen/Qwen2.5-1.5B-Instruct", args=training_args,
-                        train_dataset=load_dataset("trl-lib/ultrafeedback_binarized", split="train"))
-""", "RewardConfig", {"objective": "reward", "reward_model.centering": 0.01, "batch_size": 64, "epochs": 3.0}),
-    # eliashossain001/efficient-gemma3-finetuning, train_module/train.py
-    "gemma3 grpo": ("""
-max_prompt_length = 256
-max_seq_length = 1024
-training_args = GRPOConfig(
-    learning_rate=5e-6, adam_beta1=0.9, adam_beta2=0.99, weight_decay=0.1, warmup_ratio=0.1, lr_scheduler_type="cosine",
-    optim="adamw_torch_fused", logging_steps=1, per_device_train_batch_size=1, gradient_accumulation_steps=1, num_generations=4,
-    max_prompt_length=max_prompt_length, max_completion_length=max_seq_length - max_prompt_length, max_steps=50, save_steps=50,
-    max_grad_norm=0.1, report_to="none", output_dir="outputs",
-)
-trainer = GRPOTrainer(model=model, processing_class=tokenizer, reward_funcs=reward_funcs, args=training_args, train_dataset=dataset)
-""", "GRPOConfig", {"optimizer.betas": [0.9, 0.99], "optimizer.weight_decay": 0.1, "rollout.max_new_tokens": 768, "steps": 50,
-                    "optimizer.warmup_steps": 5, "optimizer.clip_norm": 0.1}),
-    # huggingface/trl, docs/source/rloo_trainer.md
-    "trl rloo": ("""
-dataset = load_dataset("trl-lib/ultrafeedback-prompt", split="train")
-def reward_num_unique_letters(completions, **kwargs):
-    return [float(len(set(completion[0]["content"]))) for completion in completions]
-training_args = RLOOConfig(output_dir="Qwen2-0.5B-RLOO")
-trainer = RLOOTrainer(model="Qwen/Qwen2-0.5B-Instruct", reward_funcs=reward_num_unique_letters, args=training_args,
-                      train_dataset=dataset)
-""", "RLOOConfig", {"objective": "rloo", "group.beta": 0.05, "group.group_size": 2, "group.prompts_per_step": 4}),
-    # minwukim/VRL, trl_new_demo.py
-    "tldr grpo": ("""
-dataset = load_dataset("trl-lib/tldr", split="train")
-def reward_len(completions, **kwargs): return [-abs(20 - len(completion)) for completion in completions]
-training_args = GRPOConfig(
-    output_dir="Qwen2-0.5B-GRPO", logging_steps=1, use_vllm=True, vllm_mode="colocate", vllm_tensor_parallel_size=1,
-    vllm_gpu_memory_utilization=0.3, max_prompt_length=512, max_completion_length=1024, max_steps=2, num_generations=4,
-    num_train_epochs=1, per_device_train_batch_size=4, push_to_hub=False, report_to=None,
-)
-trainer = GRPOTrainer(model="Qwen/Qwen2-0.5B-Instruct", reward_funcs=reward_len, args=training_args, train_dataset=dataset)
-""", "GRPOConfig", {"model.path": "Qwen/Qwen2-0.5B-Instruct", "data.path": "trl-lib/tldr", "steps": 2, "group.prompts_per_step": 1,
-                    "rewards": [{"function": "rewards.py:reward_len"}]}),
-}  # fmt: skip
-"""Name -> arguments as published, the class, and keys that follow from them."""
+
+def published(name: str) -> tuple[str, str, Imported]:
+    """The text of a configuration, its class and what is read from it."""
+    case = PUBLIC[name]
+    text = PUBLISHED["common"] + case["text"] if "common" in case else case["text"]
+    return text, case["kind"], read(text, "config.py" if f"{case['kind']}(" in text else "config.yaml")
 
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_configurations_become_recipes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    text, kind, expected = PUBLIC[name]
-    script = kind + "(" in text
-    imported = read(text, "config.py" if script else "config.yaml")
+    text, kind, imported = published(name)
+    expected, script = PUBLIC[name]["keys"], f"{kind}(" in text
     assert imported.kind == kind
     given = yaml.safe_load(text) if not script else {line.name for line in imported.lines}
     assert {line.name for line in imported.lines} == set(given)
@@ -1235,8 +752,7 @@ ROWS: dict[str, Callable[[int], dict[str, object]]] = {
 @pytest.mark.parametrize("name", PUBLIC)
 def test_imported_recipes_are_planned_and_trained(name: str, tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Every key as imported, but for the model, the data, the device's sampler and how much of it is done."""
-    text, kind, _ = PUBLIC[name]
-    imported = read(text, "config.py" if f"{kind}(" in text else "config.yaml")
+    text, kind, imported = published(name)
     Path("recipe.yaml").write_text(imported.render())
     for rows, numbers in (("rows.jsonl", range(40)), ("held_out.jsonl", range(40, 44))):
         Path(rows).write_text("".join(json.dumps(ROWS[kind](n)) + "\n" for n in numbers))
