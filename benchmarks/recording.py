@@ -30,7 +30,7 @@ def main() -> None:
     side = ours(work)
 
     from groupwise.models.shape import Shape
-    from groupwise.runs import recorded
+    from groupwise.runs import rollout_files
     from groupwise.runs.run_files import RunFiles
     from groupwise.training import online
     from groupwise.training.work import Meter as WorkMeter
@@ -59,9 +59,9 @@ def main() -> None:
             with meter.phase("limits"):
                 step = work_meter.read(step)
             with meter.phase("write"):
-                recorded.write(RunFiles(folder), recorded.ROLLOUTS, step, "benchmark")
+                rollout_files.write(RunFiles(folder), rollout_files.ROLLOUTS, step, "benchmark")
             found.append(meter.read()[clock])
-        bytes_ = (folder / recorded.ROLLOUTS / f"{step.number:06d}.parquet").stat().st_size
+        bytes_ = (folder / rollout_files.ROLLOUTS / f"{step.number:06d}.parquet").stat().st_size
     seconds = {name: median([one[name] for one in found]) for name in found[0]}
     completions, tokens = int(work.schedule().size), int(work.schedule().sum())
     training = seconds["step"] - seconds["columns"]

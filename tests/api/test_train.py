@@ -46,8 +46,8 @@ from groupwise.errors import ConfigError, DataError
 from groupwise.models.saving import save
 from groupwise.models.scratch import scratch_model
 from groupwise.records import Prompt
-from groupwise.runs.folder import Origin
 from groupwise.runs.metrics_log import read_metrics
+from groupwise.runs.origin import Origin
 from groupwise.training.passes import score
 from groupwise.training.samples import sample_of
 

@@ -274,7 +274,7 @@ PROGRAMS = {
     "environments.programs": "a harness that is a program",
     "models.model_download": "pip",
     "rollout.vllm.server": "vLLM's server",
-    "runs.folder": "git",
+    "runs.starts": "git",
     "viewer.replays": "a replay, as the command does it",
 }
 """Modules that start programs which are not this library's workers, and what they start."""
@@ -402,9 +402,9 @@ EXAMPLES = {"path/to/file.py", "my_rewards.py", "my_env.py", "file.py"}
 WRITES = {
     ("rollout.vllm.server", "open"): "the log of another process, as it writes",
     ("rollout.vllm.server", "shutil.copyfile"): "the same, kept for a person to read",
-    ("runs.folder", "open"): "a lock",
+    ("runs.lock", "open"): "a lock",
     ("runs.metrics_log", "open"): "lines that are appended",
-    ("runs.folder", "os.replace"): "a damaged file, out of the way",
+    ("runs.starts", "os.replace"): "a damaged file, out of the way",
     ("runs.run_files", "open"): "lines that are appended",
     ("runs.checkpoint", "write_text"): "inside of a folder from `files.new_folder`, which is synced as a whole",
     ("models.sharded", "write_text"): "the same",

@@ -330,8 +330,8 @@ def test_config(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from groupwise.records import Step
-    from groupwise.runs.folder import record_end
-    from groupwise.runs.log import RunLog
+    from groupwise.runs.run_log import RunLog
+    from groupwise.runs.starts import record_end
 
     assert commands.main(["runs"]) == 2
     recipe = parse_stages(RECIPE, "r")["grpo"]

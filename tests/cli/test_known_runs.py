@@ -20,9 +20,9 @@ from groupwise.cli.commands import main
 from groupwise.cli.score import steps_of
 from groupwise.config.recipes import parse_recorded
 from groupwise.errors import ConfigError, DataError
-from groupwise.runs.folder import origin_of
 from groupwise.runs.metrics_log import read_metrics
 from groupwise.runs.model_card import base_of
+from groupwise.runs.origin import origin_of
 
 RUN = "runs/demo/grpo"
 
@@ -237,7 +237,7 @@ def test_check_looks_at_what_the_run_trained(there: Path, capsys: pytest.Capture
 
 
 def test_explain_works_a_recorded_step_through(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from groupwise.runs.recorded import read_step
+    from groupwise.runs.rollout_files import read_step
 
     assert main(["explain", RUN, "--step", "2"]) == 0
     said = capsys.readouterr().out

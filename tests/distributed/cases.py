@@ -51,8 +51,8 @@ from groupwise.runs import checkpoint
 from groupwise.runs.checkpoint import reader
 from groupwise.runs.folder import choose_folder
 from groupwise.runs.job import make_engine
-from groupwise.runs.policies import hold
 from groupwise.runs.run import Run, train
+from groupwise.runs.run_models import hold
 from groupwise.training.critics import Critic
 from groupwise.training.groups import SampledRollouts
 from groupwise.training.objectives import OBJECTIVES, language_model

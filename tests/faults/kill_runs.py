@@ -33,7 +33,8 @@ import yaml
 
 from groupwise.api.stages import train_recipe
 from groupwise.runs.checkpoint import damage, latest, step_of
-from groupwise.runs.folder import finished, unfinished
+from groupwise.runs.final_model import unfinished
+from groupwise.runs.folder import finished
 from groupwise.runs.metrics_log import read_metrics
 from groupwise.utils.files import NEW, digest
 

@@ -30,13 +30,14 @@ from groupwise.models.loading import load_policy
 from groupwise.models.saving import save
 from groupwise.records import Step
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.runs import job, prepared, recorded
+from groupwise.runs import job, prepared, rollout_files
 from groupwise.runs.checkpoint import Saver, latest, step_of
-from groupwise.runs.folder import finished, unfinished
+from groupwise.runs.final_model import unfinished
+from groupwise.runs.folder import finished
 from groupwise.runs.inputs import check_inputs, code_file, inputs_of, record_inputs
-from groupwise.runs.log import RunLog
 from groupwise.runs.metrics_log import read_metrics
 from groupwise.runs.run import Run, train
+from groupwise.runs.run_log import RunLog
 from groupwise.training import evaluate
 from groupwise.utils import files
 
@@ -208,13 +209,13 @@ def test_c5b_a_disk_that_fills_up_between_saves(
     recipe: Callable, straight: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], record_property: Callable
 ) -> None:
     path = recipe("broken", save={"every": 2})
-    write = recorded.write
+    write = rollout_files.write
 
     def break_third(run: Any, kind: str, step: Any, name: str) -> None:
         full() if step.number == 3 else write(run, kind, step, name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(recorded, "write", break_third)
+        patch.setattr(rollout_files, "write", break_third)
         code = main(["train", str(path)])
     record_property("exit", code)
     told = capsys.readouterr().err

@@ -22,7 +22,7 @@ from groupwise.inspection import replay as replaying
 from groupwise.inspection.replay import replay
 from groupwise.inspection.replay_report import as_dict, compared, pushes, render
 from groupwise.runs.metrics_log import read_metrics
-from groupwise.runs.recorded import read_step
+from groupwise.runs.rollout_files import read_step
 from groupwise.runs.run import train
 from groupwise.runs.run_files import CHECKSUMS
 

@@ -22,7 +22,7 @@ from groupwise.config.settings import ModelSettings
 from groupwise.models.attention import PackedAttention
 from groupwise.models.loading import make_policy, read_blueprint
 from groupwise.ops.query import EVERYTHING, Query
-from groupwise.runs.policies import shape_of
+from groupwise.runs.run_models import shape_of
 
 spec = importlib.util.spec_from_file_location("families", Path(__file__).with_name("families.py"))
 assert spec is not None

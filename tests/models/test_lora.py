@@ -246,8 +246,8 @@ def test_p58_a_learning_rate_for_all_weights_is_warned_about(recipe: Callable[..
 def test_the_plan_counts_what_is_trained(recipe: Callable[..., Any]) -> None:
     """Gradients and moments of the adapter alone, and no second copy for the reference."""
     from groupwise.runs.plan import adapter_count
-    from groupwise.runs.policies import blueprint_of
     from groupwise.runs.prepared import plan_of
+    from groupwise.runs.run_models import blueprint_of
 
     adapted = recipe()
     model = adapt(load_policy(ModelSettings(path=adapted.model.path)), adapted.model.lora, base="").model

@@ -85,7 +85,7 @@ from groupwise.proof.texts import NATIVE
 from groupwise.records import Prompt, Sample, Sampling
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.transformers import TransformersEngine
-from groupwise.runs.policies import parameter_count
+from groupwise.runs.run_models import parameter_count
 
 LONG = {
     "rope_type": "longrope",

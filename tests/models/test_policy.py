@@ -18,7 +18,7 @@ from groupwise.models.loading import load_policy, read_blueprint
 from groupwise.models.saving import save
 from groupwise.models.shape import Shape
 from groupwise.models.streaming import check_finite
-from groupwise.runs.policies import weightless
+from groupwise.runs.run_models import weightless
 
 
 def cut_off(file: Path) -> None:

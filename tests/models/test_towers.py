@@ -23,7 +23,7 @@ from groupwise.models.saving import save
 from groupwise.proof.prove import prove
 from groupwise.proof.texts import NATIVE
 from groupwise.records import Sample
-from groupwise.runs.policies import weightless
+from groupwise.runs.run_models import weightless
 
 TEXT = ("language_model.", "lm_head.")
 """In the names of the parameters that are trained."""

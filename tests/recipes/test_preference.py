@@ -21,7 +21,7 @@ from groupwise.config.settings import ModelSettings
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.models.loading import load_policy
 from groupwise.runs.metrics_log import read_metrics
-from groupwise.runs.recorded import list_rollouts, read_step
+from groupwise.runs.rollout_files import list_rollouts, read_step
 
 ROOT = Path(__file__).resolve().parents[2]
 THINGS = ("stone", "river", "cloud", "apple", "table", "lamp", "horse", "paper", "glass", "wheel")

@@ -18,7 +18,7 @@ from groupwise.records import RolloutGroup, Step
 from groupwise.rewards.compose import LiveReward, build_rewards
 from groupwise.rewards.trainer_state import Notes, TrainerState
 from groupwise.runs.metrics_log import read_metrics
-from groupwise.runs.recorded import read_step
+from groupwise.runs.rollout_files import read_step
 from groupwise.runs.rollout_table import groups_of, table_of
 
 OWN = """\

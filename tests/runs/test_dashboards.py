@@ -24,8 +24,8 @@ from groupwise.config.settings import Recipe, SaveSettings
 from groupwise.errors import ConfigError
 from groupwise.records import Episode, Finish, Prompt, Rollout, RolloutGroup, Sampling, Step, Turn
 from groupwise.runs import dashboards
-from groupwise.runs.log import RunLog
 from groupwise.runs.metrics_log import read_metrics
+from groupwise.runs.run_log import RunLog
 
 SECRET = "hf_abcdefghijklmnopqrstuvwxyzABCDEFGH"
 
@@ -149,7 +149,9 @@ def test_a_dashboard_that_fails_is_named_once_and_the_run_goes_on(
 
 
 def test_nothing_is_imported_that_is_not_asked_for(tmp_path: Path) -> None:
-    code = "import sys, groupwise.runs.log; print([m for m in ('tensorboard', 'wandb', 'mlflow', 'trackio') if m in sys.modules])"
+    code = (
+        "import sys, groupwise.runs.run_log; print([m for m in ('tensorboard', 'wandb', 'mlflow', 'trackio') if m in sys.modules])"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 

@@ -22,11 +22,14 @@ from groupwise.config.recipes import parse_stages
 from groupwise.config.settings import Recipe, SaveSettings
 from groupwise.errors import ConfigError, DataError, RunError, StorageError
 from groupwise.records import Finish, Prompt, Rollout, RolloutGroup, Sampling, Step
-from groupwise.runs.folder import Lock, anew, choose_folder, environment, finished, in_use, list_runs, run_of
-from groupwise.runs.log import RunLog
+from groupwise.runs.folder import anew, choose_folder, finished, list_runs
+from groupwise.runs.lock import Lock, in_use
 from groupwise.runs.metrics_log import LogReader, last_metrics, merged, read_metrics
-from groupwise.runs.recorded import list_rollouts, read_step
+from groupwise.runs.origin import run_of
+from groupwise.runs.rollout_files import list_rollouts, read_step
 from groupwise.runs.run_files import RunFiles
+from groupwise.runs.run_log import RunLog
+from groupwise.runs.starts import environment
 from groupwise.viewer.sources import Metrics
 
 
@@ -227,7 +230,7 @@ def test_resuming_takes_away_what_will_be_done_again(recipe: Recipe, tmp_path: P
 def test_a_killed_run_leaves_whole_lines(recipe: Recipe, tmp_path: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; import itertools, pickle;"
-        "from groupwise.runs.log import RunLog; from groupwise.records import Step;"
+        "from groupwise.runs.run_log import RunLog; from groupwise.records import Step;"
         "from groupwise.config.recipes import load_recipe;"
         "log = RunLog(Path(sys.argv[1]), load_recipe(sys.argv[1] + '/r.yaml'));"
         "[log.write(Step(number=n, metrics={'reward': 1.0 * n})) or print(n, flush=True) for n in itertools.count(1)]"
@@ -417,7 +420,7 @@ def test_environment_says_what_ran() -> None:
 # ---------------------------------------------------------------- the lock
 
 HOLDER = (
-    "import sys, time; from groupwise.runs.folder import Lock; lock = Lock(sys.argv[1]); print('held', flush=True); time.sleep(60)"
+    "import sys, time; from groupwise.runs.lock import Lock; lock = Lock(sys.argv[1]); print('held', flush=True); time.sleep(60)"
 )
 
 

@@ -28,9 +28,9 @@ from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs import interrupts
 from groupwise.runs.checkpoint import latest, step_of
 from groupwise.runs.interrupts import endings
-from groupwise.runs.log import RunLog
 from groupwise.runs.metrics_log import read_metrics
 from groupwise.runs.run import train
+from groupwise.runs.run_log import RunLog
 from groupwise.training import evaluate
 from groupwise.training.loss import Loss
 from groupwise.training.optimizer import Optimizer

@@ -30,9 +30,9 @@ from groupwise.models.shape import Shape
 from groupwise.ops.operations import operations
 from groupwise.records import Batch, Step
 from groupwise.rollout.native.forward import SpecialisedForward
-from groupwise.runs.log import RunLog
 from groupwise.runs.plan import Load, kept_per_block, memory, microbatch, prepared_weights, process_memory, prompts_of
 from groupwise.runs.prepared import plan_of
+from groupwise.runs.run_log import RunLog
 from groupwise.training.optimizer import learning_rate
 
 

@@ -27,10 +27,10 @@ from groupwise.config.recipes import load_recipe, load_stages
 from groupwise.data.vocabulary import from_table
 from groupwise.errors import ConfigError, DataError, GroupwiseError
 from groupwise.models.saving import save
-from groupwise.runs import recorded
+from groupwise.runs import rollout_files
 from groupwise.runs.folder import choose_folder
 from groupwise.runs.metrics_log import read_metrics
-from groupwise.runs.recorded import read_step
+from groupwise.runs.rollout_files import read_step
 from groupwise.runs.run import Run, RunResult, judged_before, train
 from groupwise.runs.run_files import RunFiles
 from groupwise.training.evaluate import Evaluation
@@ -454,7 +454,7 @@ def test_a_run_records_what_the_viewer_shows_and_ends_with_a_report(recipe: Call
     for rollout in (rollout for group in step.groups for rollout in group.rollouts):
         said = [text for text, token in zip(known.texts(rollout.tokens), rollout.tokens, strict=True) if token not in known.special]
         assert "".join(said) == rollout.text
-    assert list(recorded.steps(RunFiles(folder), recorded.EVALUATIONS)[0]) == [5]
+    assert list(rollout_files.steps(RunFiles(folder), rollout_files.EVALUATIONS)[0]) == [5]
     assert "think_format" in (folder / "report.html").read_text(encoding="utf-8")
 
     def failing(folder: Path) -> None:

@@ -17,8 +17,9 @@ import pytest
 from groupwise.cli.commands import main
 from groupwise.config.recipes import load_recipe
 from groupwise.errors import GroupwiseError, RunError
-from groupwise.runs import checkpoint, recorded
-from groupwise.runs.folder import FINAL, check_final, check_reference, choose_folder, unfinished
+from groupwise.runs import checkpoint, rollout_files
+from groupwise.runs.final_model import check_final, check_reference, unfinished
+from groupwise.runs.folder import FINAL, choose_folder
 from groupwise.runs.inputs import check_inputs
 from groupwise.runs.metrics_log import METRICS, LogReader, merged
 from groupwise.runs.run import train
@@ -166,10 +167,10 @@ def content(run: Path) -> dict[str, object]:
     files, found = RunFiles(run), {}
     for line in merged(LogReader(files).read()):
         found[f"line {line['step']}"] = {name: value for name, value in line.items() if value == value}
-    for kind in (recorded.ROLLOUTS, recorded.EVALUATIONS):
-        for step in recorded.steps(files, kind)[0]:
+    for kind in (rollout_files.ROLLOUTS, rollout_files.EVALUATIONS):
+        for step in rollout_files.steps(files, kind)[0]:
             try:
-                table: pa.Table = recorded.table(files, step, kind=kind)
+                table: pa.Table = rollout_files.table(files, step, kind=kind)
             except RunError:
                 continue
             found[f"{kind} {step}"] = table

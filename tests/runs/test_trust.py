@@ -14,9 +14,9 @@ from groupwise.algorithms.table import PARTS
 from groupwise.cli.commands import main
 from groupwise.config.recipes import load_recipe, parse_recorded
 from groupwise.errors import ConfigError
-from groupwise.runs.folder import run_of
-from groupwise.runs.log import RunLog
+from groupwise.runs.origin import run_of
 from groupwise.runs.run_files import RunFiles
+from groupwise.runs.run_log import RunLog
 from groupwise.runs.trust import demand_trust, named_code, seal, sealed
 
 HERE = Path(__file__).parent

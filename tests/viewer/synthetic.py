@@ -14,11 +14,12 @@ import pyarrow.parquet as pq
 from groupwise.data import vocabulary
 from groupwise.data.vocabulary import Vocabulary
 from groupwise.records import Branch, Episode, Finish, Prompt, Rollout, RolloutGroup, Sampling, Step, ToolCall, Turn
-from groupwise.runs import recorded
-from groupwise.runs.folder import CONFIG, DONE, ENVIRONMENT
+from groupwise.runs import rollout_files
+from groupwise.runs.folder import CONFIG, DONE
 from groupwise.runs.metrics_log import METRICS
-from groupwise.runs.recorded import TOKENS
+from groupwise.runs.rollout_files import TOKENS
 from groupwise.runs.run_files import CHECKSUMS, RunFiles
+from groupwise.runs.starts import ENVIRONMENT
 
 HOSTILE = (
     "<script>window.pwned = 1</script>",
@@ -144,8 +145,8 @@ def make_run(
     for number in range(1, steps + 1):
         add_step(folder, number, **keywords)
     if evaluated:
-        held = make_step(steps)
-        recorded.write(RunFiles(folder), recorded.EVALUATIONS, Step(number=steps, metrics={}, groups=held.groups), folder.name)
+        held_out = Step(number=steps, metrics={}, groups=make_step(steps).groups)
+        rollout_files.write(RunFiles(folder), rollout_files.EVALUATIONS, held_out, folder.name)
     (folder / DONE).write_text(json.dumps({"step": steps}), encoding="utf-8")
     return folder
 
@@ -196,7 +197,7 @@ def make_episodes(folder: Path, texts: Sequence[str] = ()) -> Path:
     columns = {"weight": [[np.where(one.trained, 0.1, 0.0) for one in rollouts]]}
     advantages = [[np.full(len(one), 1.0 - 2 * i) for i, one in enumerate(rollouts)]]
     step = Step(number=1, metrics={}, groups=[group], advantages=advantages, columns=columns)
-    recorded.write(RunFiles(folder), recorded.ROLLOUTS, step, folder.name)
+    rollout_files.write(RunFiles(folder), rollout_files.ROLLOUTS, step, folder.name)
     return folder
 
 
@@ -225,14 +226,14 @@ def make_game(folder: Path, asked: str, openings: Sequence[str | tuple[str, ...]
             )  # fmt: skip
         reward = np.array([1.0, 0.0])
         groups.append(RolloutGroup(rollouts=tuple(rollouts), names=("won",), rewards=reward[:, None], reward=reward))
-    recorded.write(RunFiles(folder), recorded.ROLLOUTS, Step(number=1, metrics={}, groups=groups), folder.name)
+    rollout_files.write(RunFiles(folder), rollout_files.ROLLOUTS, Step(number=1, metrics={}, groups=groups), folder.name)
     return folder
 
 
 def add_step(folder: Path, number: int, **keywords: object) -> None:
     """One step more, as a run writes it: completions first, then the line."""
     step = make_step(number, **keywords)  # type: ignore[arg-type]
-    recorded.write(RunFiles(folder), recorded.ROLLOUTS, step, folder.name)
+    rollout_files.write(RunFiles(folder), rollout_files.ROLLOUTS, step, folder.name)
     limit = {"tokens/shared": 90.0, "tokens/dead": 20.0, "tokens/recomputed": 0.0, "flops/per_second": 2.5e6}
     times = {"time/rollout": 1.0, "time/update": 3.0}
     line = {"step": number, **step.metrics, **limit, **times, "wall": 1.7e9 + 10 * number}
@@ -253,7 +254,7 @@ def make_large(folder: Path, steps: int = 10_000, *, groups: int = 8, size: int 
     for step in range(1, steps + 1):
         pq.write_table(
             _rows(step, schema, chance, texts, groups, rows, tokens),
-            first / recorded.ROLLOUTS / f"{step:06d}.parquet",
+            first / rollout_files.ROLLOUTS / f"{step:06d}.parquet",
             compression="zstd",
         )
     names = [f"metric/{i}" for i in range(34)]
@@ -271,7 +272,7 @@ def make_large(folder: Path, steps: int = 10_000, *, groups: int = 8, size: int 
 
 
 def _template(folder: Path) -> Path:
-    recorded.write(RunFiles(folder), "template", make_step(1), folder.name)
+    rollout_files.write(RunFiles(folder), "template", make_step(1), folder.name)
     return folder / "template" / "000001.parquet"
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from groupwise.errors import DataError
 from groupwise.records import Step
-from groupwise.runs import recorded
+from groupwise.runs import rollout_files
 from groupwise.runs.metrics_log import METRICS, read_metrics
 from groupwise.runs.run_files import RunFiles
 from groupwise.utils import files
@@ -142,7 +142,7 @@ def test_metrics_follow_a_file_that_grows_and_one_that_is_replaced(made: Any, tm
 def test_a_resumed_run_takes_steps_away(made: Any, tmp_path: Path) -> None:
     folder = made.make_run(tmp_path / "resumed", 6)
     opened = pages_of(folder)
-    recorded.cut(RunFiles(folder), recorded.ROLLOUTS, 3)
+    rollout_files.cut(RunFiles(folder), rollout_files.ROLLOUTS, 3)
     opened.indexes[0].refresh()
     assert opened.indexes[0].read == 3
     assert opened.answer("step", {"run": "0"})["step"] == 3
@@ -252,7 +252,7 @@ def test_compare_pairs_groups_by_their_prompt(run_folder: Path, other_folder: Pa
 def test_compare_takes_held_out_prompts_where_no_prompt_was_visited_twice(made: Any, tmp_path: Path) -> None:
     folder = made.make_run(tmp_path / "once", 4, prompts=1000)
     earlier = Step(number=0, metrics={}, groups=made.make_step(4).groups)
-    recorded.write(RunFiles(folder), recorded.EVALUATIONS, earlier, folder.name)
+    rollout_files.write(RunFiles(folder), rollout_files.EVALUATIONS, earlier, folder.name)
     shown = pages_of(folder).answer("compare", {"run": "0"})
     assert shown["kind"] == "evaluation"
     assert len(shown["pairs"]) == shown["left"] == shown["right"] > 0
@@ -264,7 +264,7 @@ def evaluated_at(folder: Path, made: Any, steps: dict[int, float]) -> Path:
     for step, reward in steps.items():
         groups = [replace(group, reward=np.full(4, reward)) for group in made.make_step(4, groups=3).groups]
         evaluation = Step(number=step, metrics={}, groups=groups)
-        recorded.write(RunFiles(folder), recorded.EVALUATIONS, evaluation, folder.name)
+        rollout_files.write(RunFiles(folder), rollout_files.EVALUATIONS, evaluation, folder.name)
     return folder
 
 

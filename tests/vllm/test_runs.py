@@ -25,7 +25,7 @@ from groupwise.config.settings import EngineSettings, ModelSettings, Recipe
 from groupwise.models.loading import load_policy
 from groupwise.runs.job import make_job
 from groupwise.runs.metrics_log import read_metrics
-from groupwise.runs.recorded import read_step
+from groupwise.runs.rollout_files import read_step
 from groupwise.runs.run import train
 from groupwise.training.passes import score
 from groupwise.training.samples import sample_of

@@ -39,11 +39,11 @@ from groupwise.proof.texts import NATIVE
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.checkpoint import step_of
 from groupwise.runs.environments import environment_of, recipe_of_environment, with_environment_data
-from groupwise.runs.folder import Origin, origin_of, overridden
 from groupwise.runs.inputs import inputs_of, resolved, warn_of_changed_inputs
 from groupwise.runs.job import evaluated
-from groupwise.runs.policies import fit_threads
+from groupwise.runs.origin import Origin, origin_of, overridden
 from groupwise.runs.prepared import Prepared, eval_sampling, longest_of
+from groupwise.runs.run_models import fit_threads
 from groupwise.runs.trust import demand_trust
 from groupwise.training.evaluate import Evaluation
 from groupwise.utils.files import expanded

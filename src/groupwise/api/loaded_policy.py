@@ -37,7 +37,7 @@ from groupwise.proof.texts import NATIVE
 from groupwise.records import Prompt, Sample, Sampling
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.checkpoint import policy_folder
-from groupwise.runs.folder import Origin, origin_of
+from groupwise.runs.origin import Origin, origin_of
 from groupwise.runs.trust import demand_trust
 from groupwise.training.passes import score
 from groupwise.utils.files import expanded

@@ -23,10 +23,11 @@ from groupwise.config.settings import Recipe, is_online
 from groupwise.distributed import comm
 from groupwise.errors import CheckpointError, GroupwiseError
 from groupwise.runs import checkpoint
-from groupwise.runs.folder import FINAL, anew, choose_folder, finished, unfinished
+from groupwise.runs.final_model import unfinished
+from groupwise.runs.folder import FINAL, anew, choose_folder, finished
 from groupwise.runs.interrupts import end_later
 from groupwise.runs.job import Judged
-from groupwise.runs.recorded import list_rollouts
+from groupwise.runs.rollout_files import list_rollouts
 from groupwise.runs.run import Run, RunResult, join
 from groupwise.training.evaluate import Evaluation
 from groupwise.utils.spelling import counted

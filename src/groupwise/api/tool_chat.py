@@ -22,7 +22,7 @@ from groupwise.runs.environments import (
     recipe_of_environment,
     tools_of,
 )
-from groupwise.runs.folder import Origin
+from groupwise.runs.origin import Origin
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

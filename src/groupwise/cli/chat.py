@@ -83,7 +83,7 @@ def chat(
     from groupwise.api.progress import safe
     from groupwise.api.tool_chat import Answered
     from groupwise.rewards.completions import spoken
-    from groupwise.runs.folder import origin_of
+    from groupwise.runs.origin import origin_of
     from groupwise.runs.trust import demand_trust
 
     console = Console(highlight=False)

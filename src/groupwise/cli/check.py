@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from groupwise.config.settings import Recipe
     from groupwise.inspection.check import Finding, Lines
-    from groupwise.runs.folder import Origin
+    from groupwise.runs.origin import Origin
 
 EXAMPLES = (
     "groupwise check my.yaml                  before training",
@@ -33,7 +33,7 @@ def arguments(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Check and print; 1 if something is wrong."""
-    from groupwise.runs.folder import is_config_of, origin_of
+    from groupwise.runs.origin import is_config_of, origin_of
 
     path, origin = options.recipe, origin_of(options.recipe)
     if origin is not None and path.endswith((".yaml", ".yml")):
@@ -71,7 +71,7 @@ def check_run(
 ) -> int:
     """Check a run's recipe with the model at `path` in place of the one that it started from."""
     from groupwise.api.loaded_policy import model_folder, settings_of
-    from groupwise.runs.folder import overridden
+    from groupwise.runs.origin import overridden
 
     recipe = overridden(origin, overrides).recipe
     trained = settings_of(recipe.model, model_folder(path))

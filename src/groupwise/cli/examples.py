@@ -44,8 +44,8 @@ def run(options: argparse.Namespace) -> int:
     from rich.text import Text
 
     from groupwise.api.progress import make_console
-    from groupwise.runs.folder import run_of
-    from groupwise.runs.recorded import EVALUATIONS, steps, table
+    from groupwise.runs.origin import run_of
+    from groupwise.runs.rollout_files import EVALUATIONS, steps, table
     from groupwise.runs.run_files import RunFiles
 
     run = RunFiles(run_of(options.folder).folder)

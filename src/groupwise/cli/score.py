@@ -62,7 +62,7 @@ def arguments(command: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Score and print."""
     from groupwise.config.settings import RewardSettings
-    from groupwise.runs.folder import origin_of
+    from groupwise.runs.origin import origin_of
     from groupwise.runs.trust import demand_trust
 
     keywords = typed.pairs(options.arg, "--arg")

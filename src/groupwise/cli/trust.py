@@ -27,7 +27,7 @@ def arguments(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print, and seal."""
-    from groupwise.runs.folder import run_of
+    from groupwise.runs.origin import run_of
     from groupwise.runs.trust import named_code, seal
 
     origin = run_of(options.folder, "; only what a recipe names needs trust")

@@ -38,8 +38,8 @@ from groupwise.rewards.completions import prompt_of
 from groupwise.rewards.compose import Rewards
 from groupwise.runs.inputs import resolved
 from groupwise.runs.job import Job, make_job
-from groupwise.runs.policies import fit_threads
 from groupwise.runs.prepared import sampling_of
+from groupwise.runs.run_models import fit_threads
 from groupwise.training.passes import score
 from groupwise.training.samples import sample_of, unbranched
 from groupwise.utils.spelling import counted

@@ -27,8 +27,8 @@ from groupwise.config.settings import DATASET, GroupSettings, Recipe, is_online
 from groupwise.data import vocabulary
 from groupwise.errors import ConfigError
 from groupwise.records import Finish, Prompt, Rollout, RolloutGroup, Sample, Sampling, Step
-from groupwise.runs.folder import run_of
-from groupwise.runs.recorded import TOKENS, list_rollouts, read_step
+from groupwise.runs.origin import run_of
+from groupwise.runs.rollout_files import TOKENS, list_rollouts, read_step
 from groupwise.runs.rollout_table import bounded_table
 from groupwise.runs.run_files import RunFiles
 from groupwise.runs.trust import demand_trust

@@ -29,21 +29,15 @@ from groupwise.errors import CheckpointError, ConfigError, DataError, RunError
 from groupwise.records import RolloutGroup, Step
 from groupwise.rewards.compose import combine
 from groupwise.runs import checkpoint
-from groupwise.runs.folder import (
-    ENVIRONMENT,
-    FINAL,
-    REFERENCE,
-    attempts_of,
-    check_reference,
-    environment,
-    overridden,
-    run_of,
-)
+from groupwise.runs.final_model import check_reference
+from groupwise.runs.folder import FINAL, REFERENCE
 from groupwise.runs.job import Learner, make_learner
-from groupwise.runs.policies import blueprint_of, hold
+from groupwise.runs.origin import overridden, run_of
 from groupwise.runs.prepared import algorithm_of, modelled
-from groupwise.runs.recorded import read_step
+from groupwise.runs.rollout_files import read_step
 from groupwise.runs.run_files import RunFiles
+from groupwise.runs.run_models import blueprint_of, hold
+from groupwise.runs.starts import ENVIRONMENT, attempts_of, environment
 from groupwise.runs.trust import demand_trust
 from groupwise.training.closed_form import ClosedForm, Tokens, closed_form
 from groupwise.training.groups import COMPUTED, Collected, RecordedRollouts

@@ -21,8 +21,8 @@ from groupwise.rewards.completions import as_messages
 from groupwise.rewards.compose import Rewards, build_rewards, combine
 from groupwise.rewards.registry import GOLD_COLUMNS
 from groupwise.rewards.user_functions import NO_COLUMN, Completions
-from groupwise.runs import recorded
-from groupwise.runs.folder import Origin, origin_of
+from groupwise.runs import rollout_files
+from groupwise.runs.origin import Origin, origin_of
 from groupwise.runs.run_files import RunFiles
 from groupwise.utils.files import expanded
 from groupwise.utils.spelling import counted
@@ -307,8 +307,8 @@ class ReadCompletions:
         if self.run is None:
             return columns
         texts: set[str] = set()
-        for step in recorded.steps(self.run)[0]:
-            texts |= set(recorded.table(self.run, step, ["row"]).column("row").to_pylist())
+        for step in rollout_files.steps(self.run)[0]:
+            texts |= set(rollout_files.table(self.run, step, ["row"]).column("row").to_pylist())
         for text in sorted(texts):
             columns += json.loads(text)
         return list(dict.fromkeys(columns))
@@ -324,7 +324,7 @@ def _read(path: Path, steps: Sequence[range] | None) -> ReadCompletions:
         return _read_file(path, steps)
     home = origin_of(path)
     run = RunFiles(path if home is None else home.folder)
-    have, wrong = recorded.steps(run)
+    have, wrong = rollout_files.steps(run)
     if not have and wrong:
         raise RunError(wrong[0])
     if not have and home is not None:
@@ -343,12 +343,12 @@ def _read(path: Path, steps: Sequence[range] | None) -> ReadCompletions:
     rows: list[Any] = []
     for step in chosen:
         table = SourceRows(
-            name=str(run.folder / have[step]), rows=recorded.table(run, step).to_pylist()
+            name=str(run.folder / have[step]), rows=rollout_files.table(run, step).to_pylist()
         )
         rows += list(table)
     name, which = str(run.folder / have[chosen[0]]), f"step {chosen[0]}"
     if len(chosen) > 1:
-        name = str(run.folder / recorded.ROLLOUTS)
+        name = str(run.folder / rollout_files.ROLLOUTS)
         which = f"{len(chosen)} steps from {chosen[0]} to {chosen[-1]}"
     return ReadCompletions(
         _recorded(SourceRows(name=name, rows=rows)),

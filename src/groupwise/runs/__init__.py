@@ -7,11 +7,14 @@ model.
 - `prepared`: what is known before weights are loaded: model, data, rewards and the plan.
 - `plan`: prompts, updates and memory of a run, in numbers.
 - `job`: policy, engine, optimizer and loop; what a checkpoint holds.
-- `policies`, `engines`, `environments`: the models, the sampler and the environment of a recipe.
+- `run_models`, `engines`, `environments`: the models, the sampler and the environment of a recipe.
 - `checkpoint`: checkpoints that are whole or are not there.
-- `folder`, `run_files`: the run folder and its lock, and the only way in which it is written.
-- `metrics_log`, `log`: metrics.jsonl, and all that is written step by step.
-- `rollout_table`, `recorded`: steps as Parquet tables, and reading them.
+- `folder`, `lock`: which folder a run has, how it stands, and who writes there.
+- `run_files`: the only way in which the files of a run folder are written and read.
+- `starts`, `final_model`: each start of a run, and the model that it leaves.
+- `origin`: the run that a path belongs to.
+- `metrics_log`, `run_log`: metrics.jsonl, and all that is written step by step.
+- `rollout_table`, `rollout_files`: steps as Parquet tables, and the files that hold them.
 - `inputs`, `trust`: what a run was trained on, and whose code it names.
 - `interrupts`: signals that end a run.
 - `dashboards`, `model_card`: TensorBoard and others, and the card of the final model.

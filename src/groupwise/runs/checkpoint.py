@@ -41,7 +41,8 @@ from groupwise.distributed import comm, fsdp, sharded_checkpoint
 from groupwise.errors import CheckpointError, GroupwiseError, RunError, StorageError
 from groupwise.models.saving import save_to_resume
 from groupwise.models.sharded import own_parts, write_parts
-from groupwise.runs.folder import FINAL, check_final
+from groupwise.runs.final_model import check_final
+from groupwise.runs.folder import FINAL
 from groupwise.runs.job import Job
 from groupwise.runs.run_files import RunFiles
 from groupwise.utils import files, threads

@@ -32,8 +32,9 @@ from groupwise.errors import ConfigError, DataError, RunError
 from groupwise.models.gguf import checkpoint_folder
 from groupwise.models.lora import ADAPTER_CONFIG, read_adapter
 from groupwise.rewards.registry import MODEL
-from groupwise.runs.folder import FINAL, model_digest
-from groupwise.runs.recorded import list_rollouts, read_step
+from groupwise.runs.final_model import model_digest
+from groupwise.runs.folder import FINAL
+from groupwise.runs.rollout_files import list_rollouts, read_step
 from groupwise.runs.run_files import RunFiles
 from groupwise.runs.trust import named_code
 from groupwise.training.preferences import preference_rows

@@ -34,9 +34,9 @@ from groupwise.runs.engines import (
     sampler_of,
 )
 from groupwise.runs.plan import Lines
-from groupwise.runs.policies import critic_of, hold, reference_of, teacher_of
 from groupwise.runs.prepared import Prepared, eval_sampling, longest_of, sampling_of
 from groupwise.runs.rollout_table import state_from_bytes, state_to_bytes
+from groupwise.runs.run_models import critic_of, hold, reference_of, teacher_of
 from groupwise.training.critics import Critic
 from groupwise.training.evaluate import Evaluation, evaluate
 from groupwise.training.groups import PendingRollout, PrefetchedRollouts, SampledRollouts

@@ -11,8 +11,8 @@ from groupwise.config.live_objects import LIVE
 from groupwise.config.recipes import dump, run_folder
 from groupwise.config.settings import Recipe
 from groupwise.config.validation import STAGE
-from groupwise.runs.folder import origin_of
 from groupwise.runs.job import Judged
+from groupwise.runs.origin import origin_of
 from groupwise.runs.plan import Lines
 from groupwise.utils import files
 from groupwise.utils.secrets import scrubbed

@@ -33,7 +33,7 @@ from groupwise.ops.linear_cross_entropy import chunk_rows
 from groupwise.ops.operations import absence
 from groupwise.rewards.model import POSITIONS
 from groupwise.rewards.registry import MODEL
-from groupwise.runs.policies import largest_model, parameter_count, shape_of, weightless
+from groupwise.runs.run_models import largest_model, parameter_count, shape_of, weightless
 from groupwise.utils.spelling import counted
 
 Lines = list[tuple[str, str]]

@@ -57,7 +57,7 @@ from groupwise.runs.plan import (
     offline_plan,
     online_plan,
 )
-from groupwise.runs.policies import blueprint_of, hint_of, shape_of, shared_out
+from groupwise.runs.run_models import blueprint_of, hint_of, shape_of, shared_out
 from groupwise.training.objectives import OBJECTIVES, Kind
 
 

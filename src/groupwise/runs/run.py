@@ -29,23 +29,17 @@ from groupwise.models.saving import export
 from groupwise.records import RolloutGroup, Step
 from groupwise.runs import checkpoint, dashboards
 from groupwise.runs.checkpoint import Saver, reader, set_failure_hint
-from groupwise.runs.folder import (
-    FINAL,
-    REFERENCE,
-    Lock,
-    at_moment,
-    check_reference,
-    choose_folder,
-    moment_of,
-    record_end,
-)
+from groupwise.runs.final_model import check_reference
+from groupwise.runs.folder import FINAL, REFERENCE, choose_folder
 from groupwise.runs.inputs import check_inputs, inputs_of, record_inputs, resolved
 from groupwise.runs.interrupts import endings
 from groupwise.runs.job import Job, Judged, make_job
-from groupwise.runs.log import EVALUATED, RunLog
+from groupwise.runs.lock import Lock
 from groupwise.runs.model_card import write_card
-from groupwise.runs.policies import fit_threads
 from groupwise.runs.run_files import RunFiles
+from groupwise.runs.run_log import EVALUATED, RunLog
+from groupwise.runs.run_models import fit_threads
+from groupwise.runs.starts import at_moment, moment_of, record_end
 from groupwise.runs.trust import seal
 from groupwise.training.evaluate import Evaluation
 from groupwise.training.objectives import OBJECTIVES

@@ -24,7 +24,8 @@ from groupwise.algorithms.table import PARTS
 from groupwise.config.live_objects import LIVE
 from groupwise.config.settings import Recipe
 from groupwise.errors import ConfigError, RunError
-from groupwise.runs.folder import CONFIG, Origin
+from groupwise.runs.folder import CONFIG
+from groupwise.runs.origin import Origin
 from groupwise.runs.run_files import RunFiles
 from groupwise.utils import files
 from groupwise.utils.cache import cache_folder

@@ -23,12 +23,13 @@ from groupwise.config.strict_yaml import parse
 from groupwise.data import vocabulary
 from groupwise.data.vocabulary import Vocabulary
 from groupwise.errors import DataError, RunError
-from groupwise.runs import recorded
-from groupwise.runs.folder import CONFIG, DONE, ENVIRONMENT, LARGEST_CONFIG, attempts_of, standing
+from groupwise.runs import rollout_files
+from groupwise.runs.folder import CONFIG, DONE, LARGEST_CONFIG, standing
 from groupwise.runs.metrics_log import METRICS, MOST_PROBLEMS, RESUMED, LogReader, last_metrics
-from groupwise.runs.recorded import TOKENS
+from groupwise.runs.rollout_files import TOKENS
 from groupwise.runs.rollout_table import bounded_table, family, jsonable
 from groupwise.runs.run_files import RunFiles, bounded_json
+from groupwise.runs.starts import ENVIRONMENT, attempts_of
 from groupwise.training.metric_table import LOOKED_AT
 from groupwise.utils.spelling import near_path
 from groupwise.utils.terminal import logger
@@ -260,11 +261,13 @@ class RunSource(CompletionSource):
 
     def _steps(self, kind: str) -> dict[int, str]:
         """The file of each step; the folder is listed again when it has changed."""
-        folder = recorded.ROLLOUTS if kind == TRAINING else recorded.EVALUATIONS
+        folder = rollout_files.ROLLOUTS if kind == TRAINING else rollout_files.EVALUATIONS
         if (changed := self.files.changed(folder)) is None:
             return {}
         if kind not in self._listed or self._listed[kind][0] != changed:
-            steps, wrong = self._try(folder, lambda: recorded.steps(self.files, folder), ({}, []))
+            steps, wrong = self._try(
+                folder, lambda: rollout_files.steps(self.files, folder), ({}, [])
+            )
             if wrong:
                 self._note(folder, wrong[:MOST_PROBLEMS])
             self._listed[kind] = changed, steps
@@ -282,7 +285,7 @@ class RunSource(CompletionSource):
         if name is None:
             raise DataError(f"{self.name} holds no completions of step {step}")
         try:
-            found = recorded.table(self.files, step, columns, name.partition("/")[0])
+            found = rollout_files.table(self.files, step, columns, name.partition("/")[0])
         except RunError as error:
             self._note(name, [str(error)])
             raise
@@ -361,7 +364,7 @@ def open_source(path: str | Path, name: str | None = None) -> CompletionSource:
     """A run folder or a file.  Raises DataError for anything else, with what could be meant."""
     path = Path(path)
     if path.is_dir():
-        if any(RunFiles(path).has(part) for part in (CONFIG, METRICS, recorded.ROLLOUTS)):
+        if any(RunFiles(path).has(part) for part in (CONFIG, METRICS, rollout_files.ROLLOUTS)):
             return RunSource(path, name)
         inside = sorted(child.parent.name for child in path.glob(f"*/{CONFIG}"))
         near = f"; there are runs in it: {', '.join(inside[:8])}" if inside else ""

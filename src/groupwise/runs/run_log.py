@@ -1,7 +1,7 @@
 """The log of a run, written step by step: lines of metrics.jsonl, the completions where they are
 due, and what dashboards get.
 
-`metrics_log.py` and `recorded.py` read it.
+`metrics_log.py` and `rollout_files.py` read it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from groupwise.config.recipes import dump
 from groupwise.config.settings import Recipe
 from groupwise.data import vocabulary
 from groupwise.records import RolloutGroup, Step
-from groupwise.runs import recorded
+from groupwise.runs import rollout_files
 from groupwise.runs.dashboards import Dashboards
-from groupwise.runs.folder import CONFIG, DONE, add_start
+from groupwise.runs.folder import CONFIG, DONE
 from groupwise.runs.metrics_log import METRICS, LogWriter, read_metrics
-from groupwise.runs.recorded import ROLLOUTS, TOKENS
+from groupwise.runs.rollout_files import ROLLOUTS, TOKENS
 from groupwise.runs.rollout_table import jsonable
 from groupwise.runs.run_files import RunFiles
+from groupwise.runs.starts import add_start
 from groupwise.utils import files
 
 EVALUATED = "eval/"
@@ -48,8 +49,8 @@ class RunLog:
         self._every = recipe.save.rollouts_every
         with files.storing(self.folder, "the run"):
             (self.folder / ROLLOUTS).mkdir(exist_ok=True)
-            for kind in (recorded.ROLLOUTS, recorded.EVALUATIONS):
-                recorded.cut(self.files, kind, done)
+            for kind in (rollout_files.ROLLOUTS, rollout_files.EVALUATIONS):
+                rollout_files.cut(self.files, kind, done)
             (self.folder / DONE).unlink(missing_ok=True)
             before = read_metrics(self.folder) if done else []
             self.files.begin()
@@ -76,7 +77,7 @@ class RunLog:
                     self.folder / ROLLOUTS / f"{step.number:06d}.parquet",
                     "the completions of a step",
                 ):
-                    recorded.write(self.files, ROLLOUTS, step, self._run)
+                    rollout_files.write(self.files, ROLLOUTS, step, self._run)
                 self._dashboards.table(step)
         finally:  # the step was taken, whatever becomes of its completions
             self._write_line(line)
@@ -112,10 +113,10 @@ class RunLog:
     def held_out(self, number: int, groups: Sequence[RolloutGroup]) -> None:
         """Record completions of held-out prompts after step `number`."""
         if self._every and groups:
-            with files.storing(self.folder / recorded.EVALUATIONS, "held-out completions"):
-                recorded.write(
+            with files.storing(self.folder / rollout_files.EVALUATIONS, "held-out completions"):
+                rollout_files.write(
                     self.files,
-                    recorded.EVALUATIONS,
+                    rollout_files.EVALUATIONS,
                     Step(number=number, metrics={}, groups=groups),
                     self._run,
                 )

@@ -9,7 +9,7 @@ import pytest
 
 from groupwise.errors import DataError, RunError
 from groupwise.records import Finish, Prompt, Rollout, RolloutGroup, Sampling, Step
-from groupwise.runs import recorded
+from groupwise.runs import rollout_files
 from groupwise.runs.rollout_table import columns_of, groups_of
 from groupwise.runs.run_files import RunFiles
 
@@ -48,13 +48,13 @@ def step(number: int, *, signal: bool = False) -> Step:
 
 def fill(run: RunFiles, numbers: range, **keywords: bool) -> None:
     for number in numbers:
-        recorded.write(run, "rollouts", step(number, **keywords), "a run")
+        rollout_files.write(run, "rollouts", step(number, **keywords), "a run")
 
 
 def test_the_columns_of_the_updates_are_read_back(tmp_path: Path) -> None:
     run = RunFiles(tmp_path)
-    recorded.write(run, "rollouts", step(3), "a run")
-    table = recorded.table(run, 3)
+    rollout_files.write(run, "rollouts", step(3), "a run")
+    table = rollout_files.table(run, 3)
     assert table.column("run").to_pylist() == ["a run", "a run"]
     assert table.column("step").to_pylist() == [3, 3]
     found = columns_of(table)
@@ -67,16 +67,16 @@ def test_the_columns_of_the_updates_are_read_back(tmp_path: Path) -> None:
 
 def test_columns_can_be_asked_for_and_a_missing_one_is_left_out(tmp_path: Path) -> None:
     fill(RunFiles(tmp_path), range(1, 3))
-    assert recorded.table(RunFiles(tmp_path), 2, ["reward", "nothing"]).column_names == ["reward"]
+    assert rollout_files.table(RunFiles(tmp_path), 2, ["reward", "nothing"]).column_names == ["reward"]
 
 
 def test_steps_behind_one_are_taken_away(tmp_path: Path) -> None:
     run = RunFiles(tmp_path)
     fill(run, range(1, 8))
-    recorded.cut(run, "rollouts", 4)
-    assert recorded.steps(run) == ({n: f"rollouts/{n:06d}.parquet" for n in range(1, 5)}, [])
-    recorded.cut(run, "evaluations", 4)
-    assert recorded.steps(run, "evaluations") == ({}, [])
+    rollout_files.cut(run, "rollouts", 4)
+    assert rollout_files.steps(run) == ({n: f"rollouts/{n:06d}.parquet" for n in range(1, 5)}, [])
+    rollout_files.cut(run, "evaluations", 4)
+    assert rollout_files.steps(run, "evaluations") == ({}, [])
 
 
 def test_steps_that_share_a_file_are_refused_in_words(tmp_path: Path) -> None:
@@ -84,9 +84,9 @@ def test_steps_that_share_a_file_are_refused_in_words(tmp_path: Path) -> None:
     run = RunFiles(tmp_path)
     fill(run, range(101, 103))
     (tmp_path / "rollouts" / "000001-000100-1.parquet").write_bytes(b"")
-    assert list(recorded.steps(run)[0]) == [101, 102]
+    assert list(rollout_files.steps(run)[0]) == [101, 102]
     with pytest.raises(DataError, match=r"step 7 are not in .*holds steps 101 to 102\); .*000001-000100-1.parquet.* version 0.2"):
-        recorded.table(run, 7)
+        rollout_files.table(run, 7)
 
 
 def test_a_file_of_another_step_is_named(tmp_path: Path) -> None:
@@ -95,4 +95,4 @@ def test_a_file_of_another_step_is_named(tmp_path: Path) -> None:
     (tmp_path / "checksums.txt").unlink()
     (tmp_path / "rollouts" / "000001.parquet").rename(tmp_path / "rollouts" / "000005.parquet")
     with pytest.raises(RunError, match=r"000005.parquet holds the completions of another step"):
-        recorded.table(run, 5)
+        rollout_files.table(run, 5)
