@@ -1,7 +1,7 @@
 """Tiny random models of every causal architecture that transformers knows, and what is true of each of them.
 
 `config_of` takes a family's own default configuration and makes it small by the names of its fields; what the defaults cannot
-build stands in `OVERRIDES`.  Windows, chunks and switches of position encodings become so short that texts of 3 to 64 tokens lie
+build stands in families.yaml.  Windows, chunks and switches of position encodings become so short that texts of 3 to 64 tokens lie
 on both sides of them, dropout is never 0, and multipliers that are 1 by default are not, so that whoever forgets one is noticed.
 
 `examine` loads such a model as a user would and compares every path that a run may take with the model's own forward and backward
@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+import yaml
 from finer import DRAWS, LOWER, LOWER_GRADIENT, LOWER_PART, finer
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -64,80 +65,22 @@ WINDOW = 8
 CONTEXT = 128
 """Tokens: every length that positions reach."""
 
-SMALL: dict[str, Any] = {
-    # widths
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim_model", "emb_dim", "embedding_dim", "attention_hidden_size"), 32),
-    **dict.fromkeys(("embedding_size", "input_embedding_size", "output_embedding_size", "word_embed_proj_dim", "lru_width"), 32),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "dff", "dim_ff", "ffn_hidden_size"), 48),
-    **dict.fromkeys(("d_inner", "feed_forward_size", "intermediate_size_mlp", "dense_intermediate_size", "n_inner"), 48),
-    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size", "shared_expert_intermediate_size"), 16),
-    **dict.fromkeys(("shared_intermediate_size", "shared_experts_intermediate_size", "moe_shared_expert_intermediate_size"), 16),
-    **dict.fromkeys(("backbone_hidden_size", "router_hidden_size", "hidden_size_per_layer_input", "laurel_rank"), 16),
-    **dict.fromkeys(
-        ("q_lora_rank", "kv_lora_rank", "o_lora_rank", "index_head_dim", "gated_norm_rank", "adapter_rank", "d_rel"), 16
-    ),
-    # depth
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "num_layers_per_stack"), 2),
-    **dict.fromkeys(("decoder_layers", "encoder_layers", "num_decoder_layers", "num_encoder_layers"), 2),
-    # heads
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), 4),
-    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads", "num_decoder_attention_heads"), 4),
-    **dict.fromkeys(("num_encoder_attention_heads", "swa_num_attention_heads", "linear_num_value_heads", "linear_num_heads"), 4),
-    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "linear_num_key_heads"), 2),
-    **dict.fromkeys(("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "d_head", "dim_head", "swa_head_dim"), 8),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "kv_channels", "attention_head_size"), 8),
-    "v_head_dim": 12,
-    "index_n_heads": 32,  # with few of them scores of an index are often all 0, and which key of equal ones is taken is open
-    "qk_head_dim": 16,
-    "rotary_dim": 4,
-    # lengths
-    **dict.fromkeys(
-        ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length", "context_length"), CONTEXT
-    ),
-    **dict.fromkeys(("max_target_positions", "max_source_positions"), CONTEXT),
-    **dict.fromkeys(("sliding_window", "window_size", "attention_chunk_size", "sliding_window_size", "keep_window_size"), WINDOW),
-    **dict.fromkeys(("attention_window_size", "local_attention", "floor_scale", "original_max_position_embeddings"), WINDOW),
-    **dict.fromkeys(("log_scaling_n_floor", "index_topk", "rel_extent"), WINDOW),
-    **dict.fromkeys(("mamba_chunk_size", "chunk_size", "block_size"), WINDOW),
-    # experts
-    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"), 2),
-    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
-    **dict.fromkeys(("n_group", "num_expert_group", "topk_group", "first_k_dense_replace", "num_dense_layers"), 1),
-    "zero_expert_num": 2,
-    # state spaces
-    **dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size", "mamba_d_head", "mamba_head_dim", "mamba_headdim"), 8),
-    **dict.fromkeys(("time_step_rank", "mamba_dt_rank"), 2),
-    **dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), 1),
-    # what is 1 or absent by default, and must not be forgotten
-    **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "logits_soft_cap"), 4.0),
-    **dict.fromkeys(("logits_scaling", "embedding_multiplier"), 2.0),
-    **dict.fromkeys(("residual_multiplier", "logit_scale", "lm_head_multiplier"), 0.5),
-    "attention_multiplier": 0.3,
-    "query_pre_attn_scalar": 5,
-    "type_vocab_size": 2,
-    **dict.fromkeys(("pronunciation_vocab_size", "shape_vocab_size"), 32),
-    **dict.fromkeys(("pronunciation_embed_dim", "shape_embed_dim", "hc_lowrank", "ple_embed_dim", "depth"), 8),
-    **dict.fromkeys(("ngram_vocab_size_base", "encoder_hash_byte_group_vocab", "num_position_embeddings"), 64),
-    **dict.fromkeys(("hidden_size_global", "adapter_in_dim", "adapter_input_size", "adapter_out_dim"), 32),
-    "is_decoder": True,
-}
-"""Fields by name, wherever a configuration has them."""
+SHAPES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+"""What makes their configurations small, by field, by model type and by variant."""
+
+
+def fields(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The value of each field of groups that have one value each."""
+    return {name: group["value"] for group in groups for name in group["names"]}
+
+
+SMALL, WIDE = fields(SHAPES["small"]), fields(SHAPES["wide"])
+OVERRIDES: dict[str, dict[str, Any]] = SHAPES["overrides"]
+NOT_BUILT: dict[str, list[str]] = SHAPES["not built"]
+VARIANTS: dict[str, dict[str, Any]] = SHAPES["variants"]
 
 DROPOUT = 0.1
 
-WIDE: dict[str, Any] = {
-    **dict.fromkeys(("hidden_size", "n_embd"), 128),
-    **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), 160),
-    **dict.fromkeys(("num_attention_heads", "n_head"), 2),
-    "num_key_value_heads": 1,
-    **dict.fromkeys(("head_dim", "qk_rope_head_dim", "qk_nope_head_dim"), 64),
-    "v_head_dim": 96,
-    **dict.fromkeys(("max_position_embeddings", "n_positions"), 1024),
-    "sliding_window": 100,
-}
-"""The same for models whose heads are as wide as they are elsewhere, and whose texts are long: other kernels take those."""
 LONGER = 10
 """Times as long are their texts."""
 
@@ -181,78 +124,6 @@ def shrunken(config: PreTrainedConfig, vocabulary: int, eos: int, small: Mapping
             below = merged(shrunken(value, vocabulary, eos, small), OVERRIDES.get(value.model_type, {}))
             kept[name] = {"model_type": value.model_type} | below
     return kept
-
-
-_BOTH = ["sliding_attention", "full_attention"]
-
-NOT_BUILT: dict[str, tuple[str, ...]] = {
-    "gemma3n": ("Its vision tower needs the package timm; its text part is `gemma3n_text`.",),
-    "gemma4_assistant": ("It drafts tokens for a Gemma 4 from that model's keys and values; alone it is no language model.",),
-    "gemma4_unified_assistant": (
-        "It drafts tokens for a Gemma 4 from that model's keys and values; alone it is no language model.",
-    ),
-    "musicgen": ("transformers' class does not take the family's own configuration; its tokens are audio codes.",),
-    "musicgen_melody": ("transformers' class does not take the family's own configuration; its tokens are audio codes.",),
-}
-"""By model type: why there is no model to examine."""
-
-OVERRIDES: dict[str, dict[str, Any]] = {
-    "bamba": {"mamba_d_head": 16, "attn_layer_indices": [1]},
-    "cohere_compass_text": {
-        "layer_types": _BOTH,
-        "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]} for kind in _BOTH
-        },
-    },
-    "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 1e4, "attn_pdrop": DROPOUT},
-        "ffn_config": {"moe_top_k": 2, "ffn_hidden_size": 48},
-    },
-    "diffllama": {"attention_dropout": 0.0},
-    "dots3_note_text": {
-        "per_layer_config": {"1": {"num_attention_heads": 8, "num_key_value_heads": 8, "kv_lora_rank": 8, "head_dim": 16}}
-    },
-    "dots1": {"layer_types": _BOTH},
-    "falcon_h1": {"mamba_d_ssm": 32},
-    "flint": {"mlp_only_layers": [0]},
-    "gemma3n_text": {"num_hidden_layers": 3, "layer_types": [*_BOTH, "sliding_attention"], "num_kv_shared_layers": 1},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]},
-    "granitemoehybrid": {"mamba_d_head": 16, "layer_types": ["linear_attention", "full_attention"]},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "glm_moe_dsa": {"indexer_types": ["full", "shared"]},
-    "hy_v4": {"indexer_types": ["full", "shared"]},
-    "laguna": {"layer_types": _BOTH},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "llama4_text": {"no_rope_layers": [1, 0], "moe_layers": [1]},
-    "mamba2": {"num_heads": 8, "n_groups": 2},
-    "mellum": {"layer_types": _BOTH},
-    "minimax_m3_vl_text": {
-        "layer_types": ["minimax_m3_sparse", "full_attention"], "index_block_size": 4, "index_topk_blocks": 2, "index_n_heads": 4,
-    },
-    "ministral": {"layer_types": _BOTH},
-    "nemotron_h": {"n_groups": 2, "layer_types": ["linear_attention", "moe", "full_attention", "mlp"]},
-    "qwen4_exp_text": {
-        "indexer_n_heads": 32, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 4,
-    },
-    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
-    "reformer": {
-        "attn_layers": ["local", "lsh"], "axial_pos_embds": False, "num_buckets": 4,
-        "local_attn_chunk_length": 8, "lsh_attn_chunk_length": 8,
-    },
-    "smollm3": {"no_rope_layers": [1, 0]},
-    "xmod": {"default_language": "en_XX"},
-    "zamba": {
-        "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 64,
-        "attention_head_dim": 16,
-    },
-    "zamba2": {
-        "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 64,
-        "attention_head_dim": 16, "mamba_headdim": 16,
-    },
-    "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid_sliding", "hybrid"]},
-}  # fmt: skip
-"""By model type, where the names do not suffice."""
 
 
 def config_of(family: str, vocabulary: int, eos: int, *, wide: bool = False, **changes: Any) -> PreTrainedConfig:
@@ -536,7 +407,7 @@ def examine(family: str, *, proof: bool = True, wide: bool = False, **changes: A
     wide: with wide heads and long texts.
     """
     if family in NOT_BUILT:
-        return Finding("not built", says=NOT_BUILT[family], kind=MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family])
+        return Finding("not built", says=tuple(NOT_BUILT[family]), kind=MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family])
     tokenizer = make_tokenizer("arithmetic")
     config = config_of(family, len(tokenizer) + 3, tokenizer.eos_token_id, wide=wide, **changes)
     model = model_of(config)
@@ -649,7 +520,7 @@ MODES = ("autocast", "bfloat16")
 
 def modes_of(name: str, uses: str) -> dict[str, str]:
     """What is said of them: "" or a refusal.   uses: see `Finding`."""
-    family, changes = VARIANTS.get(name, (name, {}))
+    family, changes = variant(name)
     tokenizer, attention, found = make_tokenizer("arithmetic"), "shared" if uses == "packed" else uses, {}
     config = config_of(family, len(tokenizer) + 3, tokenizer.eos_token_id, **changes)
     for mode in MODES:
@@ -684,69 +555,6 @@ NAMED = (
 )
 """What most people train: proven on every path."""
 
-_TURN = {"rope_theta": 10000.0, "factor": 4.0}
-_SHORT = {"original_max_position_embeddings": 2 * WINDOW}
-_LONG_FACTORS = {"short_factor": [1.0, 1.2, 1.1, 1.5], "long_factor": [3.0, 2.0, 5.0, 1.0]}
-_BALANCE = {"output_router_logits": True, "router_aux_loss_coef": 5.0}
-
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama, linear rope": ("llama", {"rope_parameters": {"rope_type": "linear", **_TURN}}),
-    "llama, llama3 rope": (
-        "llama",
-        {"rope_parameters": {"rope_type": "llama3", **_TURN, **_SHORT, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
-    ),
-    "llama, yarn rope": ("llama", {"rope_parameters": {"rope_type": "yarn", **_TURN, **_SHORT}}),
-    "llama, dynamic rope": (
-        "llama",
-        {"rope_parameters": {"rope_type": "dynamic", **_TURN}, "max_position_embeddings": 2 * WINDOW},
-    ),
-    "llama, longrope": ("llama", {"rope_parameters": {"rope_type": "longrope", **_TURN, **_SHORT, **_LONG_FACTORS}}),
-    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "llama, tied head": ("llama", {"tie_word_embeddings": True}),
-    "phi3, longrope": ("phi3", {"rope_parameters": {"rope_type": "longrope", **_TURN, **_SHORT, **_LONG_FACTORS}}),
-    "phi3, longrope, no window": (
-        "phi3",
-        {"rope_parameters": {"rope_type": "longrope", **_TURN, **_SHORT, **_LONG_FACTORS}, "sliding_window": None},
-    ),
-    "gpt_oss, yarn rope": ("gpt_oss", {"rope_parameters": {"rope_type": "yarn", **_TURN, **_SHORT, "truncate": False}}),
-    "deepseek_v3, yarn rope": (
-        "deepseek_v3",
-        {"rope_parameters": {"rope_type": "yarn", **_TURN, **_SHORT, "mscale": 1.0, "mscale_all_dim": 1.0}},
-    ),
-    "mistral, no window": ("mistral", {"sliding_window": None}),
-    "qwen2, windows": ("qwen2", {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}),
-    "qwen3, windows": ("qwen3", {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}),
-    "mixtral, router loss": ("mixtral", _BALANCE),
-    "qwen2_moe, router loss": ("qwen2_moe", _BALANCE),
-    "qwen3_moe, router loss": ("qwen3_moe", _BALANCE),
-    "olmoe, router loss": ("olmoe", _BALANCE),
-    "gpt_oss, router loss": ("gpt_oss", _BALANCE),
-    "gpt2, scaled by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
-    "gpt2, unscaled": ("gpt2", {"scale_attn_weights": False}),
-    "gpt_neox, sequential": ("gpt_neox", {"use_parallel_residual": False}),
-    "gemma, bidirectional": ("gemma", {"use_bidirectional_attention": True}),
-    "gemma2, own head": ("gemma2", {"tie_word_embeddings": False}),
-    "phi, head norms": ("phi", {"qk_layernorm": True}),
-    "stablelm, head norms": ("stablelm", {"qk_layernorm": True, "use_parallel_residual": True}),
-    "olmo, clipped": ("olmo", {"clip_qkv": 0.5}),
-    "cohere, head norms": ("cohere", {"use_qk_norm": True}),
-    "opt, norms behind": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 16}),
-    "falcon, alibi": ("falcon", {"alibi": True}),
-    "falcon, new decoder": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
-    "bert, not a decoder": ("bert", {"is_decoder": False}),
-    "qwen3_5, as published": ("qwen3_5", {"architectures": ["Qwen3_5ForConditionalGeneration"]}),
-    "qwen3_5_moe, as published": ("qwen3_5_moe", {"architectures": ["Qwen3_5MoeForConditionalGeneration"]}),
-    "llama4, as published": ("llama4", {"architectures": ["Llama4ForConditionalGeneration"]}),
-    "mistral3, as published": ("mistral3", {"architectures": ["Mistral3ForConditionalGeneration"]}),
-    "qwen2_5_vl, its text part": (
-        "qwen2_5_vl",
-        {
-            "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
-            "vision_config": {"depth": 1, "out_hidden_size": 32, "fullatt_block_indexes": [0]},
-        },
-    ),
-}
-"""Settings of a configuration that change its mathematics: the family, and what is laid over its tiny configuration."""
 
 TABLE = Path(__file__).with_suffix(".json")
 
@@ -756,9 +564,15 @@ def masked(text: str) -> str:
     return re.sub(r"\b\d+(\.\d+)?(e[+-]?\d+)?\b", "#", text)
 
 
+def variant(name: str) -> tuple[str, dict[str, Any]]:
+    """The family of a row, and what is laid over its tiny configuration."""
+    found = VARIANTS.get(name, {"family": name, "changes": {}})
+    return found["family"], found["changes"]
+
+
 def row_of(name: str) -> Finding:
     """Of a family or a variant."""
-    family, changes = VARIANTS.get(name, (name, {}))
+    family, changes = variant(name)
     return examine(family, **changes)
 
 
@@ -780,7 +594,7 @@ def found_of(name: str) -> Finding:
         verdict, said = "different", str(error)
     except Exception as error:
         verdict, said = "untidy", f"{type(error).__name__}: {error}"
-    family, _ = VARIANTS.get(name, (name, {}))
+    family, _ = variant(name)
     return Finding(verdict, says=(said,), kind=MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family, family))
 
 
@@ -804,7 +618,7 @@ def main(names: Sequence[str]) -> None:
     held: dict[str, Any] = {"transformers": transformers.__version__, "tolerance": TOLERANCE}
     held |= {"gradient_tolerance": GRADIENT_TOLERANCE, "window": WINDOW, "dropout": DROPOUT, "first": NAMED}
     held |= {"lower": LOWER, "lower_part": LOWER_PART, "lower_gradient": LOWER_GRADIENT, "draws": DRAWS}
-    held["variants"] = {name: {"family": family, "changes": changes} for name, (family, changes) in VARIANTS.items()}
+    held["variants"] = VARIANTS
     held["rows"] = {name: asdict(row) for name, row in rows.items()}
     TABLE.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
 

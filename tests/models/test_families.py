@@ -34,6 +34,7 @@ spec.loader.exec_module(families)
 VERSION, ROWS = families.read_table()
 INSTALLED = transformers.__version__
 ALWAYS = {*families.NAMED, "phi3, longrope", "qwen2, windows", "mixtral, router loss", "minicpm3", "whisper"}
+ALWAYS |= {"phimoe", "llama, dynamic rope", "bert"}
 
 
 @pytest.fixture(autouse=True, scope="module")

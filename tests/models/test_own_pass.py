@@ -1,20 +1,7 @@
 """What a run computes equals the model's own pass, for families that a sweep over all architectures once found wrong.
 
-The faults, and the tests that fail with them:
-
-D1, D4  windows that a family keeps in its configuration or only in its masks (Mistral, Mixtral, PhiMoE):
-        test_windows_hold_in_training_wherever_a_family_keeps_them
-D2      frequencies that depend on the length (Phi-3, dynamic NTK): test_frequencies_are_those_of_each_sequences_own_length,
-        test_what_is_sampled_does_not_depend_on_a_long_neighbour_and_stays_within_its_frequencies
-D3      dropout in layers that are computed again (OPT, BioGPT): test_nothing_is_dropped_however_a_family_spells_it
-D5      the loss that balances experts: test_the_loss_that_balances_experts_does_not_depend_on_how_a_step_is_cut
-D6      views that are changed in place, without the kernels: test_fused.py, test_who_listens_to_a_norm_hears_it
-D7      hh_rlhf as published: tests/faults/test_data.py, marked D7, and tests/data/test_preference_formats.py
-D8      untidy ends: test_families_that_left_a_bad_state_are_proven_correct,
-        test_a_family_that_works_on_its_masks_is_refused_in_words; the length cap's warning: tests/runs/test_progress.py,
-        test_more_than_half_of_the_completions_cut_off_is_said
-D9      the off-policy mask where the sampler is not the trainer: tests/training/test_correction.py,
-        test_the_off_policy_mask_compares_with_the_engine_that_sampled
+The rest of that sweep is `test_families.py`: windows wherever a family keeps them, frequencies of each sequence's own length,
+the loss that balances experts, heads of several layers.
 """
 
 from __future__ import annotations
@@ -31,48 +18,24 @@ from planted import SHAPE, DividesItsStates, built, randomise
 from sample_texts import TOKENIZER, texts
 from torch import Tensor
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AfmoeConfig,
-    AfmoeForCausalLM,
-    AutoConfig,
     BioGptConfig,
     BioGptForCausalLM,
-    DogeConfig,
-    DogeForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    Llama4ForCausalLM,
-    Llama4TextConfig,
     LlamaConfig,
-    LlamaForCausalLM,
     MiniCPM3Config,
     MistralConfig,
     MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    NemotronConfig,
-    NemotronForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
-    PhimoeConfig,
-    PhimoeForCausalLM,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-    StableLmConfig,
-    StableLmForCausalLM,
 )
 
 from groupwise.config.settings import ModelSettings
 from groupwise.data.packing import pack
-from groupwise.errors import ConfigError
-from groupwise.models.attention import plain_attention
 from groupwise.models.backbone import checkpointing
 from groupwise.models.loading import load_policy, make_policy, read_blueprint
-from groupwise.models.moe import balanced
 from groupwise.models.output_head import form_of
 from groupwise.models.passes import forward
 from groupwise.models.policy import Policy
@@ -80,8 +43,6 @@ from groupwise.models.shape import Shape
 from groupwise.ops.linear_cross_entropy import chosen_logprobs
 from groupwise.ops.operations import operations
 from groupwise.proof.passes import take_gradients
-from groupwise.proof.prove import prove
-from groupwise.proof.texts import NATIVE
 from groupwise.records import Prompt, Sample, Sampling
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.transformers import TransformersEngine
@@ -142,35 +103,6 @@ def assert_equal(found: tuple[list[np.ndarray], dict[str, Tensor]], expected: tu
         assert float((found[1][name] - theirs).norm()) <= 2e-3 * float(theirs.norm()) + 1e-5 * size, name
 
 
-WINDOWED = {
-    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 8}),
-    "mixtral": (MixtralForCausalLM, MixtralConfig, {"sliding_window": 8, "num_local_experts": 4}),
-    "phimoe": (PhimoeForCausalLM, PhimoeConfig, {"sliding_window": 8, "num_local_experts": 4}),
-}
-
-
-@pytest.mark.parametrize("family", WINDOWED)
-def test_windows_hold_in_training_wherever_a_family_keeps_them(family: str) -> None:
-    kind, config, changes = WINDOWED[family]
-    policy = make_policy(built(kind, config, **changes), TOKENIZER)
-    samples = texts((3, 4), (3, 20), (12, 9), (12, 2))
-    assert_equal(by_run(policy, samples), own(policy, samples))
-
-
-@pytest.mark.parametrize("kind", ["longrope", "dynamic", "longrope of llama"])
-def test_frequencies_are_those_of_each_sequences_own_length(kind: str) -> None:
-    if kind == "longrope":
-        model = built(Phi3ForCausalLM, Phi3Config, rope_parameters=LONG, original_max_position_embeddings=16)
-    elif kind == "dynamic":
-        rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-        model = built(LlamaForCausalLM, LlamaConfig, rope_parameters=rope, max_position_embeddings=16)
-    else:
-        model = built(LlamaForCausalLM, LlamaConfig, rope_parameters=LONG)
-    policy = make_policy(model, TOKENIZER)
-    samples = texts((3, 4), (3, 30), (3, 13), (3, 14), (3, 15), (20, 9), (20, 2))
-    assert_equal(by_run(policy, samples), own(policy, samples))
-
-
 @pytest.mark.parametrize("engine", [NativeEngine, TransformersEngine])
 def test_what_is_sampled_does_not_depend_on_a_long_neighbour_and_stays_within_its_frequencies(engine: Any) -> None:
     policy = make_policy(built(Phi3ForCausalLM, Phi3Config, rope_parameters=LONG, original_max_position_embeddings=16), TOKENIZER)
@@ -199,82 +131,10 @@ def test_nothing_is_dropped_however_a_family_spells_it(family: str, attention: s
     assert_equal(by_run(policy, samples), expected)
 
 
-@pytest.mark.parametrize(("kind", "config"), [(MixtralForCausalLM, MixtralConfig), (Qwen2MoeForCausalLM, Qwen2MoeConfig)])
-def test_the_loss_that_balances_experts_does_not_depend_on_how_a_step_is_cut(kind: type, config: type) -> None:
-    changes = {"output_router_logits": True, "router_aux_loss_coef": 0.5, "num_local_experts": 4, "num_experts": 4}
-    policy = make_policy(built(kind, config, num_experts_per_tok=2, moe_intermediate_size=32, **changes), TOKENIZER)
-    samples = texts((3, 4), (3, 20), (12, 9), (12, 2), (5, 7))
-    found = []
-    for options in (
-        {"max_tokens_per_microbatch": 10_000},
-        {"max_tokens_per_microbatch": 25},
-        {"max_tokens_per_microbatch": 1},
-        {"max_tokens_per_microbatch": 60, "share": False, "fill": True},
-    ):
-        total = 0.0
-        for batch in balanced(policy, pack(samples, **options)):  # type: ignore[arg-type]
-            loss = forward(policy, batch).router_loss
-            loss.backward()  # type: ignore[union-attr]
-            total += float(loss)
-        found.append(([np.array([total])], take_gradients(policy)))
-    rows = [np.concatenate([sample.prompt, sample.completion[:-1]]) for sample in samples]
-    width = max(map(len, rows))
-    ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
-    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
-    with plain_attention(policy.model) as model:
-        loss = 0.5 * model(input_ids=ids, attention_mask=mask, use_cache=False, output_router_logits=True).aux_loss
-    loss.backward()
-    expected = [loss.detach().numpy()[None]], take_gradients(policy)
-    for each in found:
-        assert_equal(each, expected)
-
-
-UNTIDY = {
-    "llama4_text": (Llama4ForCausalLM, Llama4TextConfig, {"attention_chunk_size": 8, "floor_scale": 4, "no_rope_layers": [1, 0],
-                    "intermediate_size_mlp": 64, "num_local_experts": 4, "head_dim": 8}),
-    "afmoe": (AfmoeForCausalLM, AfmoeConfig, {"sliding_window": 8, "num_experts": 4, "num_experts_per_tok": 2,
-              "moe_intermediate_size": 32, "head_dim": 8}),
-    "stablelm": (StableLmForCausalLM, StableLmConfig, {}),
-    "nemotron": (NemotronForCausalLM, NemotronConfig, {}),
-    "gpt_oss": (GptOssForCausalLM, GptOssConfig, {"sliding_window": 8, "num_local_experts": 4, "head_dim": 8}),
-}  # fmt: skip  # fmt: skip
-
-
-@pytest.mark.parametrize("family", UNTIDY)
-def test_families_that_left_a_bad_state_are_proven_correct(family: str) -> None:
-    kind, config, changes = UNTIDY[family]
-    policy = make_policy(built(kind, config, **changes), TOKENIZER)
-    samples = texts((3, 4), (3, 20), (12, 9), (12, 2))
-    assert_equal(by_run(policy, samples), own(policy, samples))
-    assert "sampling" in prove(policy, longest=64, sampler=NATIVE).paths
-
-
-@pytest.mark.slow
-def test_a_family_that_works_on_its_masks_is_refused_in_words() -> None:
-    with pytest.raises(ConfigError, match=r"Doge.* cannot be asked what its attention sees .* set model.attention to 'single'"):
-        make_policy(built(DogeForCausalLM, DogeConfig), TOKENIZER)
-
-
 def test_a_window_of_one_token_is_right() -> None:
     policy = make_policy(built(MistralForCausalLM, MistralConfig, sliding_window=1), TOKENIZER)
     samples = texts((3, 4), (3, 20), (12, 2))
     assert_equal(by_run(policy, samples), own(policy, samples))
-
-
-@pytest.mark.parametrize("family", ["bert", "modernbert-decoder"])
-def test_a_head_of_several_layers_is_right_one_sequence_at_a_time(family: str) -> None:
-    """What the last matrix is given are the states; transformers' BERT has a transform between it and its backbone."""
-    shape = {"vocab_size": len(TOKENIZER), "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-    special = dict.fromkeys(("pad_token_id", "bos_token_id", "cls_token_id", "sep_token_id"), 0) | {"eos_token_id": 1}
-    config: Any = AutoConfig.for_model(family, num_hidden_layers=2, is_decoder=True, **shape, **special)
-    torch.manual_seed(0)
-    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
-    randomise(model)
-    policy = make_policy(model, TOKENIZER, ModelSettings(attention="single", gradient_checkpointing=True))
-    assert policy.deep_head
-    samples = texts((3, 4), (3, 20), (12, 2))
-    assert_equal(by_run(policy, samples), own(policy, samples))
-    assert_equal(by_run(policy, samples, again=True), own(policy, samples))
 
 
 @pytest.mark.parametrize("base", [64, 128, 256])
