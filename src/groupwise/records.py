@@ -671,6 +671,8 @@ class Batch:
     routing: Routing | None = None
     """What the tokens of the whole step ask of a mixture's experts, where the loss balances them.
     """
+    prepared: Any = None
+    """What attention on a GPU reads of the layout, which lies there with the columns."""
 
     def __post_init__(self) -> None:
         total = self.layout.total

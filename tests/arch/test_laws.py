@@ -130,6 +130,10 @@ NOT_OF_A_STEP = (
 """What a reader of a step need not read, because nothing that a step runs imports it."""
 
 
+ON_A_GPU = "ops.cuda."
+"""What only a GPU runs: a step on a CPU imports none of it."""
+
+
 def reached(*starts: str) -> dict[str, str]:
     """The modules that imports lead to, nested ones too, and for each the one that imports it."""
     by = dict.fromkeys(starts, "")
@@ -166,10 +170,17 @@ def lines_of_code(name: str) -> int:
 def test_the_path_of_a_step_is_short() -> None:
     """Who wants to know what a step computes reads no more than this: the packages' `__init__` are maps, and hold no code."""
     path = reached(*STEP)
-    modules = [name for name in path if not name.endswith("__init__")]
+    modules = [name for name in path if not name.endswith("__init__") and not name.startswith(ON_A_GPU)]
     sizes = {name: lines_of_code(name) for name in modules}
     assert len(modules) <= MODULES_OF_A_STEP, sorted(modules)
     assert sum(sizes.values()) <= LINES_OF_A_STEP, sorted(sizes.items(), key=lambda item: -item[1])
+
+
+def test_what_only_a_gpu_runs_is_imported_where_tensors_lie_on_one() -> None:
+    for name in FILES:
+        if not name.startswith(ON_A_GPU):
+            wrong = {module for module in own_imports(name, lazy=False, typed=True) if module.startswith(ON_A_GPU)}
+            assert not wrong, f"{name} imports {wrong} at its head"
 
 
 def test_a_step_does_not_enter_rooms_that_it_does_not_need() -> None:

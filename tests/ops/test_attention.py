@@ -16,7 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from groupwise.ops import attention
 from groupwise.ops import operations as ops
-from groupwise.ops.attention import StreamAttention, behind, flex_block_mask
+from groupwise.ops.attention import StreamAttention, behind
+from groupwise.ops.cuda import flex_attention
+from groupwise.ops.cuda.flex_attention import flex_attend, flex_block_mask
 from groupwise.ops.query import EVERYTHING, Query, Reach
 from groupwise.records import Layout
 
@@ -161,7 +163,8 @@ def test_flex_attention_says_the_same(reach: Reach, cap: float | None, sinks: bo
     query = asked(layout.total, reach=reach, cap=cap, sinks=sinks, value=8, keys=4)
     query = Query(*(x.detach().float() if isinstance(x, Tensor) else x for x in query))
     with torch.no_grad():
-        found = StreamAttention(layout)._flex_attention(*query.heads, query.scale, cap, reach, query.sinks_H)[0].transpose(0, 1)
+        blocks = flex_block_mask(layout, torch.device("cpu"), reach)
+        found = flex_attend(*query.heads, query.scale, cap, blocks, query.sinks_H)[0].transpose(0, 1)
     end = sum(layout.length)
     torch.testing.assert_close(found[:end], definition(layout, query)[:end], rtol=1e-5, atol=1e-5)
 
@@ -169,15 +172,16 @@ def test_flex_attention_says_the_same(reach: Reach, cap: float | None, sinks: bo
 @pytest.mark.slow
 def test_flex_attention_is_compiled_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where scores are capped: what torch cannot trace it would run uncompiled, for all pairs of tokens."""
-    whole = torch.compile(attention._plain_flex(), dynamic=True, fullgraph=True, backend="eager")
-    monkeypatch.setattr(attention, "_plain_flex", lambda: whole)
+    whole = torch.compile(flex_attention._plain_flex(), dynamic=True, fullgraph=True, backend="eager")
+    monkeypatch.setattr(flex_attention, "_plain_flex", lambda: whole)
     for cap in (None, 3.0, 2.0):
         for groups in ([(5, [4, 1]), (0, [7])], [(3, [6])]):
             layout = layout_of(groups, 0)
             query = asked(layout.total, reach=EVERYTHING, cap=cap, sinks=False, value=8)
             query = Query(*(x.detach().float() if isinstance(x, Tensor) else x for x in query))
             with torch.no_grad():
-                found = StreamAttention(layout)._flex_attention(*query.heads, query.scale, cap, query.reach, None)
+                blocks = flex_block_mask(layout, torch.device("cpu"), query.reach)
+                found = flex_attend(*query.heads, query.scale, cap, blocks, None)
             torch.testing.assert_close(found[0].transpose(0, 1), definition(layout, query), rtol=1e-4, atol=1e-4)
 
 

@@ -213,7 +213,7 @@ def test_what_begins_beyond_the_runs_lengths_is_not_looked_for() -> None:
 # Where, and of what.
 
 
-ON_A_DEVICE = """
+DENSE_FLEX = """
 import torch
 from planted import TOKENIZER, built
 from stand_in_device import stand_in
@@ -221,7 +221,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from groupwise.models.loading import make_policy
-from groupwise.ops import attention
+from groupwise.ops.cuda import flex_attention
 from groupwise.proof.prove import prove
 from groupwise.proof.texts import NATIVE, TRANSFORMERS
 
@@ -235,7 +235,11 @@ def dense(query, key, value, *, score_mod, block_mask, scale, enable_gqa, return
     return scores.softmax(-1) @ value, AuxOutput(scores.logsumexp(-1))
 
 
-attention._compiled_flex = lambda: dense  # a kernel that a GPU alone has, by its definition
+flex_attention._compiled_flex = lambda: dense  # a kernel that a GPU alone has, by its definition
+"""
+ON_A_DEVICE = (
+    DENSE_FLEX
+    + """
 with stand_in() as device:
     for model in (built(LlamaForCausalLM, LlamaConfig), built(MistralForCausalLM, MistralConfig, sliding_window=8)):
         policy, seen = make_policy(model, TOKENIZER), set()
@@ -248,19 +252,58 @@ with stand_in() as device:
             print(prove(policy, longest=40, sampler=sampler, recompute=True).line[1])
         print(*seen)
 """
+)
+
+
+def on_a_device(program: str) -> list[str]:
+    """What a program prints that uses the stand-in, in a process of its own."""
+    fixtures = str(Path(__file__).parents[1] / "fixtures")
+    path = os.pathsep.join([fixtures, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(os.pathsep)
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True
+    )
+    return ran.stdout.splitlines()
+
+
+FLASH_ON_A_DEVICE = (
+    DENSE_FLEX
+    + """
+from planted import FLASH_FAULTS
+from groupwise.config.settings import ModelSettings
+from groupwise.errors import ConfigError
+from groupwise.ops.cuda import varlen_attention
+
+right = {name: getattr(varlen_attention, name) for name in ("families_of", "merged")}
+with stand_in() as device:
+    for name, (place, fault) in [("nothing", ("merged", right["merged"])), *FLASH_FAULTS.items()]:
+        policy = make_policy(built(LlamaForCausalLM, LlamaConfig), TOKENIZER, ModelSettings(device="cpu", dtype="autocast"))
+        policy.model.to(device)
+        for attribute, function in right.items():
+            setattr(varlen_attention, attribute, function)
+        setattr(varlen_attention, place, fault)
+        try:
+            print(name, prove(policy, longest=40).line[1], sep=" | ")
+        except ConfigError as error:
+            print(name, error, sep=" | ")
+"""
+)
 
 
 @pytest.mark.slow
-def test_the_proof_computes_where_the_policy_is(tmp_path: Path) -> None:
+def test_planted_faults_of_flash_attention_are_found_in_the_runs_type() -> None:
+    """The kernel of bfloat16 is another than that of float32, so that the comparison in float32 says nothing of it."""
+    right, *wrong = (line.split(" | ") for line in on_a_device(FLASH_ON_A_DEVICE))
+    assert "scoring, training equal its own pass on gpu in float32 and autocast" in right[1]
+    assert [name for name, _ in wrong] == list(planted.FLASH_FAULTS)
+    for name, text in wrong:
+        place = "training" if name == "gradients of the first part alone" else "attention"
+        assert f"cannot be trained like this: {place} does not equal" in text and text.endswith("set model.dtype to float32"), name
+
+
+@pytest.mark.slow
+def test_the_proof_computes_where_the_policy_is() -> None:
     """On a stand-in for a GPU all that attention sees lies there."""
-    fixtures = Path(__file__).parents[1] / "fixtures"
-    found = subprocess.run(
-        [sys.executable, "-c", ON_A_DEVICE],
-        env=os.environ | {"PYTHONPATH": str(fixtures)},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.splitlines()
+    found = on_a_device(ON_A_DEVICE)
     for family, lines in (("Llama", found[:3]), ("Mistral", found[3:])):
         assert lines[2] == "gpu:0", "and nowhere else"
         for line in lines[:2]:

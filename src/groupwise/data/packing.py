@@ -442,13 +442,19 @@ def _batch(
     behavior_logp_P = stream.column([one.behavior_logp for one in owners])
     temperature_P = stream.column([one.temperature for one in owners], 1.0)
     sequence_P = None if sequences == numbers else stream.of_segments(sequences)
+    layout = Layout(
+        start=tuple(stream.starts),
+        length=tuple(stream.lengths),
+        prefix=prefix,
+        total=stream.total,
+    )
+    prepared = None
+    if torch.device(device).type != "cpu":
+        from groupwise.ops.cuda.stream_attention import prepare_stream
+
+        prepared = prepare_stream(layout, device)
     return Batch(
-        layout=Layout(
-            start=tuple(stream.starts),
-            length=tuple(stream.lengths),
-            prefix=prefix,
-            total=stream.total,
-        ),
+        layout=layout,
         tokens_P=tokens_P,
         position_P=stream.ids(positions, 0),
         segment_P=stream.of_segments(numbers),
@@ -464,6 +470,7 @@ def _batch(
         sequence_P=sequence_P,  # type: ignore[arg-type]
         samples=tuple(segment.owner for segment in segments),
         tokens=tuple((segment.begin, segment.end) for segment in segments),
+        prepared=prepared,
     )
 
 

@@ -186,9 +186,10 @@ class PackedAttention:
     `ops.attention`.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, prepared: Any = None) -> None:
+        """prepared: what was made of the layout with the batch (`Batch.prepared`)."""
         self.layout = layout
-        self.attention = StreamAttention(layout)
+        self.attention = StreamAttention(layout, prepared)
 
     @cached_property
     def recurrent(self) -> Recurrence:

@@ -69,7 +69,7 @@ def balance_pass(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
 
 def _routed(policy: Policy, batch: Batch) -> tuple[Tensor, list[Tensor]]:
     """Hidden states (P, D), and what each layer's router says of its experts (P, E)."""
-    attend = PackedAttention(batch.layout)
+    attend = PackedAttention(batch.layout, batch.prepared)
     outputs = run_backbone(
         policy, batch.tokens_P, batch.position_P, attend, output_router_logits=True
     )

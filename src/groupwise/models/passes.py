@@ -50,9 +50,8 @@ def forward(policy: Policy, batch: Batch) -> ForwardOutput:
             return ForwardOutput(_one_by_one(policy, batch.tokens_P, batch.layout), 0.0)
         if balances:
             return ForwardOutput(*balance_pass(policy, batch))
-        return ForwardOutput(
-            hidden(policy, batch.tokens_P, batch.position_P, PackedAttention(batch.layout)), 0.0
-        )
+        attend = PackedAttention(batch.layout, batch.prepared)
+        return ForwardOutput(hidden(policy, batch.tokens_P, batch.position_P, attend), 0.0)
 
 
 def _one_by_one(policy: Policy, tokens_P: Tensor, layout: Layout) -> Tensor:

@@ -4,15 +4,15 @@ stand once per group.
 A `Query` may have a window or chunks (`Reach`), a soft cap on its scores, sinks, and values of
 another width than its keys. On a CPU: the compiled kernel where it takes the query, else pieces of
 the stream, each by one kernel of torch's, merged by their log-sum-exps.  In both a prompt's keys
-are read once for all its completions and never copied.  On CUDA: FlexAttention with a block mask.
-No mask of T x T is made.
+are read once for all its completions and never copied.  On CUDA: `ops.cuda`.  No mask of T x T is
+made.
 
 T positions of the stream   H query heads   K key-value heads   D head width   E width of values
 X rows   M keys   B batch"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -22,35 +22,34 @@ from torch.nn import functional as F
 
 from groupwise.ops.autograd import first_derivative
 from groupwise.ops.operations import operations
-from groupwise.ops.query import EVERYTHING, Family, Query, Reach
+from groupwise.ops.query import Family, Query, Reach, families_of
 from groupwise.records import Layout
 
 
 class StreamAttention:
     """Attention inside each segment of a packed stream, and from it to the whole of its prefix."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, prepared: Any = None) -> None:
         self.layout = layout
-        self.families = tuple(_families(layout))
+        self.families = tuple(families_of(layout))
         before = [layout.length[prefix] if prefix >= 0 else 0 for prefix in layout.prefix]
         self.longest = max(
             (own + prefix for own, prefix in zip(layout.length, before, strict=True)), default=0
         )
         """The most keys that a query sees."""
-        self.prepared: Any = None
-        """What a package's `stream_attention` prepares once for the stream."""
-        self._flex: dict[Reach, Any] = {}
+        self.prepared: Any = prepared
+        """What the kernels of a package, or of a device, prepare once for the stream."""
         self._pieces: dict[tuple[Reach, bool], tuple[Piece, ...]] = {}
 
     def __call__(self, query: Query) -> Tensor:
         """Attend, (T, H, E), differentiable once."""
-        reach = query.reach.within(self.longest)
         if query.query_THD.is_cuda:
-            out = self._flex_attention(*query.heads, query.scale, query.cap, reach, query.sinks_H)
-            return out.squeeze(0).transpose(0, 1)
+            from groupwise.ops.cuda.stream_attention import attend
+
+            return attend(self, query)
         out = operations().stream_attention(self, query)
         if out is None:
-            out = self._in_pieces(query, reach)
+            out = self._in_pieces(query, query.reach.within(self.longest))
         return out.squeeze(0).transpose(0, 1)
 
     def _in_pieces(self, query: Query, reach: Reach) -> Tensor:
@@ -68,48 +67,6 @@ class StreamAttention:
             rows = CAPPED_ROWS if capped else max(LEAST_ROWS, min(ROWS, reach.window or ROWS))
             self._pieces[reach, capped] = tuple(_cut(self.families, reach, rows, capped))
         return self._pieces[reach, capped]
-
-    def _flex_attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        cap: float | None,
-        reach: Reach,
-        sinks_H: Tensor | None,
-    ) -> Tensor:
-        from torch.nn.attention.flex_attention import AuxRequest
-
-        if reach not in self._flex:
-            self._flex[reach] = flex_block_mask(self.layout, query.device, reach)
-        attend = _compiled_flex() if query.is_cuda else _plain_flex()
-        width = value.shape[-1]
-        # Zeros behind narrow heads add nothing.  Outside of autocast: its state would compile the
-        # same kernel a second time.
-        query, key, value = (
-            F.pad(x, (0, max(0, FLEX_WIDTH - x.shape[-1]))) for x in (query, key, value)
-        )
-        with torch.autocast(query.device.type, enabled=False):
-            out, aux = attend(
-                query,
-                key,
-                value,
-                score_mod=None if cap is None else _capped(cap, query.device),
-                block_mask=self._flex[reach],
-                scale=scale,
-                enable_gqa=query.shape[1] != key.shape[1],
-                return_aux=AuxRequest(lse=True),
-                kernel_options={
-                    "BACKEND": "TRITON"
-                },  # the kernel for short queries has no gradients
-            )
-        out = out[..., :width]
-        if sinks_H is None:
-            return out
-        return out * torch.sigmoid(aux.lse - sinks_H.to(aux.lse.dtype)[:, None])[..., None].to(
-            out.dtype
-        )
 
 
 def _of_one_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -253,23 +210,6 @@ FLOAT_KEYS = 384
 """Over fewer keys the backward kernel is 2 to 5 times faster in float32 than in bfloat16,
 conversions included.
 """
-
-
-def _families(layout: Layout) -> Iterator[Family]:
-    ends = [start + length for start, length in zip(layout.start, layout.length, strict=True)]
-    s = 0
-    while s < layout.segments:
-        last = s + 1
-        while last < layout.segments and layout.prefix[last] == s:
-            last += 1
-        first = min(s + 1, last - 1)
-        others = range(first + 1, last)
-        yield Family(
-            causal=((layout.start[s], ends[first]), *((layout.start[c], ends[c]) for c in others)),
-            prefix=(layout.start[s], ends[s]),
-            rest=(ends[first], ends[last - 1]),
-        )
-        s = last
 
 
 class Piece(NamedTuple):
@@ -471,133 +411,3 @@ def _capped_backward(
     grad_value = _grouped(weights, key).transpose(-1, -2) @ _grouped(grad_out, key)
     grad_key = _grouped(slope, key).transpose(-1, -2) @ _grouped(query, key)
     return (_grouped(slope, key) @ key).view_as(query), grad_key, grad_value
-
-
-# ---------------------------------------------------------------- on CUDA
-
-
-FLEX_BLOCK = 128
-"""Tokens to a side of FlexAttention's blocks."""
-FLEX_WIDTH = 16
-"""The narrowest heads that FlexAttention takes on a GPU."""
-
-
-def flex_block_mask(layout: Layout, device: torch.device, reach: Reach = EVERYTHING) -> Any:
-    """FlexAttention's block mask of a layout: which pairs of a query and a key it computes."""
-    from torch.nn.attention.flex_attention import BlockMask
-
-    segment_T = torch.full((layout.total,), -1, dtype=torch.int64)
-    prefix_T = torch.full((layout.total,), -2, dtype=torch.int64)
-    position_T = torch.zeros(layout.total, dtype=torch.int64)
-    for s, (start, length, prefix) in enumerate(
-        zip(layout.start, layout.length, layout.prefix, strict=True)
-    ):
-        segment_T[start : start + length] = s
-        prefix_T[start : start + length] = prefix if prefix >= 0 else -2
-        before = layout.length[prefix] if prefix >= 0 else 0
-        position_T[start : start + length] = torch.arange(before, before + length)
-    first_T = torch.as_tensor(reach.first(position_T))
-    segment_T, prefix_T, position_T, first_T = (
-        x.to(device) for x in (segment_T, prefix_T, position_T, first_T)
-    )
-
-    def seen(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        # Filler attends to filler before it, so that its softmax has at least one key; nothing
-        # reads it.
-        own = (segment_T[q] == segment_T[k]) & (q >= k)
-        return (own | (prefix_T[q] == segment_T[k])) & (position_T[k] >= first_T[q])
-
-    some_QK, all_QK = blocks_seen(layout, reach)
-    # Blocks to be looked at pair by pair, and those to be taken whole: how many for each row, and
-    # which, in order.
-    columns = []
-    for blocks_QK in (some_QK & ~all_QK, all_QK):
-        columns += [
-            blocks_QK.sum(-1),
-            blocks_QK.int().argsort(dim=-1, descending=True, stable=True),
-        ]
-    columns = [column[None, None].to(device, torch.int32) for column in columns]
-    return BlockMask.from_kv_blocks(
-        *columns, BLOCK_SIZE=FLEX_BLOCK, mask_mod=seen, seq_lengths=(layout.total, layout.total)
-    )
-
-
-def blocks_seen(layout: Layout, reach: Reach = EVERYTHING) -> tuple[Tensor, Tensor]:
-    """(Q, K) on the host: where some query of a block sees some key of another, and where all see
-    all, without a mask of pairs.
-    """
-    end = layout.start[-1] + layout.length[-1] if layout.segments else 0
-    segments = [
-        (*segment, reach)
-        for segment in zip(layout.start, layout.length, layout.prefix, strict=True)
-    ]
-    if layout.total > end:
-        segments.append(
-            (end, layout.total - end, -1, EVERYTHING)
-        )  # filler is at position 0, and hides nothing of itself
-    size = -(-layout.total // FLEX_BLOCK)
-    some_QK, whole_QK = (
-        torch.zeros(size, size, dtype=torch.bool),
-        torch.zeros(size, size, dtype=torch.int64),
-    )
-    for start, length, prefix, sees in segments:
-        begin, before = (layout.start[prefix], layout.length[prefix]) if prefix >= 0 else (start, 0)
-
-        def stretches(
-            low: int, high: int, start: int = start, begin: int = begin, before: int = before
-        ) -> list[tuple[int, int]]:
-            """Where the positions low..high of a sequence lie in the stream."""
-            if begin + before == start:
-                return [(begin + low, begin + high)]
-            return [
-                (begin + low, begin + min(high, before)),
-                (start + max(low, before) - before, start + high - before),
-            ]
-
-        for q in range(start // FLEX_BLOCK, -(-(start + length) // FLEX_BLOCK)):
-            a, b = max(start, q * FLEX_BLOCK), min(start + length, (q + 1) * FLEX_BLOCK)
-            first, last = before + a - start, before + b - start - 1
-            for from_, to in stretches(
-                max(int(sees.first(first)), 0), last + 1
-            ):  # what one of them sees
-                if to > from_:
-                    some_QK[q, from_ // FLEX_BLOCK : -(-to // FLEX_BLOCK)] = True
-            for from_, to in stretches(max(int(sees.first(last)), 0), first + 1):  # what all do
-                if to > from_:
-                    whole_QK[q, -(-from_ // FLEX_BLOCK) : to // FLEX_BLOCK] += b - a
-    return some_QK, whole_QK == FLEX_BLOCK
-
-
-@cache
-def _capped(cap: float, device: torch.device) -> Callable[..., Tensor]:
-    """What FlexAttention does to a score: one function for each cap, which reads it from the
-    device.
-
-    A number of Python's would be compiled as one that may change, and dynamo takes no such number
-    here.
-    """
-    with torch.inference_mode(False):
-        cap_ = torch.tensor(cap, device=device)
-
-    def capped(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return cap_ * torch.tanh(score / cap_)
-
-    return capped
-
-
-def _plain_flex() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return flex_attention
-
-
-@cache
-def _compiled_flex() -> Any:
-    """Compiled once per process; packed streams have a new length every time, hence dynamic shapes.
-
-    It is compiled again for each type, for passes with and without gradients, and for each cap.
-    """
-    torch._dynamo.config.recompile_limit = max(
-        torch._dynamo.config.recompile_limit, 64
-    )  # else torch runs the rest uncompiled
-    return torch.compile(_plain_flex(), dynamic=True, fullgraph=True)

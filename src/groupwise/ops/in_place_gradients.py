@@ -26,7 +26,8 @@ _open: ContextVar[bool] = ContextVar("summed_in_place", default=False)
 def summed_in_place(on: bool = True) -> Iterator[None]:
     """Backward passes of what is computed inside end in `.grad`, whichever thread runs them.
 
-    `torch.autograd.grad` does too, and then finds nothing of what is summed here.
+    `torch.autograd.grad` does too, and then finds nothing of what is summed here.  Not for weights
+    that are spread over processes.
     """
     before = _open.set(on)
     try:
@@ -45,10 +46,10 @@ def gradient_of(weight: Tensor, on: bool) -> tuple[Tensor | None, bool]:
     holds nothing but noise.
 
     on: what `summing` said in the forward pass.   `weight` is a parameter or the first rows of one.
-        Those that others listen to (hooks), that are spread over processes, or whose gradients are
-        summed in another precision are left to autograd."""
+        Those that others listen to (hooks), or whose gradients are summed in another precision, are
+        left to autograd."""
     parameter = weight if weight._base is None else weight._base
-    plain = type(parameter) is nn.Parameter and parameter.requires_grad and parameter.is_leaf
+    plain = isinstance(parameter, nn.Parameter) and parameter.requires_grad and parameter.is_leaf
     if not on or not plain or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         return None, False
     rows = weight.shape[0]
@@ -61,6 +62,7 @@ def gradient_of(weight: Tensor, on: bool) -> tuple[Tensor | None, bool]:
     fresh = parameter.grad is None
     if fresh:
         parameter.grad = torch.empty_like(parameter)
-        parameter.grad[rows:] = 0.0
+        if rows < parameter.shape[0]:
+            parameter.grad[rows:] = 0.0
     assert parameter.grad is not None
     return parameter.grad[:rows], fresh

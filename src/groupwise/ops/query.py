@@ -6,10 +6,13 @@ T positions of the stream   H query heads   K key-value heads   D head width   E
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
+
+from groupwise.records import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +88,30 @@ class Family:
         return [(*first, 0, 0), *((*other, *prefix) for other in others)]
 
 
+def families_of(layout: Layout) -> Iterator[Family]:
+    """Yield the families of a packed stream, in its order."""
+    ends = [start + length for start, length in zip(layout.start, layout.length, strict=True)]
+    s = 0
+    while s < layout.segments:
+        last = s + 1
+        while last < layout.segments and layout.prefix[last] == s:
+            last += 1
+        first = min(s + 1, last - 1)
+        others = range(first + 1, last)
+        yield Family(
+            causal=((layout.start[s], ends[first]), *((layout.start[c], ends[c]) for c in others)),
+            prefix=(layout.start[s], ends[s]),
+            rest=(ends[first], ends[last - 1]),
+        )
+        s = last
+
+
 class PackedStream(Protocol):
     """A packed stream, as a package's attention reads it."""
 
+    layout: Layout
     families: tuple[Family, ...]
     longest: int
     """The most keys that a query sees."""
     prepared: Any
-    """What the package prepares once for the stream."""
+    """What the kernels of a package, or of a device, prepare once for the stream."""

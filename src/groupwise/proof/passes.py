@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from groupwise.data.packing import unpack
 from groupwise.distributed import fsdp
-from groupwise.models.attention import plain_attention
+from groupwise.models.attention import PackedAttention, plain_attention
 from groupwise.models.backbone import layers
 from groupwise.models.layers import MODELS, class_name, stack_of
 from groupwise.models.passes import forward, packed_for
@@ -29,6 +29,7 @@ from groupwise.models.reward_head import head_scores, reads_tokens
 from groupwise.ops.in_place_gradients import summed_in_place
 from groupwise.ops.linear_cross_entropy import chosen_logprobs
 from groupwise.ops.operations import operations
+from groupwise.ops.query import Query
 from groupwise.records import Sample
 
 MANY = 30_000_000
@@ -124,6 +125,30 @@ def run_pass(policy: Policy, samples: Sequence[Sample], *, gradients: bool) -> P
             for index, column in unpack(batch, value_P, samples):
                 values[index] = column[samples[index].weight > 0].astype(np.float64)
     return PassResults(values, take_gradients(policy) if gradients else {})
+
+
+class ComparedAttention(PackedAttention):
+    """Attention of a packed stream that is computed in float32 beside."""
+
+    difference = 0.0
+    """The largest difference of a token's output so far, relative to the root mean square over
+    tokens.
+    """
+
+    def __call__(self, query: Query) -> Tensor:
+        """See `Attend`."""
+        out_THE = super().__call__(query)
+        exact = query._replace(
+            query_THD=query.query_THD.float(),
+            key_TKD=query.key_TKD.float(),
+            value_TKE=query.value_TKE.float(),
+        )
+        exact_THE = super().__call__(exact)
+        distance_T = (out_THE.float() - exact_THE).flatten(1).norm(dim=-1)
+        size = exact_THE.flatten(1).norm(dim=-1).square().mean().sqrt()
+        difference = float(distance_T.max() / size)
+        self.difference = float(np.maximum(self.difference, difference))  # NaN stays NaN
+        return out_THE
 
 
 def take_gradients(policy: Policy) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ from torch import Tensor
 from groupwise.distributed import comm
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.models.attention import plain_attention
-from groupwise.models.backbone import checkpointing
+from groupwise.models.backbone import checkpointing, hidden
 from groupwise.models.masks import REMEDY
 from groupwise.models.moe import BALANCE, router_coefficient
 from groupwise.models.passes import forward, packed_for, reshard
@@ -34,6 +34,7 @@ from groupwise.models.policy import Policy
 from groupwise.models.reward_head import REMEDY as SCORES_REMEDY
 from groupwise.models.reward_head import reads_tokens
 from groupwise.proof.passes import (
+    ComparedAttention,
     PassResults,
     model_pass,
     run_pass,
@@ -65,6 +66,10 @@ largest parameter's.
 """
 COARSE_VALUES = 0.1
 """Largest median difference of log-probs in a lower type, relative to their spread."""
+COARSE_ATTENTION = 0.05
+"""Largest difference of what attention gives a token in a lower type, relative to the root mean
+square over tokens.
+"""
 COARSE_GRADIENTS = (0.35, 0.05)
 """The same as `GRADIENTS`, in a lower type."""
 UNSAID = 512
@@ -237,6 +242,8 @@ class _Case:
             if not self.coarse:
                 self.check_finite(expected)
                 self.check_causality(near, expected.values)
+            elif policy.device.type != "cpu" and policy.attention == "shared":
+                self.check_attention(near)
             trained = self.update(near, self.recompute)
             # Another stream of the same size, so that nothing of the first may serve it.
             again = run_pass(policy, near[::-1], gradients=False).values[::-1]
@@ -329,6 +336,19 @@ class _Case:
                 f"{self.family} lets tokens see what comes after them: it is no causal language"
                 " model, and cannot be trained"
             )
+
+    def check_attention(self, texts: Sequence[Sample]) -> None:
+        """Raises ConfigError for a GPU whose kernel of the run's type attends to something else
+        than that of float32: a median of log-probs would not show it of a few tokens.
+        """
+        size = sum(text.prompt.size + text.completion.size for text in texts)
+        for batch in packed_for(self.policy, texts, size):
+            compared = ComparedAttention(batch.layout, batch.prepared)
+            with torch.no_grad():
+                hidden(self.policy, batch.tokens_P, batch.position_P, compared)
+            if not compared.difference <= COARSE_ATTENTION:
+                apart = f"a token's output {_apart(compared.difference, ' of their size')}"
+                raise self.refusal("attention", apart, self.remedy)
 
     def update(self, texts: Sequence[Sample], recompute: bool) -> PassResults:
         """Make it as the run does; without gradients where nothing is trained."""
