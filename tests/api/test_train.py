@@ -572,11 +572,13 @@ def test_a_loaded_policy_and_an_evaluation_write_the_date_of_their_run(call: Cal
     evaluate = importlib.import_module("groupwise.api.evaluate")
     texts: list[str] = []
 
-    def evaluated(prepared: Any, engine: Any, prompts: Any, progress: Any, inner: Callable = evaluate.evaluated) -> Any:
-        texts.extend(prompt.text for prompt in prompts)
-        return inner(prepared, engine, prompts, progress)
+    inner = evaluate.evaluate_prompts
 
-    monkeypatch.setattr(evaluate, "evaluated", evaluated)
+    def watched(recipe: Any, rewards: Any, engine: Any, prompts: Any, progress: Any) -> Any:
+        texts.extend(prompt.text for prompt in prompts)
+        return inner(recipe, rewards, engine, prompts, progress)
+
+    monkeypatch.setattr(evaluate, "evaluate_prompts", watched)
     gw.evaluate("runs/mine", task="addition", limit=2, k=1, rewards=["accuracy"])
     assert len(texts) == 2 and all(text.startswith("1980") for text in texts)
 

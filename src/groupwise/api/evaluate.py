@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,11 @@ from groupwise.config.settings import (
     CriticSettings,
     DataSettings,
     EngineSettings,
+    EvalSettings,
     ModelSettings,
     Recipe,
     RewardSettings,
+    RolloutSettings,
     TeacherSettings,
 )
 from groupwise.config.texts import demand_values
@@ -38,11 +39,11 @@ from groupwise.proof.prove import prove
 from groupwise.proof.texts import NATIVE
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.checkpoint import step_of
-from groupwise.runs.environments import environment_of, recipe_of_environment, with_environment_data
+from groupwise.runs.environments import environment_of, with_environment_data
 from groupwise.runs.inputs import inputs_of, resolved, warn_of_changed_inputs
-from groupwise.runs.job import evaluated
+from groupwise.runs.job import evaluate_prompts
 from groupwise.runs.origin import Origin, origin_of, overridden
-from groupwise.runs.prepared import Prepared, eval_sampling, longest_of
+from groupwise.runs.prepared import PreparedEvaluation, eval_sampling
 from groupwise.runs.run_models import fit_threads
 from groupwise.runs.trust import demand_trust
 from groupwise.training.evaluate import Evaluation
@@ -161,7 +162,11 @@ def evaluate(
         "environment": keys is not None,
     }
     origin = _origin(path, overrides, [part for part, changed in replaced.items() if not changed])
-    run = _plain_recipe() if origin is None else origin.dated
+    if origin is None:
+        rollout = RolloutSettings(max_new_tokens=LENGTH, max_rows=ROWS)
+        run = Recipe(objective="grpo", rollout=rollout, eval=EvalSettings(k=SAMPLES))
+    else:
+        run = origin.dated
     if run.objective in JUDGES:
         raise ConfigError(
             f"{path} holds a model of the objective {run.objective!r}, which writes no completions"
@@ -182,19 +187,20 @@ def evaluate(
     held_out = _with(
         held_out, columns=columns, template=template, chat=chat, system=system, eval_limit=limit
     )
-    model, how = (
-        model_folder(path),
-        _with(run.eval, k=k, temperature=temperature, max_new_tokens=max_new_tokens),
-    )
+    model = model_folder(path)
+    how = _with(run.eval, k=k, temperature=temperature, max_new_tokens=max_new_tokens)
     length = how.max_new_tokens or run.rollout.max_new_tokens
-    recipe = replace(
-        _plain_recipe(),  # what only training reads need not be there any more
+    if named is None:
+        named, verdict = _judges_of(path, run), verdict or run.verdict
+    # Sections that only training reads are left out: what they name need not be there any more.
+    recipe = Recipe(
+        objective=run.objective,
         seed=run.seed if seed is None else seed,
         threads=run.threads,
-        model=ModelSettings(path=model) if origin is None else settings_of(run.model, model),
+        model=settings_of(run.model, model),
         data=held_out,
-        rewards=_judges_of(path, run) if named is None else named,
-        verdict=verdict or (run.verdict if named is None else None),
+        rewards=named,
+        verdict=verdict,
         environment=run.environment,
         rollout=replace(run.rollout, engine=EngineSettings(), max_new_tokens=length),
         eval=how,
@@ -208,31 +214,21 @@ def _with(settings: Any, **changes: Any) -> Any:
     return replace(settings, **{key: value for key, value in changes.items() if value is not None})
 
 
-def _plain_recipe() -> Recipe:
-    """How a model that no run made is evaluated."""
-    plain = recipe_of_environment({})
-    rollout = replace(plain.rollout, max_new_tokens=LENGTH, max_rows=ROWS)
-    return replace(plain, rewards=(), rollout=rollout, eval=replace(plain.eval, k=SAMPLES))
-
-
 def _evaluated(
     recipe: Recipe, progress: Callable[[int, int], None] | None
 ) -> tuple[Sequence[str], Evaluation]:
     """Return the names of the reward functions, and the evaluation of a recipe's model."""
-    prepared = Prepared.of(recipe, train=False)
-    assert prepared.prompts is not None and prepared.rewards is not None
-    with ExitStack() as ends:
-        ends.callback(prepared.close)
+    prepared = PreparedEvaluation.of(recipe)
+    with prepared.started as ends:
         ends.callback(torch.set_num_threads, torch.get_num_threads())
         policy = make_policy(prepared.blueprint.load(), prepared.blueprint.tokenizer, recipe.model)
         fit_threads(policy, recipe.threads)
         sampler = replace(NATIVE, conversations=prepared.environment is not None)
-        prove(policy, longest=longest_of(recipe, prepared.prompts), sampler=sampler, train=False)
+        prove(policy, longest=prepared.longest, sampler=sampler, train=False)
         engine = NativeEngine(
             policy, max_rows=recipe.rollout.max_rows, environment=prepared.environment
         )
-        evaluation = evaluated(prepared, engine, prepared.prompts.held_out, progress)
-        assert evaluation is not None
+        evaluation = evaluate_prompts(recipe, prepared.rewards, engine, prepared.prompts, progress)
         return prepared.rewards.names, evaluation
 
 

@@ -19,7 +19,6 @@ from groupwise.runs.environments import (
     environment_of,
     make_environment,
     make_runtime,
-    recipe_of_environment,
     tools_of,
 )
 from groupwise.runs.origin import Origin
@@ -58,10 +57,8 @@ class Answered:
             return None
         ends.callback(source.close)
         data = dataclasses.replace(policy.data, chat=True, template=None)
-        recipe = dataclasses.replace(recipe_of_environment({}), environment=settings, data=data)
-        made = make_environment(
-            recipe, Blueprint.of(policy), source, Sampling(max_new_tokens=length)
-        )
+        sampling = Sampling(max_new_tokens=length)
+        made = make_environment(settings, data, Blueprint.of(policy), source, sampling)
         if made is None:
             return None
         ends.callback(made.close)

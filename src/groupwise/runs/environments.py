@@ -14,7 +14,13 @@ from typing import Any
 
 from groupwise.config.live_objects import object_of
 from groupwise.config.recipes import make_recipe
-from groupwise.config.settings import FACTORIES, EnvironmentSettings, Recipe, RewardSettings
+from groupwise.config.settings import (
+    FACTORIES,
+    DataSettings,
+    EnvironmentSettings,
+    Recipe,
+    RewardSettings,
+)
 from groupwise.data.sources import live_rows
 from groupwise.data.templates import Template, Tools
 from groupwise.distributed import comm
@@ -118,12 +124,15 @@ def tools_of(runtime: ToolRuntime | None) -> Tools | None:
 
 
 def make_environment(
-    recipe: Recipe, blueprint: Blueprint, runtime: ToolRuntime | None, sampling: Sampling
+    settings: EnvironmentSettings,
+    data: DataSettings,
+    blueprint: Blueprint,
+    runtime: ToolRuntime | None,
+    sampling: Sampling,
 ) -> Environment | None:
     """What engines ask for conversations; None if nobody answers.  sampling: of the run.   Raises
     ConfigError.
     """
-    settings = recipe.environment
     if settings.asks:
         vocabulary = min(
             len(blueprint.tokenizer),
@@ -131,7 +140,7 @@ def make_environment(
         )
         host, _, port = settings.listen.rpartition(":")
         listen = f"{host}:{int(port) and int(port) + comm.world().rank}"  # each process has its own
-        codec = ChatCodec(blueprint.tokenizer, blueprint.eos_ids, recipe.data.chat_template_kwargs)
+        codec = ChatCodec(blueprint.tokenizer, blueprint.eos_ids, data.chat_template_kwargs)
         return HarnessEnvironment(
             _harness(settings),
             codec,
@@ -143,7 +152,7 @@ def make_environment(
         )
     if runtime is None:
         return None
-    template = Template.build(recipe.data, blueprint.tokenizer, tools_of(runtime))
+    template = Template.build(data, blueprint.tokenizer, tools_of(runtime))
     return ToolEnvironment(runtime, settings, template, tuple(blueprint.eos_ids))
 
 

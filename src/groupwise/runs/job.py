@@ -168,7 +168,10 @@ class Job(Learner):
         asked = prompts.held_out
         if not whole:
             asked = prompts.watched[: self.recipe.eval.prompts]
-        return evaluated(self.prepared, self.sampler, asked, self.watch)
+        rewards = self.prepared.rewards
+        if not asked or rewards is None or not rewards.names:
+            return None
+        return evaluate_prompts(self.prepared.recipe, rewards, self.sampler, asked, self.watch)
 
     @property
     def plan(self) -> Lines:
@@ -392,18 +395,17 @@ def make_learner(
     )
 
 
-def evaluated(
-    prepared: Prepared,
+def evaluate_prompts(
+    recipe: Recipe,
+    rewards: Rewards,
     engine: Engine,
     prompts: Sequence[Prompt],
-    progress: Callable[[int, int], None] | None = None,
-) -> Evaluation | None:
-    """What the reward functions say of completions of held-out prompts; None without either.
+    progress: Callable[[int, int], None] | None,
+) -> Evaluation:
+    """Evaluate a policy on prompts as the section `eval` of a recipe says.
+
     progress: see `evaluate`.
     """
-    recipe, rewards = prepared.recipe, prepared.rewards
-    if not prompts or rewards is None or not rewards.names:
-        return None
     return evaluate(
         engine,
         rewards,

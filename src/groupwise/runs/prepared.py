@@ -128,14 +128,14 @@ class Prepared:
     """With what its environment brings, its sharding and its micro-batches."""
     blueprint: Blueprint
     prompts: Data[Prompt] | None
-    """The prompts of an online objective, an evaluation, or a data-set objective whose model is
-    judged by what it samples.
+    """The prompts of an online objective, or of a data-set objective whose model is judged by what
+    it samples.
     """
     rows: Data[Any]
     """What is trained on: the prompts, or rows of a data set."""
     rewards: Rewards | None
     algorithm: Algorithm | None
-    """None of a data-set objective and of an evaluation."""
+    """None of a data-set objective."""
     steps: int
     plan: Lines
     environment: Environment | None
@@ -164,13 +164,11 @@ class Prepared:
         scorers: Sequence[Recipe] = (),
         world: int | None = None,
         config: Mapping[str, Any] | None = None,
-        train: bool = True,
     ) -> Prepared:
-        """Read model, data and environment, make the reward functions and write the plan.   resume:
-        see `modelled`.
+        """Read model, data and environment, make the reward functions and write the plan.
 
-        scorers, world, config: see `plan_of`.   train: False prepares an evaluation of the recipe's
-        model on what is held out. Whoever calls it calls `close`.   Raises ConfigError, DataError.
+        Whoever calls it calls `close`.   resume: see `modelled`.   scorers, world, config: see
+        `plan_of`.   Raises ConfigError, DataError.
         """
         demand_values(recipe)
         demand_processes(recipe, comm.world().size if world is None else world)
@@ -178,48 +176,27 @@ class Prepared:
             with_environment_data(recipe), resume, shared=world is None, config=config
         )
         with ExitStack() as started:
-            if (runtime := make_runtime(recipe.environment)) is not None:
-                started.callback(runtime.close)
+            runtime = _start_runtime(recipe, started)
             recipe = with_own_reward(recipe, runtime)
             kind = OBJECTIVES.get(recipe.objective)
-            algorithm, steps, lines, hints = None, 0, Lines(), Lines()
-            if not train:
-                rows = prompts = load_prompts(recipe, blueprint, runtime, train=False)
-                recipe = _with_judge(recipe, prompts)
-            elif kind is None:
-                algorithm, prompts, lines, hints = _read_online(recipe, blueprint, runtime)
+            algorithm, hints = None, Lines()
+            if kind is None:
+                algorithm, prompts, plan, hints = _read_online(recipe, blueprint, runtime)
                 rows, steps = prompts, recipe.steps or 0
             else:
-                rows, prompts, lines, steps = _read_dataset(recipe, blueprint, runtime, kind)
-            plan = Lines()
-            if train:
-                others = [blueprint_of(scorer, None) for scorer in scorers]
-                plan = [
-                    *lines,
-                    *model_lines(
-                        recipe,
-                        blueprint,
-                        load_of(recipe, blueprint, algorithm, rows, others),
-                        world,
-                    ),
-                ]
+                rows, prompts, plan, steps = _read_dataset(recipe, blueprint, runtime, kind)
+            others = [blueprint_of(scorer, None) for scorer in scorers]
+            load = load_of(recipe, blueprint, algorithm, rows, others)
+            plan += model_lines(recipe, blueprint, load, world)
             rewards = _make_rewards(recipe, blueprint, algorithm, prompts, awaited=bool(scorers))
             if rewards is not None:
                 started.callback(rewards.close)
                 _check_credit(algorithm, rewards, runtime)
                 plan += [("reward", line) for line in rewards.plan()]
-            plan += [
-                ("read", str(rows.report)),
-                *(("warning", text) for text in rows.report.warnings),
-                *hints,
-            ]
+            plan.append(("read", str(rows.report)))
+            plan += [("warning", text) for text in rows.report.warnings]
+            plan += hints
             plan += environment_lines(recipe, runtime)
-            if (
-                answering := make_environment(
-                    recipe, blueprint, runtime, sampling_of(recipe.rollout)
-                )
-            ) is not None:
-                started.callback(answering.close)
             return cls(
                 recipe=recipe,
                 blueprint=blueprint,
@@ -229,9 +206,72 @@ class Prepared:
                 algorithm=algorithm,
                 steps=steps,
                 plan=plan,
-                environment=answering,
+                environment=_start_environment(recipe, blueprint, runtime, started),
                 started=started.pop_all(),
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedEvaluation:
+    """What the evaluation of a model knows before its weights are loaded."""
+
+    blueprint: Blueprint
+    prompts: Sequence[Prompt]
+    rewards: Rewards
+    environment: Environment | None
+    longest: int
+    """Tokens of the longest text of prompt and completion."""
+    started: ExitStack
+    """Closes reward workers and the environment."""
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> PreparedEvaluation:
+        """Read model, held-out prompts and environment of a recipe, and make its reward functions.
+
+        It reads the sections `model`, `data`, `rewards`, `environment`, `rollout` and `eval`.
+        Whoever calls it calls `started.close`.   Raises ConfigError, DataError.
+        """
+        demand_values(recipe)
+        recipe = with_environment_data(recipe)
+        blueprint = blueprint_of(recipe, None)
+        with ExitStack() as started:
+            runtime = _start_runtime(recipe, started)
+            prompts = load_prompts(recipe, blueprint, runtime, train=False)
+            recipe = _with_judge(with_own_reward(recipe, runtime), prompts)
+            rewards = build_rewards(
+                recipe.rewards,
+                columns=columns_of(prompts.held_out),
+                tokenizer=blueprint.tokenizer,
+                verdict=recipe.verdict,
+            )
+            started.callback(rewards.close)
+            return cls(
+                blueprint=blueprint,
+                prompts=prompts.held_out,
+                rewards=rewards,
+                environment=_start_environment(recipe, blueprint, runtime, started),
+                longest=longest_of(recipe, prompts),
+                started=started.pop_all(),
+            )
+
+
+def _start_runtime(recipe: Recipe, started: ExitStack) -> ToolRuntime | None:
+    """Start what makes the environments of a recipe; None if nobody answers."""
+    runtime = make_runtime(recipe.environment)
+    if runtime is not None:
+        started.callback(runtime.close)
+    return runtime
+
+
+def _start_environment(
+    recipe: Recipe, blueprint: Blueprint, runtime: ToolRuntime | None, started: ExitStack
+) -> Environment | None:
+    """Start what answers the policy's turns; None if nobody does."""
+    sampling = sampling_of(recipe.rollout)
+    environment = make_environment(recipe.environment, recipe.data, blueprint, runtime, sampling)
+    if environment is not None:
+        started.callback(environment.close)
+    return environment
 
 
 # ---------------------------------------------------------------- data and rewards
