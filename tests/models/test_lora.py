@@ -259,21 +259,6 @@ def test_the_plan_counts_what_is_trained(recipe: Callable[..., Any]) -> None:
     assert f"gradients {trained * 4 / 1024:.1f} KiB, optimizer {trained * 8 / 1024:.1f} KiB" in line
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("model.lora={rnk: 4}", r"unknown key 'model.lora.rnk' .did you mean model.lora.rank"),
-        ("model.lora={rank: 0}", "model.lora.rank must be a whole number at least 1; got 0"),
-        ("model.lora={alpha: big}", "model.lora.alpha must be a number greater than 0; got 'big'"),
-        ("model.lora={targets: []}", "model.lora.targets must be non-empty text or a non-empty list"),
-        ("group.reference_refresh=2", "cannot move: leave group.reference_refresh out"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(recipe: Callable[..., Any], override: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        recipe(override)
-
-
 def test_targets_that_are_not_there_or_not_allowed(recipe: Callable[..., Any]) -> None:
     for targets, message in (
         ("[nothing]", "nothing"),

@@ -279,22 +279,3 @@ def test_the_validation_part_is_not_the_part_reported_at_the_end(recipe: str, tm
     assert found is not None
     trained, watched, reported = map(int, found.groups())
     assert counts == [reported, *[watched] * 3, reported] and trained + watched + reported == 60
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("data.eval_fraction={test: 0.2, dev: 0.1}", "parts test and validation, not dev"),
-        ("data.eval_fraction={validation: 0.1}", "holds out validation but no test"),
-        ("data.eval_fraction={test: 0.6, validation: 0.5}", "sum to 1.1"),
-        ("stages.reward.reward_model.replay={share: 0.1}", "needs the path of a file of older pairs"),
-        ("stages.reward.reward_model.replay={path: missing.json}", "no such file 'missing.json'"),
-        (
-            "stages.reward.reward_model.replay={pth: x}",
-            r"unknown key 'reward_model.replay.pth' .did you mean reward_model.replay.path",
-        ),
-    ],
-)
-def test_impossible_preference_recipes_are_refused(recipe: str, override: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        stages_of(recipe, override)

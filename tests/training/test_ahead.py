@@ -316,20 +316,6 @@ def test_kept_groups_come_back_as_they_were(sampling: Sampling, tiny_policy: Cal
             assert all(np.array_equal(x, y) for x, y in zip(a.support or (), b.support or (), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("engine", "says"),
-    [
-        ({"name": "native", "ahead": -1}, "rollout.engine.ahead must be a whole number at least 0; got -1"),
-        ({"name": "vllm", "ahead": True}, "rollout.engine.ahead must be a whole number at least 0; got true"),
-        ({"name": "native", "aheed": 1}, "unknown key 'rollout.engine.aheed' .did you mean rollout.engine.ahead"),
-        ({"name": "native", "correct": {"high": 3}}, "there is nothing to correct, unless it is ahead"),
-    ],
-)
-def test_settings_that_asynchronous_sampling_cannot_serve_are_refused(engine: dict[str, Any], says: str, recipe: Callable) -> None:
-    with pytest.raises(ConfigError, match=says):
-        load_recipe(recipe("wrong", rollout={"max_new_tokens": 12, "engine": engine}))
-
-
 def test_a_data_set_is_never_ahead(recipe: Callable) -> None:
     with pytest.raises(ConfigError, match="nothing is sampled ahead of training by 'sft'"):
         load_recipe(recipe("wrong", objective="sft", group={}, rollout=rollout_of("native", ahead=1)))

@@ -215,21 +215,3 @@ def test_a_run_learns_from_servers_what_it_learns_from_the_checkpoint(
     for one, other in zip(here, there, strict=True):
         assert other.metrics["teacher/kl"] == pytest.approx(one.metrics["teacher/kl"], rel=1e-3)
         assert other.metrics["grad_norm"] == pytest.approx(one.metrics["grad_norm"], rel=1e-2)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"objective": "distill"}, "not whole distributions: take objective distill_sampled"),
-        ({"objective": "minillm"}, "not whole distributions"),
-        ({"rollout": {"max_new_tokens": 8, "temperature": 0.7}}, "score at temperature 1"),
-        ({"rollout": {"max_new_tokens": 8, "top_k": 5}}, "score at temperature 1"),
-        ({"teacher": {"servers": ["http://127.0.0.1:1"], "path": "some/model"}}, "instead of a checkpoint"),
-    ],
-)
-def test_what_servers_cannot_say_is_refused_before_anything_starts(
-    tmp_path: Path, write_recipe: Callable, changes: dict, said: str
-) -> None:
-    tree = TREE | {"teacher": {"servers": ["http://127.0.0.1:1"]}} | changes
-    with pytest.raises(ConfigError, match=said):
-        load_recipe(write_recipe(tmp_path, "run", **tree))

@@ -310,29 +310,6 @@ def test_a_teacher_with_padding_rows_is_taken(tmp_path: Path, write_recipe: Call
     assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({}, "teacher.path is missing: the policy would learn from itself as it is"),
-        (
-            {"objective": "grpo", "teacher": {"hint": "{answer}"}, "rewards": [{"function": "accuracy"}]},
-            "teacher is for those that",
-        ),
-        ({"teacher": {"path": "./nowhere"}}, "teacher.path: no such folder"),
-        ({"group": {"divergence": {"name": "jds"}}, "teacher": {"hint": "{answer}"}}, "did you mean jsd"),
-        ({"teacher": {"hint": "{answer}", "ema": 0.05}}, "teacher.ema is no key any more: a teacher stays as it is"),
-        ({"teacher": {"demonstrations": {"path": "x"}}}, "teacher.demonstrations is no key any more: train on them in a stage"),
-        ({"group": {"mix": 0.2}}, "group.mix is no key any more: the policy alone samples"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(changes: dict, said: str, tmp_path: Path, write_recipe: Callable) -> None:
-    tree = yaml.safe_load(write_recipe(tmp_path, "run", **TREE).read_text()) | changes
-    path = tmp_path / "wrong.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    with pytest.raises(ConfigError, match=said):
-        load_recipe(path)
-
-
 def test_a_hint_that_does_not_fit_the_rows_names_their_columns(tmp_path: Path, write_recipe: Callable) -> None:
     path = write_recipe(tmp_path, "run", **(TREE | {"teacher": {"hint": "{solution}"}}))
     with pytest.raises(ConfigError, match=r"teacher\.hint: '\{solution\}' does not fit the rows, whose columns are .*answer"):
