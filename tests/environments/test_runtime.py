@@ -77,8 +77,8 @@ def test_a_process_that_has_ended_while_it_was_idle_is_replaced(rooms: runtime.T
     (place,) = rooms._idle
     assert isinstance(place, WorkerProcess)
     os.kill(int(there.text), signal.SIGKILL)
-    place._channel.settimeout(60.0)
-    assert place._channel.recv(1, socket.MSG_PEEK) == b""
+    place._connection.channel.settimeout(60.0)
+    assert place._connection.channel.recv(1, socket.MSG_PEEK) == b""
     ((result,), finish) = rooms.make(rooms.kinds[""]).call(CALL, seconds=60.0)
     assert (result.failure, finish) == ("", None)
     assert result.text != there.text

@@ -590,7 +590,7 @@ def test_environments_end_with_the_process_that_forked_them(table: Callable[...,
     """Whoever above them is killed, with a signal that it does not hear."""
     at = table(factory="my_tools.py:Counter", tool_timeout=600.0)
     talk, _ = at.begin(start=1)
-    supervisor = at.environment.runtime._process._process.pid
+    supervisor = at.environment.runtime._process._connection.child.pid
     worker, *forks = filter(running, descendants(supervisor))
     assert len(forks) >= 2, "the supervisor of a fork, and the fork"
     waiting = at.later(talk, call("wait_forever"))

@@ -104,7 +104,7 @@ def test_a_killed_renderer_is_started_again(rows: Callable) -> None:
     first = template.ask([ReadRow({}, "row", [{"role": "user", "content": "a"}])])[0].text
     process = rendering._RENDERER._process
     assert process is not None
-    os.kill(process._process.pid, signal.SIGKILL)
+    os.kill(process._connection.child.pid, signal.SIGKILL)
     contents = [[{"role": "user", "content": f"{i}"}] for i in range(200)]
     assert [q.text for q in template.ask([ReadRow({}, "row", content) for content in contents])] == [
         first.replace("a<", f"{i}<", 1) for i in range(200)
@@ -120,7 +120,7 @@ def test_a_renderer_that_stands_still_is_started_again(monkeypatch: pytest.Monke
     first = template.ask([ReadRow({}, "row", [{"role": "user", "content": "a"}])])[0].text
     process = rendering._RENDERER._process
     assert process is not None
-    stopped = descendants(process._process.pid)
+    stopped = descendants(process._connection.child.pid)
     os.kill(stopped[0], signal.SIGSTOP)
     monkeypatch.setattr(rendering, "WALL_SECONDS", 3.0)
     assert template.ask([ReadRow({}, "row", [{"role": "user", "content": "a"}])])[0].text == first

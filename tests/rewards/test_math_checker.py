@@ -201,6 +201,6 @@ def test_m01_hostile_answers_end_on_time_from_everywhere(where, monkeypatch):
         asyncio.run(inside())
     assert found == [[0.0] * len(pairs)]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 * 1024
-    pids = [process._process.pid for process, _ in checker.pool._idle]
+    pids = [process._connection.child.pid for process, _ in checker.pool._idle]
     checker.pool.close()
     assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]

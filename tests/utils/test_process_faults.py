@@ -48,13 +48,13 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.syspath_prepend(str(tmp_path))
     WorkerProcess("operator:attrgetter", "real").kill()  # what the first process ever imports or opens
     children, open_files = set(descendants(os.getpid())), len(os.listdir("/proc/self/fd"))
-    ends = set(processes._ends)
+    connections = set(processes._connections)
     yield "random_calls:make"
     limit = time.monotonic() + 60.0
     while (left := set(descendants(os.getpid())) - children) and time.monotonic() < limit:
         time.sleep(0.05)
     assert not left
-    assert processes._ends == ends
+    assert processes._connections == connections
     assert len(os.listdir("/proc/self/fd")) == open_files
 
 

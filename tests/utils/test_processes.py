@@ -327,7 +327,7 @@ def test_a_process_that_cannot_be_made_leaves_no_socket(hostile, tmp_path):
 def test_a_fork_that_cannot_be_made_leaves_no_socket(process):
     process.ready()
     before = len(os.listdir("/proc/self/fd"))
-    os.kill(process._process.pid, signal.SIGKILL)
+    os.kill(process._connection.child.pid, signal.SIGKILL)
     while process.alive():
         time.sleep(0.01)
     with pytest.raises(Died):
@@ -384,7 +384,7 @@ def test_a_program_that_ignores_the_end_of_children_ends_its_processes_at_once(h
         else:
             with pytest.raises(Raised):  # a text is no function; but the process answers
                 process.call(seconds=WAIT)
-            (pid,) = descendants(process._process.pid)
+            (pid,) = descendants(process._connection.child.pid)
         began = time.monotonic()
         process.kill()
         assert time.monotonic() - began < 8.0 and gone(pid)
@@ -395,7 +395,7 @@ def test_a_program_that_ignores_the_end_of_children_ends_its_processes_at_once(h
 def test_a_fork_that_ends_by_itself_leaves_nothing(process, tmp_path):
     fork = process.fork()
     fork.call("start", "daemon", str(tmp_path / "pid"), seconds=WAIT)
-    with pytest.raises(Died, match="its process has ended"):
+    with pytest.raises(Died, match=r"worker died \(exit code 7\)"):
         fork.call("exit", seconds=WAIT)
     assert gone(int((tmp_path / "pid").read_text()))
 
@@ -405,8 +405,8 @@ def test_a_fork_that_ends_by_itself_leaves_nothing(process, tmp_path):
 def test_forks_end_with_what_they_were_forked_from(process, who):
     forks = [process.fork() for _ in range(3)]
     pids = [fork.call("pid", seconds=WAIT) for fork in forks]
-    below = descendants(process._process.pid)
-    os.kill(process._process.pid if who == "supervisor" else process.call("pid", seconds=WAIT), signal.SIGKILL)
+    below = descendants(process._connection.child.pid)
+    os.kill(process._connection.child.pid if who == "supervisor" else process.call("pid", seconds=WAIT), signal.SIGKILL)
     assert set(pids) < set(below)
     assert all(gone(pid) for pid in below)
     assert not any(fork.alive() for fork in forks)
@@ -415,7 +415,7 @@ def test_forks_end_with_what_they_were_forked_from(process, who):
 def test_a_hundred_forks_and_no_folder(process, tmp_path, monkeypatch):
     forks = [process.fork() for _ in range(100)]
     assert len({fork.call("pid", seconds=WAIT) for fork in forks}) == 100
-    below = descendants(process._process.pid)
+    below = descendants(process._connection.child.pid)
     process.kill()
     assert not any(os.path.exists(f"/proc/{pid}") and not gone(pid) for pid in below)
 
@@ -431,7 +431,7 @@ process = WorkerProcess("hostile_calls:make")
 forks = {how: process.fork() for how in ("child", "session", "daemon", "sleep")}
 for how in ("child", "session", "daemon"):
     forks[how].call("start", how, sys.argv[1] + how, seconds=60.0)
-print(process._process.pid, flush=True)
+print(process._connection.child.pid, flush=True)
 forks["sleep"].call("sleep", seconds=600.0)
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -3,9 +3,9 @@ thread, under a supervisor.
 
 The supervisor runs no user code.  It waits until the worker ends or the parent closes the lifeline
 (which every death of the parent does), then kills the worker and all its descendants, also those in
-sessions of their own, and ends as the worker did, by its status or by its signal.  Only Linux can
-adopt orphans; elsewhere the worker's process group is killed.  A
-fork of a worker has a supervisor of its own.
+sessions of their own, and reports over the lifeline how the worker ended.  Only Linux can adopt
+orphans; elsewhere the worker's process group is killed.  A fork of a worker has a supervisor of its
+own.
 
 What workers print goes through the supervisor to standard error, control characters as escapes.
 
@@ -32,6 +32,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -62,17 +63,46 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 def main() -> NoReturn:
-    """Entry of a spawned process: `lifeline channel target options` on its command line."""
-    lifeline, channel = (
-        socket.socket(fileno=int(sys.argv[1])),
-        socket.socket(fileno=int(sys.argv[2])),
-    )
+    """Supervise a worker in a fresh interpreter, whose command line ends with `lifeline channel
+    target options`.
+    """
+    lifeline, channel = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
     module, _, name = sys.argv[3].partition(":")
 
     def build(*setup: Any) -> Function:
         return getattr(importlib.import_module(module), name)(*setup)
 
     supervise_worker(lifeline, channel, build, json.loads(sys.argv[4]))
+
+
+def supervise_fork(
+    lifeline: socket.socket,
+    channel: socket.socket,
+    build: Callable[..., Function],
+    options: Mapping[str, Any],
+    folder: str | None,
+    without: str,
+) -> NoReturn:
+    """Supervise a worker in a fork of the program, which has the surroundings of a fresh
+    interpreter.
+
+    without: environment variable that it must not have.
+    """
+    os.setsid()
+    os.environ.pop(without, None)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    if options["quiet"]:
+        os.dup2(nothing, 2)
+    os.dup2(2, 1)
+    os.close(nothing)
+    sys.stdout = sys.stderr = os.fdopen(
+        2, "w", buffering=1, errors="backslashreplace", closefd=False
+    )
+    os.chdir(folder or ".")
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)  # the pool of threads did not come along
+    supervise_worker(lifeline, channel, build, options)
 
 
 def supervise_worker(
@@ -84,24 +114,33 @@ def supervise_worker(
     """A worker that calls `build` with the first request; what that returns answers the others.
     options: see `WorkerProcess`.
     """
-    supervise(
-        lifeline,
-        lambda: serve(channel, build, options),
-        [channel],
-        Output(2) if not options.get("quiet") else None,
-    )
+    output = None if options["quiet"] else Output(2)
+    supervise(lifeline, channel, partial(serve, channel, build, options), output)
+
+
+def fork(run: Callable[[], Any]) -> int:
+    """Fork this process: the copy runs this, and ends.  Return the copy's process id."""
+    process = os.fork()
+    if process == 0:
+        try:
+            run()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(70)
+    return process
 
 
 def supervise(
     lifeline: socket.socket,
+    channel: socket.socket,
     work: Callable[[], NoReturn],
-    others: list[socket.socket],
     output: Output | None = None,
 ) -> NoReturn:
-    """Fork a process that works, wait for its end or the parent's, kill what is left, and end as it
-    did.
+    """Fork a process that works, wait for its end or the parent's, kill what is left, and report
+    how it ended.
 
-    others: sockets that are the worker's alone.   output: takes what it prints.
+    channel: the worker's alone.   output: takes what it prints.
     """
     import resource
 
@@ -109,19 +148,10 @@ def supervise(
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     for number in (signal.SIGINT, signal.SIGTERM):  # launchers send them to all; the parent decides
         signal.signal(number, _nothing)
-    signal.signal(
-        signal.SIGCHLD, signal.SIG_DFL
-    )  # who has inherited that it is ignored hears of no child's end
-    above = os.getpid()
-    worker = os.fork()
-    if worker == 0:
-        lifeline.close()
-        if output is not None:
-            output.become()
-        _be_a_worker(above)
-        work()
-    for end in others:
-        end.close()
+    # Who has inherited that it is ignored hears of no child's end.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    worker = fork(partial(_be_a_worker, os.getpid(), lifeline, work, output))
+    channel.close()
     waiting = select.poll()
     waiting.register(lifeline, select.POLLIN)
     if output is not None:
@@ -136,11 +166,11 @@ def supervise(
     if not LINUX:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(worker, signal.SIGKILL)
-    give_up, alone = time.monotonic() + 10.0, [worker] if status is None else []
+    give_up = time.monotonic() + 10.0
+    # To look through all processes of a machine takes milliseconds: the worker may be alone.
+    alone = [worker] if status is None else []
     while children and time.monotonic() < give_up:
-        for process in alone or descendants(
-            os.getpid()
-        ):  # to look through all processes of a machine takes milliseconds
+        for process in alone or descendants(os.getpid()):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
         time.sleep(0.001)
@@ -149,12 +179,10 @@ def supervise(
         status = ended if status is None else status
     if output is not None:
         output.close()
-    code = os.waitstatus_to_exitcode(signal.SIGKILL if status is None else status)
-    if code < 0:
-        with contextlib.suppress(OSError):  # SIGKILL cannot be set
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    os._exit(code)
+    exit_code = os.waitstatus_to_exitcode(signal.SIGKILL if status is None else status)
+    with contextlib.suppress(OSError):  # the parent has ended
+        lifeline.sendall(str(exit_code).encode())
+    os._exit(0)
 
 
 class Output:
@@ -234,16 +262,20 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _be_a_worker(above: int) -> None:
-    end_with_parent(above)  # should the supervisor be killed
+def _be_a_worker(
+    supervisor: int, lifeline: socket.socket, work: Callable[[], NoReturn], output: Output | None
+) -> NoReturn:
+    lifeline.close()
+    if output is not None:
+        output.become()
+    end_with_parent(supervisor)  # should it be killed
     os.setpgid(0, 0)
     for number, usual in (
         (signal.SIGINT, signal.default_int_handler),
         (signal.SIGTERM, signal.SIG_DFL),
     ):
-        os.register_at_fork(
-            after_in_child=lambda number=number, usual=usual: signal.signal(number, usual)
-        )
+        os.register_at_fork(after_in_child=partial(signal.signal, number, usual))
+    work()
 
 
 def _reap(worker: int) -> tuple[int | None, bool]:
@@ -315,24 +347,22 @@ def answer_requests(
         try:
             request, ends = receive(channel, None)
         except (EOFError, OSError):
-            os._exit(
-                0
-            )  # the parent is gone; skip the clean-up of whatever the function left behind
+            os._exit(0)  # the parent is gone; no clean-up of whatever the function left behind
         if ends:
-            forks = {fork for fork in forks if not os.waitpid(fork, os.WNOHANG)[0]}
-            with contextlib.suppress(
-                OSError
-            ):  # there are no more processes: the parent sees the end of the channel
-                forks.add(_fork(ends, function, cpu_seconds))
+            forks = {process for process in forks if not os.waitpid(process, os.WNOHANG)[0]}
+            run = partial(_copy_of_worker, os.getpid(), *ends, function, cpu_seconds)
+            gc.freeze()  # collections in the fork copy no page
+            # There are no more processes: the parent sees the end of the channel.
+            with contextlib.suppress(OSError):
+                forks.add(fork(run))
             for end in ends:
                 end.close()
             continue
         try:
             for value in _values(function, pickle.loads(request), cpu_seconds):
                 _answer(channel, {"value": value})
-        except (
-            BaseException
-        ) as error:  # whatever it is (SystemExit, KeyboardInterrupt), it is this call's outcome
+        except BaseException as error:
+            # Whatever it is (SystemExit, KeyboardInterrupt), it is this call's outcome.
             _answer(channel, described(error))
 
 
@@ -375,20 +405,16 @@ def _limit_memory(room: int | None) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-def _fork(ends: list[socket.socket], function: Function, cpu_seconds: float | None) -> int:
-    """A copy of this worker, under a supervisor, which answers at a channel of its own; the
-    supervisor's process id.
-    """
-    gc.freeze()  # collections in the fork copy no page
-    above = os.getpid()
-    if (fork := os.fork()) == 0:
-        try:
-            end_with_parent(above)
-            lifeline, channel = ends
-            supervise(lifeline, lambda: answer_requests(channel, function, cpu_seconds), [channel])
-        finally:
-            os._exit(70)
-    return fork
+def _copy_of_worker(
+    worker: int,
+    lifeline: socket.socket,
+    channel: socket.socket,
+    function: Function,
+    cpu_seconds: float | None,
+) -> NoReturn:
+    """Supervise a fork of a worker, which answers at a channel of its own."""
+    end_with_parent(worker)
+    supervise(lifeline, channel, partial(answer_requests, channel, function, cpu_seconds))
 
 
 def _answer(channel: socket.socket, message: Mapping[str, Any]) -> None:

@@ -1,15 +1,17 @@
 """Worker processes for code that may never return: each call has a deadline, at which its process
 is killed.
 
-A process is a fresh Python interpreter that is spoken to over a socket: it inherits no thread, no
-GPU handle and no lock, can be used from any thread of the parent, needs no `if __name__ ==
-"__main__"` in the user's script, and is ended by SIGKILL, together with everything that it started.
-(Objects of the running program have no name by which an interpreter could find them: for these a
-process is a fork of the program.)  It calls functions on its main thread, where signals and
-`signal.alarm` work.  It ignores the terminal's Ctrl-C, and it ends when its parent ends, however
-that happens (`process_main.py`).  Requests go to it as pickles; answers come back as JSON, so that
-no answer can run code in the parent.  It is no sandbox: its code has the user's rights, files and
-network.
+Each worker runs under a supervisor (`process_main.py`) that this program reaches over two sockets.
+The lifeline tells the supervisor of this program's end, and this program how the worker ended; over
+the channel go requests and answers.  A supervisor is a fresh Python interpreter: it inherits no
+thread, no GPU handle and no lock, can be used from any thread of the parent, needs no `if __name__
+== "__main__"` in the user's script, and is ended by SIGKILL, together with everything that it
+started.  (Objects of the running program have no name by which an interpreter could find them: for
+these it is a fork of the program.  A fork of a worker has a supervisor of its own.)  The worker
+calls functions on its main thread, where signals and `signal.alarm` work.  It ignores the
+terminal's Ctrl-C, and it ends when its parent ends, however that happens.  Requests go to it as
+pickles; answers come back as JSON, so that no answer can run code in the parent.  It is no sandbox:
+its code has the user's rights, files and network.
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from groupwise.utils.process_main import Function, receive, send, supervise_worker
+from groupwise.utils.process_main import Function, fork, receive, send, supervise_fork
 from groupwise.utils.secrets import TOKEN, environment_of_others
 
 START_SECONDS = 600.0
@@ -43,21 +46,20 @@ END_SECONDS = 10.0
 """How long a supervisor may take to end what it watches over."""
 SEND_SECONDS = 60.0
 """How long a request may take to be sent."""
+REPORT_BYTES = 16
+"""More than a supervisor's report has: an exit code, or minus a signal."""
 START = "from groupwise.utils.process_main import main; main()"
-_ends: set[socket.socket] = set()
-"""The parent's ends of all connections: a fork of the parent must not keep processes alive by
-holding them too.
-"""
+_connections: set[_Connection] = set()
+"""All of this program: a fork of it must not keep processes alive by holding them too."""
 _starting = threading.RLock()
-"""While it is held, no fork of the parent inherits a child's end."""
+"""While it is held, no fork of the parent inherits a worker's end of a connection."""
 
 
 def _let_go() -> None:
     global _starting
     _starting = threading.RLock()
-    for end in list(_ends):
-        end.close()
-    _ends.clear()
+    for connection in list(_connections):
+        connection.close()
 
 
 os.register_at_fork(after_in_child=_let_go)
@@ -119,6 +121,123 @@ class Raised(Exception):
         self.__cause__ = Traceback(words["trace"]) if words["trace"] else None
 
 
+class _Fork:
+    """A child that is a fork of this program, held like a `subprocess.Popen`."""
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(AttributeError, ValueError, OSError):
+                stream.flush()
+        with warnings.catch_warnings():
+            # That there are other threads: no fork of live objects can do without.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.pid = fork(run)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> None:
+        with contextlib.suppress(ChildProcessError):  # this program ignores SIGCHLD
+            os.waitpid(self.pid, 0)
+
+
+class _Connection:
+    """This program's ends of the sockets to a supervisor and its worker."""
+
+    def __init__(self, lifeline: socket.socket, channel: socket.socket) -> None:
+        self.lifeline, self.channel = lifeline, channel
+        self.child: subprocess.Popen[bytes] | _Fork | None = None
+        """The supervisor, unless a worker has forked it."""
+        self.exit_code: int | None = None
+        """How the worker ended; None as long as it runs, or where nobody could tell."""
+        self._ended = False
+        self._lock = threading.RLock()
+        _connections.add(self)
+
+    def end(self) -> None:
+        """Kill the worker and what it started, and wait for their end; harmless if called again,
+        and by any thread.
+        """
+        if self.lifeline.fileno() < 0:  # it was ended, or this is a fork of the program
+            return
+        with self._lock:
+            if self._ended:
+                return
+            with contextlib.suppress(OSError):
+                self.channel.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):
+                self.lifeline.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(OSError):
+                self.lifeline.settimeout(END_SECONDS)
+                if report := self.lifeline.recv(REPORT_BYTES):
+                    self.exit_code = int(report)
+            if self.child is not None:
+                self.child.kill()  # it has reported, or it hangs
+                self.child.wait()
+            self._ended = True
+
+    def close(self) -> None:
+        """Close the sockets, after `end`.
+
+        Not while a thread waits there, or is about to: it would come to wait for whatever has the
+        descriptor then.
+        """
+        _connections.discard(self)
+        self.lifeline.close()
+        self.channel.close()
+
+    def release(self) -> None:
+        """End the worker that nobody holds any more."""
+        self.end()
+        self.close()
+
+
+@contextlib.contextmanager
+def _connected() -> Iterator[tuple[_Connection, socket.socket, socket.socket]]:
+    """Yield a connection for a worker that is about to start, and the worker's ends: lifeline and
+    channel.
+    """
+    with _starting, _within_limits():
+        lifeline, lifeline_there = socket.socketpair()
+        channel, channel_there = socket.socketpair()
+        connection = _Connection(lifeline, channel)
+        with lifeline_there, channel_there:
+            try:
+                yield connection, lifeline_there, channel_there
+            except BaseException:
+                connection.close()
+                raise
+
+
+def _interpreter(
+    lifeline: socket.socket,
+    channel: socket.socket,
+    target: str,
+    options: Mapping[str, Any],
+    folder: str | None,
+    variables: Mapping[str, str],
+) -> subprocess.Popen[bytes]:
+    """Start a fresh interpreter as supervisor.  Its session is its own: Ctrl-C reaches the
+    parent.
+    """
+    descriptors = (lifeline.fileno(), channel.fileno())
+    output = subprocess.DEVNULL if options["quiet"] else 2
+    search = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    # -P: the folder of this file must not come first on the path.
+    command = [sys.executable, "-P", "-c", START]
+    return subprocess.Popen(
+        [*command, *map(str, descriptors), target, json.dumps(options)],
+        pass_fds=descriptors,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env=environment_of_others() | search | dict(variables),
+        cwd=folder,
+        start_new_session=True,
+    )
+
+
 class WorkerProcess:
     """The parent's end of one worker process.  Its start continues beside the parent's own work
     until it is first asked.
@@ -147,53 +266,23 @@ class WorkerProcess:
         """
         options = {"cpu_seconds": cpu_seconds, "memory": memory, "quiet": quiet}
         payload = pickle.dumps(setup)
-        with _starting, _within_limits():
-            (self._lifeline, lifeline), (self._channel, channel) = (
-                socket.socketpair(),
-                socket.socketpair(),
-            )
-            _ends.update((self._lifeline, self._channel))
-            with lifeline, channel, contextlib.ExitStack() as failed:
-                failed.callback(_close, self._lifeline, self._channel)
-                if isinstance(target, str):
-                    descriptors, out = (
-                        (lifeline.fileno(), channel.fileno()),
-                        (subprocess.DEVNULL if quiet else 2),
-                    )
-                    search = {
-                        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)
-                    }
-                    # -P: the folder of this file must not come first on the path.  A session of its
-                    # own: Ctrl-C reaches the parent.
-                    process: Any = subprocess.Popen(
-                        [
-                            sys.executable,
-                            "-P",
-                            "-c",
-                            START,
-                            *map(str, descriptors),
-                            target,
-                            json.dumps(options),
-                        ],
-                        pass_fds=descriptors,
-                        stdin=subprocess.DEVNULL,
-                        stdout=out,
-                        stderr=out,
-                        env=environment_of_others() | search | dict(variables),
-                        cwd=folder,
-                        start_new_session=True,
-                    )
-                else:
-                    process = _Forked(
-                        lambda: supervise_worker(lifeline, channel, target, options), folder
-                    )
-                failed.pop_all()
-        self._process: Any = process
-        self._asking = threading.RLock()
-        weakref.finalize(self, _end, os.getpid(), process, self._lifeline, self._channel)
+        with _connected() as (connection, lifeline, channel):
+            if isinstance(target, str):
+                connection.child = _interpreter(
+                    lifeline, channel, target, options, folder, variables
+                )
+            else:
+                run = partial(supervise_fork, lifeline, channel, target, options, folder, TOKEN)
+                connection.child = _Fork(run)
         self._begun: float | None = time.monotonic()
+        self._hold(connection)
         with contextlib.suppress(OSError):  # whoever asks it hears of it
-            send(self._channel, payload, self._begun + START_SECONDS)
+            send(connection.channel, payload, self._begun + START_SECONDS)
+
+    def _hold(self, connection: _Connection) -> None:
+        self._connection = connection
+        self._asking = threading.RLock()
+        weakref.finalize(self, connection.release)
 
     def ready(self) -> None:
         """Wait for the end of its start.  Raises NotStarted."""
@@ -209,27 +298,21 @@ class WorkerProcess:
                 raise NotStarted(f"it did not start within {START_SECONDS:g} s") from None
 
     def fork(self) -> WorkerProcess:
-        """A copy of the process as it is now, which is killed alone; it ends with this one."""
+        """Return a copy of the process as it is now, which is killed alone; it ends with this
+        one.
+        """
         self.ready()
-        fork = object.__new__(WorkerProcess)
-        with (
-            self._asking,
-            _starting,  # in this order: who waits for an answer holds up no other start
-            _within_limits(),
-        ):
-            (fork._lifeline, lifeline), (fork._channel, channel) = (
-                socket.socketpair(),
-                socket.socketpair(),
-            )
-            _ends.update((fork._lifeline, fork._channel))
-            weakref.finalize(fork, _end, os.getpid(), None, fork._lifeline, fork._channel)
-            with lifeline, channel, self._watched():
-                send(self._channel, b"", time.monotonic() + SEND_SECONDS, [lifeline, channel])
-        fork._process, fork._begun, fork._asking = None, None, threading.RLock()
-        return fork
+        copy = object.__new__(WorkerProcess)
+        copy._begun = None
+        # In this order: who waits for an answer holds up no other start.
+        with self._asking, _connected() as (connection, lifeline, channel), self._watched():
+            deadline = time.monotonic() + SEND_SECONDS
+            send(self._connection.channel, b"", deadline, [lifeline, channel])
+        copy._hold(connection)
+        return copy
 
     def call(self, *request: Any, seconds: float) -> Any:
-        """What it answers."""
+        """Return the answer to a request."""
         return next(self.ask(*request, seconds=seconds))
 
     def ask(self, *request: Any, seconds: float, answers: int = 1) -> Generator[Any, None, None]:
@@ -245,26 +328,23 @@ class WorkerProcess:
                 yield answer
         except Raised:  # no answer follows
             raise
-        except (
-            BaseException
-        ):  # an interrupt, say: what is left must not become an answer to the next request
+        except BaseException:
+            # An interrupt, say: what is left must not become an answer to the next request.
             if left:
                 self.kill()
             raise
 
     def request(self, *arguments: Any) -> None:
         """Send it a request."""
-        payload = pickle.dumps(
-            arguments
-        )  # raises in the caller's face if an argument cannot travel
+        payload = pickle.dumps(arguments)
         self.ready()
         with self._watched():
-            send(self._channel, payload, time.monotonic() + SEND_SECONDS)
+            send(self._connection.channel, payload, time.monotonic() + SEND_SECONDS)
 
     def receive(self, deadline: float) -> Any:
         """Return the next answer."""
         with self._watched():
-            reply = json.loads(receive(self._channel, deadline)[0])
+            reply = json.loads(receive(self._connection.channel, deadline)[0])
             if "error" not in reply:
                 return reply["value"]
         raise Raised(reply)
@@ -273,19 +353,19 @@ class WorkerProcess:
         """SIGKILL the process and what it started, and wait for their end; harmless if called
         again, and by any thread.
         """
-        _terminate(self._process, self._lifeline, self._channel)
-        if self._asking.acquire(
-            blocking=False
-        ):  # else whoever waits there has woken, and does the same
-            _close(self._lifeline, self._channel)
+        self._connection.end()
+        # Else whoever waits there has woken, and does the same.
+        if self._asking.acquire(blocking=False):
+            self._connection.close()
             self._asking.release()
 
     def alive(self) -> bool:
         """False once its end of the socket is closed, which is how every death shows."""
         try:
+            channel = self._connection.channel
             look = select.poll()
-            look.register(self._channel, select.POLLIN)
-            return not look.poll(0) or self._channel.recv(1, socket.MSG_PEEK) != b""
+            look.register(channel, select.POLLIN)
+            return not look.poll(0) or channel.recv(1, socket.MSG_PEEK) != b""
         except (OSError, ValueError):
             return False
 
@@ -296,107 +376,22 @@ class WorkerProcess:
                 yield
             except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
                 self.kill()
-                raise error if isinstance(error, TimeoutError) else self._died() from None
+                if isinstance(error, TimeoutError):
+                    raise error from None
+                raise self._died() from None
             except BaseException:  # Ctrl-C in the parent: the process is in the middle of a call
                 self.kill()
                 raise
 
     def _died(self) -> Died:
-        code = None if self._process is None else self._process.returncode
-        if (
-            code is None
-        ):  # a fork, whose status nobody hears of, or one that another thread is ending
+        exit_code = self._connection.exit_code
+        if exit_code is None:  # its supervisor was killed, or another thread is ending it
             return Died("its process has ended")
-        if code == -signal.SIGPROF:  # the worker's own timer
+        if exit_code == -signal.SIGPROF:  # the worker's own timer
             return Died("no result within the processor time allowed", cpu=True)
-        return Died(
-            f"worker died (signal {-code})" if code < 0 else f"worker died (exit code {code})"
-        )
-
-
-def _terminate(process: Any, lifeline: socket.socket, channel: socket.socket) -> None:
-    for end in (lifeline, channel):
-        with contextlib.suppress(OSError):
-            end.shutdown(socket.SHUT_RDWR)
-    if (
-        process is None or lifeline.fileno() < 0
-    ):  # closed: it has ended, or this is a fork of the parent
-        return
-    try:
-        process.wait(END_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def _close(*ends: socket.socket) -> None:
-    """Not while a thread waits there, or is about to: it would come to wait for whatever has the
-    descriptor then.
-    """
-    for end in ends:
-        _ends.discard(end)
-        end.close()
-
-
-def _end(owner: int, process: Any, lifeline: socket.socket, channel: socket.socket) -> None:
-    """Nobody holds it any more."""
-    if owner == os.getpid():
-        _terminate(process, lifeline, channel)
-        _close(lifeline, channel)
-
-
-class _Forked:
-    """A fork of this process, handled like a `subprocess.Popen`."""
-
-    def __init__(self, work: Callable[[], Any], folder: str | None) -> None:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(AttributeError, ValueError, OSError):
-                stream.flush()
-        self.returncode: int | None = None
-        self._waiting = threading.Lock()
-        with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # that there are other threads: see `LiveReward`
-            self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                os.setsid()
-                os.environ.pop(TOKEN, None)
-                with open(os.devnull, "rb") as nothing:
-                    os.dup2(nothing.fileno(), 0)
-                os.dup2(2, 1)
-                sys.stdout = sys.stderr = os.fdopen(
-                    2, "w", buffering=1, errors="backslashreplace", closefd=False
-                )
-                os.chdir(folder or ".")
-                if (torch := sys.modules.get("torch")) is not None:
-                    torch.set_num_threads(1)  # the pool of threads did not come along
-                work()
-            finally:
-                os._exit(70)
-
-    def wait(self, timeout: float = float("inf")) -> None:
-        deadline = time.monotonic() + timeout
-        while True:
-            with self._waiting:
-                if self.returncode is None:
-                    try:
-                        pid, status = os.waitpid(self.pid, os.WNOHANG)
-                    except (
-                        ChildProcessError
-                    ):  # this program ignores SIGCHLD: nobody hears how it ended
-                        pid, status = self.pid, 0
-                    self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-                if self.returncode is not None:
-                    return
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("fork", timeout)
-            time.sleep(0.001)
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        if exit_code < 0:
+            return Died(f"worker died (signal {-exit_code})")
+        return Died(f"worker died (exit code {exit_code})")
 
 
 class Pool:
@@ -430,7 +425,7 @@ class Pool:
         options: `WorkerProcess`'s.
         """
         self.size, self.seconds, self.max_calls = size, seconds, max_calls
-        self._make = lambda: WorkerProcess(target, *setup, **options)
+        self._make = partial(WorkerProcess, target, *setup, **options)
         self._reset()
 
     def _reset(self) -> None:
@@ -467,9 +462,8 @@ class Pool:
                 if error.kind == "MemoryError":  # it may be left with a heap full of holes
                     process.kill()
                 raise
-            except (
-                BaseException
-            ):  # an interrupt, say: its answer to this call must not become that to the next
+            except BaseException:
+                # An interrupt, say: its answer to this call must not become that to the next.
                 process.kill()
                 raise
             finally:
