@@ -214,6 +214,7 @@ REASONING = {
     "Gemma 4": "<|channel>thought\n{0}<channel|>{1}", "Apertus": "<|inner_prefix|>{0}<|inner_suffix|>{1}",
     "Command": "<|START_THINKING|>{0}<|END_THINKING|><|START_RESPONSE|>{1}<|END_RESPONSE|>",
     "LongCat": "<longcat_think>{0}</longcat_think>{1}",
+    "OpenThinker": "<|begin_of_thought|>{0}<|end_of_thought|>\n\n<|begin_of_solution|>{1}<|end_of_solution|>",
     "Granite": "Here is my thought process: {0} Here is my response: {1}", "Apriel": "{0}\n[BEGIN FINAL RESPONSE]\n{1}",
     "gpt-oss": HARMONY, "gpt-oss, a format": HARMONY.replace("final<|message|>", "final <|constrain|>json<|message|>"),
     "gpt-oss, a tool": "<|channel|>commentary to=functions.add <|constrain|>json<|message|>{{}}<|call|>" + HARMONY,
@@ -233,6 +234,7 @@ def test_the_final_message_is_judged_whatever_marks_part_it_from_reasoning(funct
 
 UNFINISHED = (
     "<think>{0}", "[THINK]{0}", "<seed:think>{0}", "◁think▷{0}", "<|channel>thought\n{0}", "<|inner_prefix|>{0}",
+    "<|begin_of_thought|>{0}",
     "<|channel|>analysis<|message|>{0}", "analysis{0}",
     "<|channel|>analysis<|message|>x<|end|><|start|>assistant<|channel|>commentary<|message|>{0}",
 )  # fmt: skip

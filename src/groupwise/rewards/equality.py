@@ -47,9 +47,9 @@ Library = Callable[[str, str | None], float | None]
 """math-verify's verdict on (gold, answer): 1.0, 0.0, None where it cannot read the gold."""
 
 _WORD_OR_NUMERAL = re.compile(
-    r"ad|ah|am|an|as|at|be|by|do|go|ha|he|hi|id|if|in|is|it|me|my|no|of|oh|ok|on|or|ox|so"
-    r"|to|up|us|we|[ivx]{2}",
-    re.IGNORECASE,
+    r"(?![a-z][A-Z])"  # aN: no word is written so
+    r"(?i:ad|ah|am|an|as|at|be|by|do|go|ha|he|hi|id|if|in|is|it|me|my|no|of|oh|ok|on|or|ox|so"
+    r"|to|up|us|we|[ivx]{2})"
 )
 _CAPITALS = re.compile(r"[A-Z]{2}")
 """A state, a side of a figure, a product of matrices."""

@@ -6,18 +6,23 @@ import re
 
 _TAGS = "think|thinking|thought|reasoning|seed:think|longcat_think"
 _REASONING_BEGINS = re.compile(
-    rf"<(?:{_TAGS})>|\[THINK\]|◁think▷|<\|channel>|<\|inner_prefix\|>|<\|START_THINKING\|>",
+    rf"<(?:{_TAGS})>|\[THINK\]|◁think▷|<\|channel>|<\|inner_prefix\|>|<\|START_THINKING\|>"
+    r"|<\|begin_of_thought\|>",
     re.IGNORECASE,
 )
 _REASONING_ENDS = re.compile(
     rf"</(?:{_TAGS})>|\[/THINK\]|◁/think▷|<channel\|>|<\|inner_suffix\|>|<\|END_THINKING\|>"
-    r"|\[BEGIN FINAL RESPONSE\]|Here(?:'s| is) my response:",
+    r"|<\|end_of_thought\|>|\[BEGIN FINAL RESPONSE\]|Here(?:'s| is) my response:",
     re.IGNORECASE,
 )
-"""Most families use tags.  Mistral, Kimi, Gemma 4, Apertus, Command, Apriel and Granite follow."""
+"""Most families use tags.  Mistral, Kimi, Gemma 4, Apertus, Command, OpenThinker, Apriel and Granite
+follow.
+"""
 
 _FRAME = re.compile(
-    r"<\|(?:START|END)_RESPONSE\|>|</?response>|\[END FINAL RESPONSE\]", re.IGNORECASE
+    r"<\|(?:START|END)_RESPONSE\|>|<\|(?:begin|end)_of_solution\|>|</?response>"
+    r"|\[END FINAL RESPONSE\]",
+    re.IGNORECASE,
 )
 """Marks around the final message itself."""
 

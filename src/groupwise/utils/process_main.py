@@ -124,7 +124,7 @@ def fork(run: Callable[[], Any]) -> int:
     if process == 0:
         try:
             run()
-        except BaseException:
+        except BaseException:  # whatever it is, it ends the copy: nobody else would print it
             traceback.print_exc()
         finally:
             os._exit(70)

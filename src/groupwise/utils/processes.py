@@ -121,7 +121,7 @@ class Raised(Exception):
         self.__cause__ = Traceback(words["trace"]) if words["trace"] else None
 
 
-class _Fork:
+class _ForkOfProgram:
     """A child that is a fork of this program, held like a `subprocess.Popen`."""
 
     def __init__(self, run: Callable[[], Any]) -> None:
@@ -147,7 +147,7 @@ class _Connection:
 
     def __init__(self, lifeline: socket.socket, channel: socket.socket) -> None:
         self.lifeline, self.channel = lifeline, channel
-        self.child: subprocess.Popen[bytes] | _Fork | None = None
+        self.child: subprocess.Popen[bytes] | _ForkOfProgram | None = None
         """The supervisor, unless a worker has forked it."""
         self.exit_code: int | None = None
         """How the worker ended; None as long as it runs, or where nobody could tell."""
@@ -273,7 +273,7 @@ class WorkerProcess:
                 )
             else:
                 run = partial(supervise_fork, lifeline, channel, target, options, folder, TOKEN)
-                connection.child = _Fork(run)
+                connection.child = _ForkOfProgram(run)
         self._begun: float | None = time.monotonic()
         self._hold(connection)
         with contextlib.suppress(OSError):  # whoever asks it hears of it
