@@ -15,8 +15,8 @@ _REASONING_ENDS = re.compile(
     r"|<\|end_of_thought\|>|\[BEGIN FINAL RESPONSE\]|Here(?:'s| is) my response:",
     re.IGNORECASE,
 )
-"""Most families use tags.  Mistral, Kimi, Gemma 4, Apertus, Command, OpenThinker, Apriel and Granite
-follow.
+"""Most families use tags.  Mistral, Kimi, Gemma 4, Apertus, Command, OpenThinker, Apriel and
+Granite follow.
 """
 
 _FRAME = re.compile(
