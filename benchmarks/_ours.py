@@ -30,7 +30,7 @@ from groupwise.ops.operations import operations
 from groupwise.records import Demonstration, Finish, Prompt, Rollout, RolloutGroup, Sample, Sampling, Step
 from groupwise.rewards.compose import build_rewards, no_rewards
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.runs.plan import Load, microbatch, prepared_weights, process_memory
+from groupwise.runs.plan import Load, gpu_microbatch, microbatch, prepared_weights, process_memory
 from groupwise.training import online
 from groupwise.training.groups import SampledRollouts
 from groupwise.training.loss import Loss
@@ -85,7 +85,13 @@ def optimizer_settings(work: Workload) -> OptimizerSettings:
 
 def positions(work: Workload, policy: Policy) -> int:
     """Packed positions of a micro-batch: the workload's, or the library's own choice for the model."""
-    return work.microbatch or microbatch(Shape.of_policy(policy))
+    if work.microbatch:
+        return work.microbatch
+    shape = Shape.of_policy(policy)
+    if policy.device.type != "cuda":
+        return microbatch(shape)
+    free = torch.cuda.mem_get_info()[0] + shape.parameters * shape.bytes_per_weight  # its weights are loaded already
+    return gpu_microbatch(shape, free, recompute=work.checkpointing)
 
 
 class Ours:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from groupwise.cli import commands
 from groupwise.config.recipes import changes, dump, load_recipe
-from groupwise.config.settings import ParallelSettings
+from groupwise.config.settings import ParallelSettings, positions_of
 from groupwise.data.packing import pack
 from groupwise.models.backbone import checkpointing
 from groupwise.models.passes import forward
@@ -30,7 +31,18 @@ from groupwise.models.shape import Shape
 from groupwise.ops.operations import operations
 from groupwise.records import Batch, Step
 from groupwise.rollout.native.forward import SpecialisedForward
-from groupwise.runs.plan import Load, kept_per_block, memory, microbatch, prepared_weights, process_memory, prompts_of
+from groupwise.runs.plan import (
+    Load,
+    fitted,
+    free_memory,
+    gpu_microbatch,
+    kept_per_block,
+    memory,
+    microbatch,
+    prepared_weights,
+    process_memory,
+    prompts_of,
+)
 from groupwise.runs.prepared import plan_of
 from groupwise.runs.run_log import RunLog
 from groupwise.training.optimizer import learning_rate
@@ -84,6 +96,40 @@ def test_micro_batches_follow_the_model_and_not_below_a_floor() -> None:
     room = 64 << 20
     assert microbatch(small) == room // (8 * kept_per_block(small)), "a small model is given 64 MB"
     assert microbatch(Shape.of(config, 10**8, dtype="bfloat16")) > microbatch(large)
+
+
+QWEN_05B = {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64,
+            "intermediate_size": 4864, "vocab_size": 151_936, "tie_word_embeddings": True}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("gibibytes", "more", "positions"),
+    [
+        (80, {}, 16_384), (24, {}, 4096), (24, {"adapter": True}, 8192), (24, {"recompute": True}, 16_384), (8, {}, 1024),
+        (24, {"parallel": ParallelSettings(name="zero3"), "world": 8}, 8192),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_micro_batches_on_a_gpu_follow_its_memory(gibibytes: int, more: dict[str, Any], positions: int) -> None:
+    """A model of half a billion parameters was cut into micro-batches of 5,215 positions on every card."""
+    shape = Shape.of(QWEN_05B, 494_000_000, dtype="autocast")
+    assert gpu_microbatch(shape, gibibytes << 30, **more) == positions
+
+
+def test_a_recipe_is_given_what_the_gpu_of_its_process_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several processes all choose by the smallest card: micro-batches are dealt out by all alike."""
+    shape = Shape.of(QWEN_05B, 494_000_000, dtype="autocast")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80 << 30, 80 << 30))
+    recipe = load_recipe("gsm8k")
+    assert positions_of(fitted(recipe, shape)) == 16_384
+    on_cpu = replace(recipe, model=replace(recipe.model, device="cpu"))
+    assert positions_of(fitted(on_cpu, shape)) == microbatch(shape)
+    said = replace(recipe, optimizer=replace(recipe.optimizer, tokens_per_microbatch=77))
+    assert positions_of(fitted(said, shape)) == 77
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda card: SimpleNamespace(total_memory=(80 << 30, 24 << 30)[card]))
+    assert free_memory(2) == 24 << 30
 
 
 def test_rows_of_the_rollout_and_of_the_head_are_not_mixed_up() -> None:

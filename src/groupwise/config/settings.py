@@ -537,7 +537,8 @@ class OptimizerSettings:
     """Largest gradient norm; null: no clipping."""
     tokens_per_microbatch: Positive | None = None
     """Packed positions per forward and backward pass.  It changes memory and speed, not the update.
-    null: in proportion to the model's size (see the plan)."""
+    null: in proportion to the model's size; on a GPU 16,384, or what its memory holds (see the
+    plan)."""
     max_nonfinite_steps: Positive = 5
     """The run stops after this many consecutive skipped steps, whose loss or gradient is not
     finite.

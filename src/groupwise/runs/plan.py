@@ -43,6 +43,9 @@ LEAST_ACTIVATIONS, ACTIVATIONS_PER_PARAMETER, MOST_POSITIONS = 64 << 20, 12, 163
 """What a micro-batch may keep for its backward pass, in bytes a parameter of the blocks: less than
 AdamW's training state (16), and enough positions for products that run at full speed.  The
 vocabulary's matrices do not count: more ids keep no more activations."""
+LEAST_ON_GPU, SHARE_ON_GPU = 1024, 0.6
+"""Fewest positions of a micro-batch on a GPU, and the part of its free memory that a step may take:
+the rest is for other models, pieces and what sampling holds."""
 PIECES, PIECES_OF_BLOCKS = 50 << 20, 96 << 20
 """Fragmentation of the heap of a CPU, with the machine code of the products: a constant, and what a
 model adds at most.  Measured (`benchmarks/memory.py`).  Nothing was measured on GPUs, so plans for
@@ -294,13 +297,66 @@ def microbatch(shape: Shape) -> int:
     return max(1, min(MOST_POSITIONS, room // (shape.layers * kept_per_block(shape))))
 
 
+def gpu_microbatch(
+    shape: Shape,
+    free: int,
+    *,
+    parallel: ParallelSettings = ALONE,
+    world: int = 1,
+    recompute: bool = False,
+    adapter: bool = False,
+) -> int:
+    """Positions per forward and backward on a GPU of so many free bytes: `MOST_POSITIONS`, halved
+    until a step fits.  Fewer launch the same kernels for less work.
+
+    parallel: decided.   adapter: nothing but an adapter is trained.
+    """
+    positions = MOST_POSITIONS
+    while positions > LEAST_ON_GPU:
+        load = Load(
+            prompts=world,
+            group=1,
+            prompt_tokens=positions,
+            completion_tokens=0,
+            max_tokens_per_microbatch=positions,
+            cpu=False,
+            recompute=recompute,
+            adapter=int(adapter),
+        )
+        need = process_memory(shape, load, parallel, prompts=1, world=world)
+        if need.training <= SHARE_ON_GPU * free:
+            break
+        positions //= 2
+    return positions
+
+
+def free_memory(world: int) -> int:
+    """Bytes that this process can take of its GPU; of several processes the smallest GPU's whole
+    memory, so that all choose alike.
+    """
+    if world == 1:
+        return torch.cuda.mem_get_info()[0]
+    cards = range(torch.cuda.device_count())
+    return min(torch.cuda.get_device_properties(card).total_memory for card in cards)
+
+
 def fitted(recipe: Recipe, shape: Shape) -> Recipe:
     """The recipe with a size of its micro-batches."""
     if recipe.optimizer.tokens_per_microbatch is not None:
         return recipe
-    return replace(
-        recipe, optimizer=replace(recipe.optimizer, tokens_per_microbatch=microbatch(shape))
-    )
+    positions = microbatch(shape)
+    if recipe.model.device != "cpu" and torch.cuda.is_available():
+        world = comm.world().size
+        positions = gpu_microbatch(
+            shape,
+            free_memory(world),
+            parallel=recipe.parallel,
+            world=world,
+            recompute=recipe.model.gradient_checkpointing,
+            adapter=recipe.model.lora is not None,
+        )
+    optimizer = replace(recipe.optimizer, tokens_per_microbatch=positions)
+    return replace(recipe, optimizer=optimizer)
 
 
 def scoring_memory(shape: Shape, microbatch: int) -> int:
