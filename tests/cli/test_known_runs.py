@@ -53,6 +53,7 @@ def test_examples_of_a_path_of_several_stages_are_those_of_the_last_one(there: P
     shown = capsys.readouterr().out
     assert main(["examples", RUN]) == 0
     assert "before training" in shown and shown == capsys.readouterr().out
+    assert "Q: " in shown, "the prompt is shown as the data have it, not as the policy read it"
 
 
 def test_examples_of_a_run_with_one_evaluation_show_it_once(

@@ -68,6 +68,8 @@ REMOTE = {"model": {"path": "x", "trust_remote_code": True}}
         (OWN, ["score"], "rewards.0.function: evil.py:f"),
         (OWN, ["check"], "rewards.0.function: evil.py:f"),
         (OWN, ["check config.yaml"], "rewards.0.function: evil.py:f"),
+        (OWN, ["train config.yaml"], "rewards.0.function: evil.py:f"),
+        (OWN, ["train config.yaml", "--dry-run"], "rewards.0.function: evil.py:f"),
         (TOOLS, ["eval"], "environment.tools.0: evil.py:f"),
         (TOOLS, ["chat"], "environment.tools.0: evil.py:f"),
         (PARTS_OF, ["replay", "--step", "1"], "group.credit: evil:f"),

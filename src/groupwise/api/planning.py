@@ -25,6 +25,7 @@ from groupwise.runs.metrics_log import LogReader, merged
 from groupwise.runs.plan import Lines
 from groupwise.runs.prepared import plan_of
 from groupwise.runs.run_files import RunFiles
+from groupwise.runs.trust import demand_trust_in_recipe
 from groupwise.utils import files
 from groupwise.utils.spelling import counted
 
@@ -50,6 +51,7 @@ def plan_recipe(
         tokenizer of bytes takes the place of its tokenizer.
     Raises ConfigError, DataError.
     """
+    demand_trust_in_recipe(path)
     with ExitStack() as open_until_planned:
         notes = Lines()
         if model_config is not None and not _can_load(path, overrides):

@@ -29,6 +29,7 @@ from groupwise.runs.interrupts import end_later
 from groupwise.runs.job import Judged
 from groupwise.runs.rollout_files import list_rollouts
 from groupwise.runs.run import Run, RunResult, join
+from groupwise.runs.trust import demand_trust_in_recipe
 from groupwise.training.evaluate import Evaluation
 from groupwise.utils.spelling import counted
 
@@ -58,6 +59,7 @@ def train_recipe(
     report: called with the folder of every stage that has finished; if it fails, that is said and
         nothing else.
     """
+    demand_trust_in_recipe(path)
     stages = load_stages(path, overrides)
     here = join(next(iter(stages.values())), timeout)
     console = console or make_console(quiet=not here.first)

@@ -42,6 +42,7 @@ from groupwise.runs.folder import anew, choose_folder, finished
 from groupwise.runs.prepared import plan_of
 from groupwise.runs.run import Run, RunResult, join
 from groupwise.runs.run import train as train_recipe
+from groupwise.runs.trust import demand_trust_in_recipe
 from groupwise.utils.terminal import escaped, logger
 
 log = logger(__name__)
@@ -202,6 +203,8 @@ def train(
     values = objects.recipe_keys(known, tokenizer, tools) | unknown
     if isinstance(recipe, os.PathLike):
         recipe = os.fspath(recipe)
+    if isinstance(recipe, str):
+        demand_trust_in_recipe(recipe)
     if not isinstance(recipe, Recipe) or values:
         recipe = make_recipe(values, recipe)
     if fresh:

@@ -44,8 +44,7 @@ def run(options: argparse.Namespace) -> int:
     if origin is not None:
         from groupwise.runs.trust import demand_trust
 
-        code = ("objective", "model", "data", "rewards", "environment", "group", "rollout")
-        demand_trust(origin, code)
+        demand_trust(origin)
         return check_run(origin, path, options.overrides)
     return check_recipe(options.recipe, options.overrides)
 

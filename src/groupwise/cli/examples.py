@@ -5,7 +5,6 @@ side by side.
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from groupwise.cli import arguments as typed
 from groupwise.errors import ConfigError
@@ -18,7 +17,7 @@ EXAMPLES = (
     ),
     "groupwise examples runs/demo/grpo -n 3     three of them",
 )
-COLUMNS = ["prompt_id", "row", "completion_text", "reward", "index"]
+COLUMNS = ["prompt_id", "prompt_text", "completion_text", "reward", "index"]
 LONGEST = 160
 """Characters of a text that are shown."""
 
@@ -37,8 +36,9 @@ def arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print each prompt with an answer drawn at the first evaluation and one drawn at the last, if
-    there are two, and what each earned."""
+    """Print each prompt as the policy read it, with one answer of the first evaluation and one of
+    the last, and what each earned.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
@@ -73,17 +73,15 @@ def run(options: argparse.Namespace) -> int:
             for side in sides
             for text in (f"{side[prompt]['reward']:.3g}", _short(side[prompt]["completion_text"]))
         ]
-        answers.add_row(*map(Text, (_question(sides[0][prompt]), *cells)))
+        answers.add_row(*map(Text, (_end_of(sides[0][prompt]["prompt_text"]), *cells)))
     make_console().print(answers)
     return 0
 
 
-def _question(row: dict[str, Any]) -> str:
-    """The prompt as the data have it."""
-    import json
-
-    prompt = json.loads(row["row"]).get("prompt", row["prompt_id"])
-    return _short(prompt if isinstance(prompt, str) else str(prompt[-1].get("content", "")))
+def _end_of(text: str) -> str:
+    """The end of a prompt, where its question stands."""
+    line = " ".join(text.split())
+    return escaped(line if len(line) <= LONGEST else f"... {line[-LONGEST:]}")
 
 
 def _short(text: str) -> str:

@@ -16,7 +16,7 @@ import hmac
 import os
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,14 +25,17 @@ from groupwise.config.live_objects import LIVE
 from groupwise.config.settings import Recipe
 from groupwise.errors import ConfigError, RunError
 from groupwise.runs.folder import CONFIG
-from groupwise.runs.origin import Origin
+from groupwise.runs.origin import Origin, is_config_of, origin_of
 from groupwise.runs.run_files import RunFiles
 from groupwise.utils import files
 from groupwise.utils.cache import cache_folder
+from groupwise.utils.files import expanded
 
 SEAL, KEY = ".seal", "seal-key"
 SIZE = 32
 """Bytes of a key."""
+SECTIONS = ("objective", "model", "data", "rewards", "environment", "group", "rollout")
+"""Keys of a recipe that can name code."""
 
 
 def seal(folder: Path, config: str) -> None:
@@ -124,16 +127,14 @@ def named_code(recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield f"rewards.{place}.args.trust_remote_code", "code of the checkpoint"
 
 
-def demand_trust(origin: Origin, parts: Iterable[str]) -> None:
+def demand_trust(origin: Origin, parts: Collection[str] = SECTIONS) -> None:
     """Raises ConfigError for a run that is not this user's and whose recipe names code in one of
     `parts` (its first keys).
     """
-    wanted = tuple(parts)
-    code = [
-        f"{key}: {text}"
-        for key, text in named_code(origin.recipe)
-        if key.partition(".")[0] in wanted
-    ]
+    code = []
+    for key, text in named_code(origin.recipe):
+        if key.partition(".")[0] in parts:
+            code.append(f"{key}: {text}")
     if code and not sealed(RunFiles(origin.folder), origin.config):
         lines = "\n".join(f"  {line}" for line in code)
         raise ConfigError(
@@ -141,3 +142,15 @@ def demand_trust(origin: Origin, parts: Iterable[str]) -> None:
             " it has changed since, and its recipe names code that would run with your rights."
             f" Read it, then: groupwise trust {origin.folder}\n{lines}"
         )
+
+
+def demand_trust_in_recipe(path: str | Path) -> None:
+    """Raises ConfigError for a recipe that is the `config.yaml` of a run which is not this user's,
+    and which names code.
+    """
+    place = expanded(path).resolve()
+    if place.name != CONFIG:
+        return
+    origin = origin_of(place)
+    if origin is not None and is_config_of(place, origin):
+        demand_trust(origin)
