@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from groupwise.cli import commands
 from groupwise.config.recipes import changes, dump, load_recipe
-from groupwise.config.settings import ParallelSettings, positions_of
+from groupwise.config.settings import ParallelSettings, Recipe, positions_of
 from groupwise.data.packing import pack
 from groupwise.models.backbone import checkpointing
 from groupwise.models.passes import forward
@@ -121,7 +121,7 @@ def test_a_recipe_is_given_what_the_gpu_of_its_process_holds(monkeypatch: pytest
     shape = Shape.of(QWEN_05B, 494_000_000, dtype="autocast")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80 << 30, 80 << 30))
-    recipe = load_recipe("gsm8k")
+    recipe = Recipe(objective="grpo")
     assert positions_of(fitted(recipe, shape)) == 16_384
     on_cpu = replace(recipe, model=replace(recipe.model, device="cpu"))
     assert positions_of(fitted(on_cpu, shape)) == microbatch(shape)
