@@ -62,8 +62,6 @@ FAMILIES: tuple[str, ...] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 WINDOW = 8
 """Tokens: every window, chunk and `original_max_position_embeddings`."""
-CONTEXT = 128
-"""Tokens: every length that positions reach."""
 
 SHAPES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 """What makes their configurations small, by field, by model type and by variant."""

@@ -7,11 +7,8 @@ import json
 import logging
 import os
 import pickle
-import random
 import shutil
-import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -325,58 +322,3 @@ def test_policy_folder_understands_what_people_point_at(tmp_path: Path) -> None:
     for path in (tmp_path / "other", tmp_path / "staged"):
         with pytest.raises(CheckpointError, match=f"{path}.* is a run that has saved no model yet: .*save.every"):
             policy_folder(path)
-
-
-# ---------------------------------------------------------------- kill -9
-
-SAVER = """
-import sys
-from pathlib import Path
-import torch
-from groupwise.runs.checkpoint import latest, load, save
-folder = Path(sys.argv[1])
-newest = latest(folder)
-step = load(newest)["step"] if newest else 0
-print("start", step, flush=True)
-def write(policy):
-    (policy / "config.json").write_text("{}")
-    for shard in range(8):
-        (policy / f"{shard}.bin").write_bytes(bytes([step % 256]) * 300_000)
-while True:
-    step += 1
-    save(folder, step, policy_writer=write, state={"step": step}, tensors={"w": torch.full((300_000,), float(step))}, keep=2)
-    print("saved", step, flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_c2_c12_kill_at_any_moment_loses_at_most_one_save(tmp_path: Path, forked: Any) -> None:
-    """Twenty kills at random moments, nearly all of them inside a save, because the process does nothing else."""
-    chance = random.Random(0)
-    said, pace = 0, 0.02  # seconds that a save takes here
-    for _ in range(20):
-        process, whole = forked.start(tmp_path, code=SAVER), chance.randrange(3)
-        began = time.monotonic()
-        while process.poll() is None and process.said.count("\n") <= whole:
-            time.sleep(0.001)
-        assert process.said.startswith(f"start {said}\n"), process.said
-        pace = (time.monotonic() - began) / whole if whole else pace
-        time.sleep(chance.uniform(0.0, pace))
-        process.kill()
-        assert process.wait() == -signal.SIGKILL, process.said
-        saved = [
-            int(line.split()[1]) for line in process.said.splitlines(True) if line.startswith("saved ") and line.endswith("\n")
-        ]
-        newest = latest(tmp_path)
-        last = saved[-1] if saved else said
-        if newest is None:
-            assert last == 0
-            continue
-        found = load(newest)
-        assert found["step"] == step_of(newest)
-        assert step_of(newest) in (last, last + 1)  # the one in flight may have been renamed already
-        read_tensors(newest, w := {"w": torch.zeros(300_000)})
-        assert same(w["w"], torch.full((300_000,), float(step_of(newest))))
-        assert (newest / "policy" / "7.bin").read_bytes() == bytes([step_of(newest) % 256]) * 300_000
-        said = step_of(newest)
-    assert said > 5

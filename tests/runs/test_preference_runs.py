@@ -129,32 +129,6 @@ def test_process_credit_needs_step_rewards(recipe: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("objective", ["reward", "dpo"])
-def test_an_interrupted_run_goes_on_to_the_same_numbers(recipe: str, tmp_path: Path, objective: str) -> None:
-    sft = stages_of(recipe)["sft"]
-    base = replace(sft, objective=objective, steps=4, reward_model=stages_of(recipe)["reward"].reward_model)
-    straight = list(train(replace(base, name="straight")))
-    steps = train(replace(base, name="broken"))
-    for step in steps:
-        if step.number == 2:
-            break
-    steps.close()
-    rest = list(train(replace(base, name="broken")))
-    assert [step.number for step in rest] == [3, 4]
-    for one, other in zip(straight[-2:], rest, strict=True):
-        assert one.metrics["loss"] == other.metrics["loss"]
-    assert straight[-1].evaluation == rest[-1].evaluation
-    a, b = _weights(tmp_path, "straight"), _weights(tmp_path, "broken")
-    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def _weights(tmp_path: Path, run: str) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(tmp_path / "runs" / run / "final" / "model.safetensors")
-
-
-@pytest.mark.slow
 def test_a_reward_model_goes_on_with_new_pairs_and_a_share_of_old_ones(recipe: str, tmp_path: Path) -> None:
     stages = stages_of(recipe)
     first = replace(stages["reward"], model=stages["sft"].model, name="first")

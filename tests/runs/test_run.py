@@ -5,12 +5,10 @@ from __future__ import annotations
 import io
 import json
 import re
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -73,64 +71,6 @@ def metrics(folder: Path) -> list[dict]:
     lines = read_metrics(folder)
     timing = ("time/", "wall", "tokens/per_second", "flops/per_second")
     return [{key: value for key, value in line.items() if not key.startswith(timing)} for line in lines]
-
-
-@pytest.mark.slow
-def test_p43_p44_straight_equals_interrupted_at_every_step_bit_for_bit(recipe: Callable, tmp_path: Path) -> None:
-    """Also into the second epoch (8 rows are used: 64 less held-out ones, 4 a step, would be long), with mu and minibatches."""
-    changes = GRPO | {
-        "group": {"prompts_per_step": 4, "group_size": 3, "updates_per_rollout": 2, "minibatches": 2},
-        "data": {"limit": 8},
-        "save": {"every": 1},
-    }
-    path = recipe(name="straight", **changes)
-    for _ in train(load_recipe(path)):
-        pass
-    straight = tmp_path / "runs" / "straight"
-    path = recipe(name="broken", **changes)
-    for stop in range(1, 6):
-        for step in train(load_recipe(path)):
-            if step.number == stop:
-                break  # the generator is closed here: as Ctrl-C
-    for _ in train(load_recipe(path)):
-        pass
-    broken = tmp_path / "runs" / "broken"
-    expected, found = weights(straight), weights(broken)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert metrics(broken) == metrics(straight)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("objective", ["sft", "grpo"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "autocast"])
-def test_resume_is_exact_in_every_precision(objective: str, dtype: str, recipe: Callable, tmp_path: Path) -> None:
-    changes = (GRPO | {"steps": 3}) if objective == "grpo" else {"objective": "sft", "steps": 3, "batch_size": 4}
-    changes = changes | {"save": {"every": 1}, "model": {"dtype": dtype}}
-    for name, stops in (("straight", []), ("broken", [1, 2])):
-        path = recipe(name=name, **changes)
-        for stop in [*stops, 99]:
-            for step in train(load_recipe(path)):
-                if step.number == stop:
-                    break
-    expected, found = (weights(tmp_path / "runs" / name) for name in ("straight", "broken"))
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-@pytest.mark.slow
-def test_resume_with_a_reference_that_moves(recipe: Callable, tmp_path: Path) -> None:
-    """P44 with beta > 0: the reference is the policy of the start, or what refreshing made of it; never loaded by name."""
-    changes = GRPO | {
-        "group": {"prompts_per_step": 4, "group_size": 3, "beta": 0.1, "reference_refresh": 2, "reference_mix": 0.5},
-        "save": {"every": 1},
-    }
-    for name, stops in (("straight", []), ("broken", [1, 3])):
-        path = recipe(name=name, **changes)
-        for stop in [*stops, 99]:
-            for step in train(load_recipe(path)):
-                if step.number == stop:
-                    break
-    assert metrics(tmp_path / "runs" / "broken") == metrics(tmp_path / "runs" / "straight")
-    assert "kl" in metrics(tmp_path / "runs" / "straight")[0]
 
 
 def test_p27_no_kl_without_a_reference(recipe: Callable, tmp_path: Path) -> None:
@@ -402,24 +342,6 @@ def test_two_processes_cannot_share_a_run(recipe: Callable) -> None:
     folder = choose_folder(loaded)
     with Run(loaded, folder), pytest.raises(ConfigError, match="in use"):
         Run(loaded, folder)
-
-
-@pytest.mark.slow
-def test_kill_9_then_rerun_is_resume(recipe: Callable, forked: Any, tmp_path: Path) -> None:
-    changes = GRPO | {"steps": 12, "save": {"every": 1}}
-    list(train(load_recipe(recipe(name="straight", **changes))))
-    path = recipe(name="killed", **changes)
-    process = forked.start("train", path, "--quiet")
-    log = tmp_path / "runs" / "killed" / "metrics.jsonl"
-    while process.poll() is None and (not log.exists() or len(log.read_text().splitlines()) < 4):
-        time.sleep(0.02)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL, process.said
-    again = forked.run("train", path, "--quiet")
-    assert again.returncode == 0, again.said
-    expected, found = (weights(tmp_path / "runs" / name) for name in ("straight", "killed"))
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert metrics(tmp_path / "runs" / "killed") == metrics(tmp_path / "runs" / "straight")
 
 
 @pytest.mark.parametrize(("said", "named", "used"), [(None, None, 1), (2, None, 2), (None, "3", 3)])

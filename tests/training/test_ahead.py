@@ -231,26 +231,6 @@ def rollout_of(engine: str, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_p45_straight_equals_interrupted_at_every_step_with_rollouts_ahead(recipe: Callable) -> None:
-    """Bit for bit, into the second epoch: what had been sampled for later steps is kept, the weights that drew it are long gone."""
-    ahead = 2
-    changes = {"rollout": rollout_of("native", ahead=ahead)}
-    straight, broken = recipe("straight", **changes), recipe("broken", **changes)
-    for _ in train(load_recipe(straight)):
-        pass
-    for stop in range(1, 7):
-        for step in train(load_recipe(broken)):
-            if step.number == stop:
-                break  # the generator is closed here: as Ctrl-C
-    for _ in train(load_recipe(broken)):
-        pass
-    expected, found = weights(straight), weights(broken)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert metrics(broken) == metrics(straight)
-    assert [line.get("staleness/max", 0.0) for line in metrics(straight)] == [4.0 * min(k, ahead) for k in range(6)]
-
-
-@pytest.mark.slow
 def test_ahead_of_zero_steps_is_the_synchronous_run(recipe: Callable) -> None:
     plain, zero = recipe("plain", steps=3), recipe("zero", steps=3, rollout=rollout_of("native", ahead=0))
     for path in (plain, zero):

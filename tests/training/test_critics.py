@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import io
-import tokenize
 from collections.abc import Callable
 from pathlib import Path
 
@@ -306,34 +303,6 @@ def final(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("own", [False, True])
-def test_a_run_that_is_broken_off_goes_on_to_the_same_weights(own: bool, tmp_path: Path, write_recipe: Callable) -> None:
-    """Also in the middle of pre-training; the critic's weights and moments are part of a checkpoint, and of no export."""
-    changes = TREE
-    if own:
-        sft = write_recipe(tmp_path, "base", objective="grpo", steps=1, rewards=TREE["rewards"])
-        list(train(load_recipe(sft)))
-        changes = TREE | {"critic": {"lr": 1e-3, "pretrain": 2, "path": str(tmp_path / "runs" / "base" / "final")}}
-    whole = list(train(load_recipe(write_recipe(tmp_path, "whole", **changes))))
-    assert [step.metrics["lr"] > 0 for step in whole] == [False] * (2 if own else 1) + [True] * (2 if own else 3)
-    assert all({"value/mean", "value/loss", "value/return"} <= step.metrics.keys() for step in whole)
-    assert all(set(group.signals) == {"reference_logp", "value", "old_value", "return"} for step in whole for group in step.groups)
-    path = write_recipe(tmp_path, "broken", **changes)
-    for stop in (1, 2):
-        for step in (steps := train(load_recipe(path))):
-            if step.number == stop:
-                steps.close()
-                break
-    rest = list(train(load_recipe(path)))
-    assert [step.number for step in rest] == [3, 4]
-    assert rest[-1].metrics["value/loss"] == whole[-1].metrics["value/loss"]
-    ours, theirs = final(tmp_path / "runs" / "broken"), final(tmp_path / "runs" / "whole")
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert not any("critic" in name or "score" in name for name in theirs)
-
-
-@pytest.mark.slow
 def test_a_critic_with_other_tokens_is_refused(tmp_path: Path, write_recipe: Callable) -> None:
     other = write_recipe(
         tmp_path, "bytes", steps=1, rewards=TREE["rewards"], model={"scratch": {"hidden": 32, "context": 96, "tokenizer": "bytes"}}
@@ -359,16 +328,3 @@ def test_a_new_head_soon_has_the_mean_of_the_returns(tiny_policy: Callable, grou
     found = metrics.value_metrics(scored)
     assert found["value/mean"] == pytest.approx(found["value/return"], abs=1e-3)
     assert found["value/mean"] != 0.0
-
-
-def lines_of_code(source: str) -> int:
-    """Lines that hold code: no blank ones, no comments, no docstrings."""
-    documented = {
-        line
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
-    }
-    silent = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-    tokens = [token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type not in silent]
-    return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - documented)

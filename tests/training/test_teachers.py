@@ -248,35 +248,6 @@ def final(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["checkpoint", "minillm", "hint", "sampled"])
-def test_a_run_that_is_broken_off_goes_on_to_the_same_weights(
-    kind: str, tmp_path: Path, write_recipe: Callable, larger: str
-) -> None:
-    changes = (
-        TREE
-        | {
-            "checkpoint": {"teacher": {"path": larger}},
-            "minillm": {"objective": "minillm", "teacher": {"path": larger}},
-            "hint": {"teacher": {"hint": "{answer} "}},
-            "sampled": {"objective": "distill_sampled", "teacher": {"path": larger}, "rewards": [{"function": "accuracy"}]},
-        }[kind]
-    )
-    whole = list(train(load_recipe(write_recipe(tmp_path, "whole", **changes))))
-    assert all(step.metrics["grad_norm"] > 0 for step in whole)
-    assert ("reward" in whole[0].metrics) == (kind == "sampled")
-    assert ("teacher/kl" in whole[0].metrics) == (kind in ("minillm", "sampled"))
-    path = write_recipe(tmp_path, "broken", **changes)
-    for step in (steps := train(load_recipe(path))):
-        if step.number == 2:
-            steps.close()
-            break
-    rest = list(train(load_recipe(path)))
-    assert [step.number for step in rest] == [3, 4]
-    ours, theirs = final(tmp_path / "runs" / "broken"), final(tmp_path / "runs" / "whole")
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-@pytest.mark.slow
 def test_a_teacher_with_other_tokens_is_refused_by_name(tmp_path: Path, write_recipe: Callable) -> None:
     model = {"scratch": {"hidden": 32, "context": 96, "tokenizer": "bytes"}}
     list(train(load_recipe(write_recipe(tmp_path, "bytes", steps=1, model=model, rewards=[{"function": "accuracy"}]))))
