@@ -74,17 +74,16 @@ class Instance:
         if self._factory is not None:
             made = self._object = self._factory(**self._args)
             what = f"the environment {name!r} ({type(made).__name__})"
-            for method in ("reset",) if interface != "step" else ("reset", "step"):
-                if not callable(getattr(made, method, None)):
-                    raise ConfigError(f"{what} has no method {method}()")
-            steps = interface == "step" or (
-                interface is None and callable(getattr(made, "step", None))
-            )
-            rewarded = steps or callable(getattr(made, "get_reward", None))
+            can_step = _has_method(made, "step")
+            if not _has_method(made, "reset"):
+                raise ConfigError(f"{what} has no method reset()")
+            if interface == "step" and not can_step:
+                raise ConfigError(f"{what} has no method step()")
+            steps = can_step and interface != "tools"
+            rewarded = steps or _has_method(made, "get_reward")
             facts |= {"title": type(made).__name__, "steps": steps, "rewarded": rewarded}
-            functions += (
-                [] if steps else [(tool, getattr(made, tool)) for tool in _methods(made, interface)]
-            )
+            if not steps:
+                functions += [(tool, getattr(made, tool)) for tool in _methods(made, interface)]
             self.end(False)
             if not functions and not steps:
                 raise ConfigError(
@@ -93,10 +92,11 @@ class Instance:
                 )
         schemas = [schema_of(function, tool) for tool, function in functions]
         names = [name_of(schema) for schema in schemas]
-        if twice := next((one for one in names if names.count(one) > 1), None):
-            raise ConfigError(
-                f"two tools are called {twice!r}; the policy tells them apart by name"
-            )
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(
+                    f"two tools are called {name!r}; the policy tells them apart by name"
+                )
         return facts | {
             "schemas": schemas,
             "asynchronous": [tool for tool, function in functions if asynchronous(function)],
@@ -107,27 +107,11 @@ class Instance:
         assert self._factory is not None, "there are tools only"
         self._object = self._factory(**self._args)
         row = copy.deepcopy(dict(row))  # in a thread it is the caller's
-        known = {"row": row, "seed": seed} | row
-        parameters = inspect.signature(self._object.reset).parameters.values()
-        named = [
-            one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-        ]
-        arguments = dict(row) if any(one.kind is one.VAR_KEYWORD for one in parameters) else {}
-        arguments |= {one.name: known[one.name] for one in named if one.name in known}
-        if missing := next(
-            (one for one in named if one.name not in known and one.default is one.empty), None
-        ):
-            columns = f"columns: {', '.join(row) or 'none'} (row: all of them)"
-            raise MissingColumn(
-                f"reset() asks for {missing.name!r}, which the data do not have; {columns}"
-            )
-        observation = self._awaited(self._object.reset(**arguments))
-        if (
-            isinstance(observation, tuple)
-            and len(observation) == 2
-            and isinstance(observation[1], Mapping)
-        ):  # Gymnasium's
-            observation = observation[0]
+        observation = self._awaited(self._object.reset(**_arguments(self._object.reset, row, seed)))
+        if isinstance(observation, tuple) and len(observation) == 2:
+            text, info = observation
+            if isinstance(info, Mapping):  # Gymnasium's
+                return as_text(text)
         return as_text(observation)
 
     def call(
@@ -139,16 +123,14 @@ class Instance:
         Each is answered as soon as those before it are: one that cannot be cancelled costs none
         before it.
         """
-        for waits, together in itertools.groupby(
-            calls, lambda one: asynchronous(self._tool(one[0]))
-        ):
+        for waits, together in itertools.groupby(calls, self._waits):
             if waits:
-                tasks = [
-                    self._event_loop().create_task(self._in_time(*one, seconds)) for one in together
-                ]
-                yield from map(self._event_loop().run_until_complete, tasks)
+                loop = self._event_loop()
+                tasks = [loop.create_task(self._in_time(*call, seconds)) for call in together]
+                yield from map(loop.run_until_complete, tasks)
             else:
-                yield from (self._plainly(*one) for one in together)
+                for call in together:
+                    yield self._plainly(*call)
         if self.home is not None:
             with contextlib.suppress(OSError):  # somebody has removed it
                 os.chdir(self.home)
@@ -159,11 +141,9 @@ class Instance:
         """
         stepped = self._awaited(self._object.step(text))
         if not isinstance(stepped, tuple) or len(stepped) not in (3, 5):
-            kind = (
-                f"a tuple of {len(stepped)}"
-                if isinstance(stepped, tuple)
-                else type(stepped).__name__
-            )
+            kind = type(stepped).__name__
+            if isinstance(stepped, tuple):
+                kind = f"a tuple of {len(stepped)}"
             raise EnvironmentFailure(
                 f"it returned {kind}, expected (observation, reward, done) or Gymnasium's "
                 "(observation, reward, terminated, truncated, info)"
@@ -181,13 +161,13 @@ class Instance:
         reward = state = unclosed = None
         try:
             if judged and made is not None:
-                if callable(getattr(made, "get_reward", None)):
+                if _has_method(made, "get_reward"):
                     reward = _number(self._awaited(made.get_reward()))
                 state = attributes_of(made)
         finally:
-            if callable(close := getattr(made, "close", None)):
+            if made is not None and _has_method(made, "close"):
                 try:
-                    self._awaited(close())
+                    self._awaited(made.close())
                 except BaseException as error:  # everything has been said by then
                     unclosed = described(error)
         return reward, state, unclosed
@@ -195,14 +175,17 @@ class Instance:
     # ---- inside
 
     def _tool(self, name: str) -> Callable[..., Any]:
-        return self._functions[name] if name in self._functions else getattr(self._object, name)
+        if name in self._functions:
+            return self._functions[name]
+        return getattr(self._object, name)
+
+    def _waits(self, call: tuple[str, Mapping[str, Any]]) -> bool:
+        return asynchronous(self._tool(call[0]))
 
     def _plainly(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         try:
             return {"result": result_text(self._awaited(self._tool(name)(**arguments)))}
-        except (
-            BaseException
-        ) as error:  # whatever a tool raises is something that the policy is told
+        except BaseException as error:  # whatever a tool raises, the policy is told
             return described(error)
 
     async def _in_time(
@@ -213,22 +196,18 @@ class Instance:
         try:
             async with asyncio.timeout(seconds) as limit:
                 return {"result": result_text(await self._tool(name)(**arguments))}
-        except (
-            BaseException
-        ) as error:  # whatever a tool raises is something that the policy is told
-            return (
-                {"late": True}
-                if isinstance(error, TimeoutError) and limit.expired()
-                else described(error)
-            )
+        except BaseException as error:  # whatever a tool raises, the policy is told
+            if isinstance(error, TimeoutError) and limit.expired():
+                return {"late": True}
+            return described(error)
 
     def _awaited(self, value: Any) -> Any:
         async def wait() -> Any:
             return await value
 
-        return (
-            self._event_loop().run_until_complete(wait()) if inspect.isawaitable(value) else value
-        )
+        if not inspect.isawaitable(value):
+            return value
+        return self._event_loop().run_until_complete(wait())
 
     def _event_loop(self) -> Any:
         if self._loop is None:
@@ -238,13 +217,37 @@ class Instance:
         return self._loop
 
 
+def _has_method(made: Any, name: str) -> bool:
+    return callable(getattr(made, name, None))
+
+
+def _arguments(reset: Callable[..., Any], row: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Return what `reset` asks for by name.  Raises MissingColumn."""
+    known = {"row": row, "seed": seed} | row
+    arguments: dict[str, Any] = {}
+    for one in inspect.signature(reset).parameters.values():
+        if one.kind is one.VAR_KEYWORD:
+            arguments = row | arguments
+        elif one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
+            if one.name in known:
+                arguments[one.name] = known[one.name]
+            elif one.default is one.empty:
+                raise MissingColumn(
+                    f"reset() asks for {one.name!r}, which the data do not have; columns:"
+                    f" {', '.join(row) or 'none'} (row: all of them)"
+                )
+    return arguments
+
+
 def _methods(made: Any, interface: str | None) -> list[str]:
     """Public methods of an environment's class that are tools.  Properties are not evaluated."""
-    reserved = [name for name in RESERVED if name != "step" or interface != "tools"]
-    members = inspect.getmembers(
-        type(made), predicate=lambda one: inspect.isfunction(one) or inspect.ismethod(one)
-    )
-    return [name for name, _ in members if not name.startswith("_") and name not in reserved]
+    methods = []
+    for name, member in inspect.getmembers(type(made)):
+        is_method = inspect.isfunction(member) or inspect.ismethod(member)
+        is_reserved = name in RESERVED and not (name == "step" and interface == "tools")
+        if is_method and not is_reserved and not name.startswith("_"):
+            methods.append(name)
+    return methods
 
 
 def as_text(value: Any) -> str | None:
@@ -256,23 +259,28 @@ def as_text(value: Any) -> str | None:
     """
     if value is None or isinstance(value, str):
         return value
-    if (
-        isinstance(value, list)
-        and value
-        and all(isinstance(block, Mapping) and "type" in block for block in value)
-    ):
-        if other := next((block for block in value if block["type"] != "text"), None):
-            raise EnvironmentFailure(
-                f"a content block of type {other['type']!r} cannot be shown to a language model:"
-                " give text"
-            )
-        return "".join(str(block["text"]) for block in value)
-    if (other := _without_text(value)) is not None:
+    if isinstance(value, list) and value and all(map(_is_block, value)):
+        return "".join(map(_text_of_block, value))
+    textless = _without_text(value)
+    if textless is not None:
         raise EnvironmentFailure(
-            f"a {type(other).__name__} has no text: return text, numbers, or lists and mappings of"
-            " them"
+            f"a {type(textless).__name__} has no text: return text, numbers, or lists and mappings"
+            " of them"
         )
     return str(value)
+
+
+def _is_block(value: Any) -> bool:
+    return isinstance(value, Mapping) and "type" in value
+
+
+def _text_of_block(block: Mapping[str, Any]) -> str:
+    if block["type"] != "text":
+        raise EnvironmentFailure(
+            f"a content block of type {block['type']!r} cannot be shown to a language model: give"
+            " text"
+        )
+    return str(block["text"])
 
 
 def _without_text(value: Any) -> Any:
@@ -281,11 +289,14 @@ def _without_text(value: Any) -> Any:
     """
     if value is None or isinstance(value, str | int | float | bytes):
         return None
-    if isinstance(value, Mapping | list | tuple | set):
-        inner = [*value, *value.values()] if isinstance(value, Mapping) else value
-        return next(
-            (textless for one in inner if (textless := _without_text(one)) is not None), None
-        )
+    if isinstance(value, Mapping):
+        return _without_text([*value, *value.values()])
+    if isinstance(value, list | tuple | set):
+        for member in value:
+            textless = _without_text(member)
+            if textless is not None:
+                return textless
+        return None
     return value if re.search(r" at 0x[0-9a-f]+>$", str(value)) else None
 
 
@@ -338,21 +349,20 @@ class Instances:
         """objects: functions and classes that are not found by name.   Raises ConfigError."""
         self._args = dict(args)
 
-        def behind(spec: str, kind: str) -> Any:
-            return (
-                objects[spec]
-                if objects and spec in objects
-                else imported(f"{kind} {spec!r}", spec, callable_only=True)
-            )
+        self._objects = objects or {}
+        self.functions = {spec.rpartition(":")[2]: self._named(spec, "tool") for spec in tools}
+        self.factories = {}
+        for name, spec in factories.items():
+            self.factories[name] = self._named(spec, "environment")
 
-        self.functions = {spec.rpartition(":")[2]: behind(spec, "tool") for spec in tools}
-        self.factories = {name: behind(spec, "environment") for name, spec in factories.items()}
+    def _named(self, spec: str, kind: str) -> Any:
+        if spec in self._objects:
+            return self._objects[spec]
+        return imported(f"{kind} {spec!r}", spec, callable_only=True)
 
     def make(self, name: str) -> Instance:
         """Make the instance of an environment; of tools alone if there is none of that name."""
-        return Instance(
-            self.functions, self.factories.get(name), self._args if name in self.factories else {}
-        )
+        return Instance(self.functions, self.factories.get(name), self._args)
 
 
 def serve_environments(*setup: Any, objects: Mapping[str, Any] | None = None) -> Callable[..., Any]:
@@ -372,9 +382,8 @@ def serve_environments(*setup: Any, objects: Mapping[str, Any] | None = None) ->
         name, seed = request
         _seed(seed)
         begun.append(instances.make(name))
-        if (
-            name not in instances.factories
-        ):  # calls of several episodes may come, one after the other
+        if name not in instances.factories:
+            # Calls of several episodes may come, one after the other.
             with contextlib.suppress(OSError):
                 begun[0].home = os.getcwd()
         return None
@@ -384,10 +393,12 @@ def serve_environments(*setup: Any, objects: Mapping[str, Any] | None = None) ->
 
 def _waits(function: Callable[..., Any]) -> bool:
     """True of an asynchronous tool, and of a class with an asynchronous method."""
-    bases = function.__mro__ if inspect.isclass(function) else ()
-    return asynchronous(function) or any(
-        inspect.iscoroutinefunction(one) for base in bases for one in vars(base).values()
-    )
+    if not inspect.isclass(function):
+        return asynchronous(function)
+    for base in function.__mro__:
+        if any(map(inspect.iscoroutinefunction, vars(base).values())):
+            return True
+    return False
 
 
 def _seed(seed: int) -> None:

@@ -67,19 +67,17 @@ class ParsedTurn:
         """The turn as a chat message, for showing it; the ids of the stream stay those that were
         sampled.
         """
-        calls = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": dict(call.arguments)},
-            }
-            for call in self.calls
-            if isinstance(call, ParsedCall)
-        ]
         message: dict[str, Any] = {"role": "assistant", "content": self.written}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
-        return message | ({"tool_calls": calls} if calls else {})
+        calls = []
+        for call in self.calls:
+            if isinstance(call, ParsedCall):
+                function = {"name": call.name, "arguments": dict(call.arguments)}
+                calls.append({"id": call.id, "type": "function", "function": function})
+        if calls:
+            message["tool_calls"] = calls
+        return message
 
 
 def form_of(chat_template: str) -> CallForm | None:
@@ -94,11 +92,9 @@ def form_of(chat_template: str) -> CallForm | None:
         return "json"
     if "<|call|>" in chat_template:
         return "channels"
-    return (
-        "bare"
-        if re.search(r'"parameters\\?"', chat_template) and "ipython" in chat_template
-        else None
-    )
+    if "ipython" in chat_template and re.search(r'"parameters\\?"', chat_template):
+        return "bare"
+    return None
 
 
 def read_turn(
@@ -124,18 +120,14 @@ def read_turn(
         content, written, reasoning, calls = _channels(text)
     else:
         reasoning, rest = split_thinking(text, thinking)
-        known = {
-            name: _kinds_of(tool) for tool in tools or () if (name := _name_of(tool)) is not None
-        }
-        content, written, calls = (
-            _bare(rest) if form == "bare" else _tagged(rest, known if form == "xml" else None)
-        )
-    return ParsedTurn(
-        content,
-        reasoning,
-        tuple(replace(call, id=f"call_{i}") for i, call in enumerate(calls)),
-        written,
-    )
+        if form == "bare":
+            content, written, calls = _bare(rest)
+        elif form == "json":
+            content, written, calls = _tagged(rest, None)
+        else:
+            content, written, calls = _tagged(rest, _kinds_by_name(tools or ()))
+    numbered = tuple(replace(call, id=f"call_{i}") for i, call in enumerate(calls))
+    return ParsedTurn(content, reasoning, numbered, written)
 
 
 # ---- reasoning
@@ -203,6 +195,7 @@ def _json_call(text: str, place: int) -> tuple[ParsedCall, int]:
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]*)>")
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]*)>")
+_VALUE_END = re.compile(r"</parameter>(?=\s*(<parameter=|</function>))")
 
 
 def _xml_call(text: str, place: int, kinds: Mapping[str, _Kinds]) -> tuple[ParsedCall, int]:
@@ -235,9 +228,8 @@ def _end_of_value(text: str, start: int) -> int | None:
     """Where a value ends: at the `</parameter>` behind which the call continues, so that a value
     may speak of that tag itself.
     """
-    if (
-        closing := re.compile(r"</parameter>(?=\s*(<parameter=|</function>))").search(text, start)
-    ) is not None:
+    closing = _VALUE_END.search(text, start)
+    if closing is not None:
         return closing.start()
     end = text.find("</parameter>", start)
     return None if end < 0 else end
@@ -245,10 +237,11 @@ def _end_of_value(text: str, start: int) -> int | None:
 
 def _holds_another(value: str, known: _Kinds) -> bool:
     """Return True if a value holds the next parameter: on a new line, or one that the tool has."""
-    return any(
-        one[1].strip() in known or not value[: one.start()].rpartition("\n")[2].strip()
-        for one in re.finditer(r"<parameter=([^>\n]*)>", value)
-    )
+    for parameter in re.finditer(r"<parameter=([^>\n]*)>", value):
+        line = value[: parameter.start()].rpartition("\n")[2]
+        if parameter[1].strip() in known or not line.strip():
+            return True
+    return False
 
 
 def _converted(key: str, value: str, kinds: Sequence[str]) -> Any:
@@ -260,16 +253,17 @@ def _converted(key: str, value: str, kinds: Sequence[str]) -> Any:
         text = json.dumps(_WORDS[text.lower()])
     with suppress(_NotACall):
         decoded, end = _decoded(text, 0)
-        if (
-            end == len(text)
-            and not isinstance(decoded, str)
-            and any(is_kind(kind, decoded) for kind in kinds)
-        ):
+        whole = end == len(text) and not isinstance(decoded, str)
+        if whole and any(is_kind(kind, decoded) for kind in kinds):
             return decoded
     if "string" in kinds:
         return value
-    wanted = " or ".join(f"{'an' if kind[0] in 'aio' else 'a'} {kind}" for kind in kinds)
+    wanted = " or ".join(map(_with_article, kinds))
     raise _NotACall(f"the parameter {key!r} is {value[:40]!r}: expected {wanted}")
+
+
+def _with_article(kind: str) -> str:
+    return f"an {kind}" if kind[0] in "aio" else f"a {kind}"
 
 
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
@@ -295,13 +289,12 @@ def _bare(text: str) -> tuple[str, str, _Calls]:
         first = None
         with suppress(_NotACall):
             first, _ = _decoded(body, 0)
-        if (
-            not isinstance(first, dict)
-            or "name" not in first
-            or not {"parameters", "arguments"} & first.keys()
-        ):
+        if not isinstance(first, dict) or "name" not in first:
+            return text, text, []
+        if not {"parameters", "arguments"} & first.keys():
             return text, text, []
     calls: _Calls = []
+    broken: list[str] = []
     place = 0
     while place < len(body):
         end = len(body)
@@ -310,9 +303,11 @@ def _bare(text: str) -> tuple[str, str, _Calls]:
             calls.append(_call_of(value, "parameters"))
         except _NotACall as error:
             calls.append(BrokenCall(str(error), body[place:end]))
+            broken.append(body[place:end])
         place = re.compile(r"[\s;]*").match(body, end).end()  # type: ignore[union-attr]
-    calls = calls or [BrokenCall("there is no call behind <|python_tag|>", text)]
-    return "", "\n".join(call.text for call in calls if isinstance(call, BrokenCall)), calls
+    if not calls:
+        return "", text, [BrokenCall("there is no call behind <|python_tag|>", text)]
+    return "", "\n".join(broken), calls
 
 
 # ---- channels
@@ -327,21 +322,23 @@ def _channels(text: str) -> tuple[str, str, str | None, _Calls]:
     content, written, reasoning, calls = [], [], [], []
     for header, body, end in _messages(text):
         channel = re.search(r"<\|channel\|>\s*([a-z]+)", header)
-        if (recipient := re.search(r"to=([^\s<]+)", header)) is not None:
+        recipient = re.search(r"to=([^\s<]+)", header)
+        if recipient is not None:
             try:
                 calls.append(_channel_call(recipient[1].removeprefix("functions."), body, end))
             except _NotACall as error:
                 calls.append(BrokenCall(str(error), body or ""))
-                written.append(body or "")
+                written.append(body)
         elif channel is not None and channel[1] == "analysis":
-            reasoning.append(body or "")
+            reasoning.append(body)
         else:
-            content.append(body or "")
-            written.append(body or "")
-    shown, whole, thought = (
-        "\n".join(filter(None, texts)) for texts in (content, written, reasoning)
-    )
-    return shown, whole, thought or None, calls
+            content.append(body)
+            written.append(body)
+    return _joined(content), _joined(written), _joined(reasoning) or None, calls
+
+
+def _joined(texts: Sequence[str | None]) -> str:
+    return "\n".join(filter(None, texts))
 
 
 def _messages(text: str) -> Iterator[tuple[str, str | None, str | None]]:
@@ -355,7 +352,10 @@ def _messages(text: str) -> Iterator[tuple[str, str | None, str | None]]:
                 yield "", header, None
             continue
         end = _BODY_END.search(rest)
-        yield header, rest if end is None else rest[: end.start()], None if end is None else end[1]
+        if end is None:
+            yield header, rest, None
+        else:
+            yield header, rest[: end.start()], end[1]
 
 
 def _channel_call(name: str, body: str | None, end: str | None) -> ParsedCall:
@@ -375,10 +375,11 @@ def _channel_call(name: str, body: str | None, end: str | None) -> ParsedCall:
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object whose keys are all different.  Raises ValueError."""
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)!r:.60} is given twice")
+    value: dict[str, Any] = {}
+    for key, member in pairs:
+        if key in value:
+            raise ValueError(f"{key!r:.60} is given twice")
+        value[key] = member
     return value
 
 
@@ -390,16 +391,16 @@ def _decoded(text: str, start: int) -> tuple[Any, int]:
     """The JSON value that begins at `start`, and where it ends.  Raises _NotACall."""
     try:
         value, end = _DECODER.raw_decode(text, start)
-        if "\\u" not in text[start:end] or (half := half_character(value)) is None:
+        half = half_character(value) if "\\u" in text[start:end] else None
+        if half is None:
             return value, end
         why = f"cannot be read: {half} is half of a character"  # nothing could record it
     except json.JSONDecodeError as error:
         why = f"is not JSON: {error.msg} at character {error.pos - start}"
     except RecursionError:
         why = "is nested too deeply"
-    except (
-        ValueError
-    ) as error:  # a key that is given twice, or a number with more digits than Python converts
+    except ValueError as error:
+        # A key that is given twice, or a number with more digits than Python converts.
         why = f"cannot be read: {error}"
     raise _NotACall(f"the call {why}")
 
@@ -415,26 +416,29 @@ def _call_of(value: Any, key: str) -> ParsedCall:
     name = value.get("name")
     if not isinstance(name, str) or not name:
         raise _NotACall('the call has no "name"')
-    arguments = next((value[one] for one in (key, "arguments", "parameters") if one in value), {})
+    arguments: Any = {}
+    for spelling in ("parameters", "arguments", key):  # the last one counts
+        arguments = value.get(spelling, arguments)
     if isinstance(arguments, str):  # JSON inside JSON, as OpenAI's interface has it
         text, arguments = arguments, None
         with suppress(_NotACall):
             inner, end = _decoded(text, 0)
-            arguments = inner if end == len(text) else None
+            if end == len(text):
+                arguments = inner
     if not isinstance(arguments, dict):
         raise _NotACall(f"the {key} of {name!r} are not an object")
     return ParsedCall(name, arguments)
 
 
-def _name_of(tool: Mapping[str, Any]) -> str | None:
-    name = tool.get("function", tool).get("name")
-    return name if isinstance(name, str) else None
-
-
-def _kinds_of(tool: Mapping[str, Any]) -> dict[str, Sequence[str]]:
-    """The JSON types of a tool's parameters; text where its schema names none."""
-    parameters = tool.get("function", tool).get("parameters") or {}
-    return {
-        key: kinds_of(schema, parameters) or ("string",)
-        for key, schema in (parameters.get("properties") or {}).items()
-    }
+def _kinds_by_name(tools: Sequence[Mapping[str, Any]]) -> dict[str, _Kinds]:
+    """Return the JSON types of each tool's parameters; text where a schema names none."""
+    by_name: dict[str, _Kinds] = {}
+    for tool in tools:
+        function = tool.get("function", tool)
+        parameters = function.get("parameters") or {}
+        kinds: dict[str, Sequence[str]] = {}
+        for key, schema in (parameters.get("properties") or {}).items():
+            kinds[key] = kinds_of(schema, parameters) or ("string",)
+        if isinstance(function.get("name"), str):
+            by_name[function["name"]] = kinds
+    return by_name

@@ -138,10 +138,8 @@ class ToolEpisode:
         self._prompt = stream.prompt
         self._instance = environment.runtime.make(kind)
         self._schemas = {name_of(schema): schema for schema in kind.schemas}
-        self._tools, self._variables = (
-            kind.schemas or None,
-            environment.prompts.with_own(variables_in(stream.prompt.row, "row")),
-        )
+        self._tools = kind.schemas or None
+        self._variables = environment.prompts.with_own(variables_in(stream.prompt.row, "row"))
         self._written: Messages = []
         """The whole conversation, with marks around what is encoded as text."""
         self._text = stream.prompt.text
@@ -182,17 +180,18 @@ class ToolEpisode:
             self._instance.kill()
         elif not self._ended:
             self._end(judged=finish is not Finish.ERROR)
-        reward, turns = self._reward, tuple(self._stream.turns)
+        reward = self._reward
         if reward is None and self._kind.steps and not self._failed and finish is not Finish.ERROR:
-            reward = sum(
-                turn.reward or 0.0 for turn in turns
-            )  # 0 of an episode that was over before anything was worth something
+            reward = 0.0  # an episode may be over before anything was worth something
+            for turn in self._stream.turns:
+                reward += turn.reward or 0.0
+        title = self._kind.title if self._kind.resets else ""
         return Episode(
-            turns=turns,
+            turns=tuple(self._stream.turns),
             messages=tuple(self._messages),
             branches=tuple(self._stream.branches),
             reward=reward,
-            environment=self._kind.name or (self._kind.title if self._kind.resets else ""),
+            environment=self._kind.name or title,
             opening=self._opening,
             prompt_text=self._prompt_text,
             state=self._state,
@@ -203,9 +202,8 @@ class ToolEpisode:
     @property
     def _left(self) -> float:
         """Seconds that a call may take."""
-        return max(
-            0.0, min(self._environment.settings.tool_timeout, self._deadline - time.monotonic())
-        )
+        until_the_end = max(0.0, self._deadline - time.monotonic())
+        return min(self._environment.settings.tool_timeout, until_the_end)
 
     def _timed(self, stage: Callable[[], Reply]) -> Reply:
         self._deadline = time.monotonic() + self._unused
@@ -241,12 +239,13 @@ class ToolEpisode:
         if self._prompt.cut:
             context = cut_left(context, self._prompt.tokens.size, codec.template.bos_id)
             self._prompt_text = codec.decode(context)
-        return Reply(
-            NOTHING, context=None if np.array_equal(context, self._prompt.tokens) else context
-        )
+        if np.array_equal(context, self._prompt.tokens):
+            return Reply(NOTHING)
+        return Reply(NOTHING, context=context)
 
     def _answer(self) -> Reply:
-        began, settings, turn = time.monotonic(), self._environment.settings, self._stream.turns[-1]
+        began = time.monotonic()
+        turn = self._stream.turns[-1]
         tokens = self._stream.tokens[turn.begin : turn.end]
         parsed = self._environment.codec.parse(
             tokens, self._tools, thinking=opens_thinking(self._text)
@@ -257,20 +256,18 @@ class ToolEpisode:
         outcome = self._outcome(parsed, turn.finish)
         texts, cut = self._cut(outcome.texts)
         over = outcome.finish
-        if over is None and len(self._stream.turns) >= settings.max_turns:
+        if over is None and len(self._stream.turns) >= self._environment.settings.max_turns:
             over = Finish.TURNS
         if over is None and self._deadline <= time.monotonic():
             over = Finish.DEADLINE
+        finish = turn.finish
+        if parsed.calls and finish is not Finish.LENGTH:
+            finish = Finish.TOOL_CALLS
+        results = zip(outcome.calls, texts, strict=False)  # an observation is of no call
         self._stream.turns[-1] = replace(
             turn,
-            finish=(
-                Finish.TOOL_CALLS
-                if parsed.calls and turn.finish is not Finish.LENGTH
-                else turn.finish
-            ),
-            calls=tuple(
-                replace(call, result=text) for call, text in zip(outcome.calls, texts, strict=False)
-            ),
+            finish=finish,
+            calls=tuple(replace(call, result=text) for call, text in results),
             answer="\n".join(texts) if over is None else "",
             seconds=time.monotonic() - began,
             truncated=cut,
@@ -280,13 +277,11 @@ class ToolEpisode:
             return self._over(over, outcome.failure)
         if not outcome.calls:
             return self._continue([{"role": "user", "content": text} for text in texts])
-        names = [call.name if isinstance(call, ParsedCall) else "error" for call in parsed.calls]
-        return self._continue(
-            [
-                {"role": "tool", "name": name, "tool_call_id": call.id, "content": text}
-                for name, call, text in zip(names, parsed.calls, texts, strict=True)
-            ]
-        )
+        answers = []
+        for call, text in zip(parsed.calls, texts, strict=True):
+            name = call.name if isinstance(call, ParsedCall) else "error"
+            answers.append({"role": "tool", "name": name, "tool_call_id": call.id, "content": text})
+        return self._continue(answers)
 
     def _outcome(self, parsed: ParsedTurn, finish: Finish) -> _Outcome:
         """What comes of a turn: results of its calls, an observation, or the end of the episode."""
@@ -306,19 +301,24 @@ class ToolEpisode:
 
     def _carry_out(self, calls: Sequence[ParsedCall | BrokenCall]) -> _Outcome:
         """The calls' results, in their order; those that cannot be carried out are told why."""
-        checked = [self._checked(call) for call in calls]
-        carried, over = self._called([one for one in checked if not isinstance(one, ToolResult)])
-        rest = iter(carried)
-        results = [one if isinstance(one, ToolResult) else next(rest) for one in checked]
-        return _Outcome(
-            calls=[
-                recorded(call, one.text, one.seconds, one.failure)
-                for call, one in zip(calls, results, strict=True)
-            ],
-            texts=[one.text for one in results],
-            finish=over,
-            failure="a call took the environment with it" if over is not None else "",
-        )
+        results: list[ToolResult | None] = []
+        possible: list[tuple[str, Mapping[str, Any]]] = []
+        for call in calls:
+            checked = self._checked(call)
+            if isinstance(checked, ToolResult):
+                results.append(checked)
+            else:
+                results.append(None)
+                possible.append(checked)
+        carried_out, over = self._called(possible)
+        rest = iter(carried_out)
+        records, texts = [], []
+        for call, refused in zip(calls, results, strict=True):
+            result = refused or next(rest)
+            records.append(recorded(call, result.text, result.seconds, result.failure))
+            texts.append(result.text)
+        failure = "" if over is None else "a call took the environment with it"
+        return _Outcome(calls=records, texts=texts, finish=over, failure=failure)
 
     def _checked(self, call: ParsedCall | BrokenCall) -> tuple[str, Mapping[str, Any]] | ToolResult:
         """The tool, and the arguments as it wants them; the result of a call that cannot be carried
@@ -327,8 +327,10 @@ class ToolEpisode:
         if isinstance(call, BrokenCall):
             return ToolResult(text=error_text(call.why), failure="unreadable")
         if call.name not in self._schemas:
+            hint = f"there are: {', '.join(self._schemas)}"
             close = nearest(call.name, self._schemas)
-            hint = f"did you mean {close}?" if close else f"there are: {', '.join(self._schemas)}"
+            if close:
+                hint = f"did you mean {close}?"
             return ToolResult(
                 text=error_text(f"there is no tool {call.name!r}; {hint}"), failure="unknown"
             )
@@ -346,9 +348,7 @@ class ToolEpisode:
         if len(calls) < 2:
             return self._instance.call(calls, seconds=self._left)
         late = threading.Event()
-        end = threading.Timer(
-            self._deadline - time.monotonic(), lambda: (late.set(), self._instance.kill())
-        )
+        end = threading.Timer(self._deadline - time.monotonic(), self._stop, [late])
         end.daemon = True
         end.start()
         try:
@@ -358,23 +358,27 @@ class ToolEpisode:
             end.join()
         return results, Finish.DEADLINE if late.is_set() else over
 
+    def _stop(self, late: threading.Event) -> None:
+        late.set()
+        self._instance.kill()
+
     def _continue(self, answers: Messages) -> Reply:
         """The reply after which the next turn is drawn."""
         codec, turn, tokens = self._environment.codec, self._stream.turns[-1], self._stream.tokens
         self._messages += answers
         self._written += [codec.template.shielded(answer) for answer in answers]
-        suffix = codec.after(
-            tokens[-1] if turn.end > turn.begin else -1, answers, self._tools, self._variables
-        )
+        last_token = tokens[-1] if turn.end > turn.begin else -1
+        suffix = codec.after(last_token, answers, self._tools, self._variables)
         if self._environment.settings.past == "keep":
             self._text = suffix.text
             return Reply(suffix.tokens)
-        ids = self._stream.ids()[
-            turn.begin - turn.end - 1 :
-        ]  # some tokenizers begin a text otherwise than they go on
+        # With the token before: some tokenizers begin a text otherwise than they go on.
+        ids = self._stream.ids()[turn.begin - turn.end - 1 :]
         self._text += codec.decode(ids).removeprefix(codec.decode(ids[:1])) + suffix.text
         context = self._rewritten()
-        return Reply(suffix.tokens) if context is None else Reply(NOTHING, context=context)
+        if context is None:
+            return Reply(suffix.tokens)
+        return Reply(NOTHING, context=context)
 
     def _rewritten(self) -> np.ndarray | None:
         """The whole conversation as the template writes it; None where that is the text of the
@@ -383,19 +387,16 @@ class ToolEpisode:
         codec = self._environment.codec
         try:
             text = codec.written(self._written, self._tools, self._variables)
-        except (
-            DataError
-        ) as refused:  # a result without a call that can be read: there is no inference to be like
+        except DataError as refused:
+            # A result without a call that can be read: there is no inference to be like.
             log.debug("%s: kept as it was sampled: %s", self._prompt.id, refused)
             return None
         if unmarked(text) == self._text:
             return None
         ids, self._text = codec.encode(text), unmarked(text)
-        return (
-            cut_left(ids, max(1, ids.size - self._prompt.cut), codec.template.bos_id)
-            if self._prompt.cut
-            else ids
-        )
+        if not self._prompt.cut:
+            return ids
+        return cut_left(ids, max(1, ids.size - self._prompt.cut), codec.template.bos_id)
 
     def _over(self, finish: Finish, why: str = "") -> Reply:
         """The episode ends: its environment is asked for its reward, and closed.   why: it has
@@ -430,20 +431,14 @@ class ToolEpisode:
         evenly if it is too small.
         """
         settings, count = self._environment.settings, self._environment.codec.count
-        texts = [
-            text.encode("utf-8", "replace").decode() for text in texts
-        ]  # half of a character has no ids
+        # Half of a character has no ids.
+        texts = [text.encode("utf-8", "replace").decode() for text in texts]
+        most_bytes, most_tokens = settings.max_observation_bytes, settings.max_observation_tokens
         size = sum(len(text.encode()) for text in texts)
-        if (
-            size <= settings.max_observation_bytes
-            and sum(map(count, texts)) <= settings.max_observation_tokens
-        ):
-            return list(texts), False
-        most, length = (
-            settings.max_observation_tokens // len(texts),
-            settings.max_observation_bytes // len(texts),
-        )
-        return [truncated(text, length, most, count) for text in texts], True
+        if size <= most_bytes and sum(map(count, texts)) <= most_tokens:
+            return texts, False
+        bytes_each, tokens_each = most_bytes // len(texts), most_tokens // len(texts)
+        return [truncated(text, bytes_each, tokens_each, count) for text in texts], True
 
 
 def truncated(text: str, most_bytes: int, most_tokens: int, tokens: Any) -> str:
@@ -457,21 +452,22 @@ def truncated(text: str, most_bytes: int, most_tokens: int, tokens: Any) -> str:
         shown = _marked(text, length)
         return len(shown.encode()) <= most_bytes and tokens(shown) <= most_tokens
 
-    low, high = 0, min(len(text), most_bytes)
     if fits(len(text)):
         return text
+    low, high = 0, min(len(text), most_bytes)
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
     return _marked(text, low)
 
 
 def _marked(text: str, length: int) -> str:
-    return (
-        text
-        if length >= len(text)
-        else f"{text[:length]}\n[{len(text) - length:,} characters left out]"
-    )
+    if length >= len(text):
+        return text
+    return f"{text[:length]}\n[{len(text) - length:,} characters left out]"
 
 
 def _appended(messages: Messages, observation: str, template: Template) -> Messages:
