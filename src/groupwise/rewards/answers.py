@@ -7,6 +7,7 @@ import unicodedata
 from collections.abc import Iterator
 from decimal import Decimal
 from fractions import Fraction
+from operator import itemgetter
 
 from groupwise.rewards.final_message import final_message
 
@@ -133,8 +134,8 @@ def boxes(text: str) -> Iterator[tuple[int, int, str, bool]]:
                 end = brace.end()
                 break
         closed = depth == 0
-        content = text[match.end() : end - 1] if closed else text[match.end() :]
-        yield match.start(), end, content, closed
+        content = text[match.end() : end]
+        yield match.start(), end, content[:-1] if closed else content, closed
 
 
 def find_answer(text: str, *, cut: bool = False) -> str | None:
@@ -172,20 +173,25 @@ def find_answer(text: str, *, cut: bool = False) -> str | None:
         return tidy(clause(answer)) or None
     text = text.strip()
     fence = _FENCE.fullmatch(text)
-    text = text if fence is None else fence.group(1).strip()
+    if fence is not None:
+        text = fence.group(1).strip()
     last = text.rsplit("\n", 1)[-1].strip()
     if len(last) > 2 and last.rstrip(".!")[-1:] == last[0] and last[0] in "*_`":
         return tidy(last) or None
     if cut or len(text) > LONGEST_BARE or "\n" in text:
         return None
     text = _SO.sub("", _without_aside(text))
-    return None if _is_prose(text) else tidy(text) or None
+    if _is_prose(text):
+        return None
+    return tidy(text) or None
 
 
 def _finished(text: str) -> str:
     """A truncated text, up to the end of its last whole sentence or line."""
-    ends = [match.end() for match in _FINISHED.finditer(text)]
-    return text[: ends[-1]] if ends else ""
+    end = 0
+    for match in _FINISHED.finditer(text):
+        end = match.end()
+    return text[:end]
 
 
 def _is_prose(text: str) -> bool:
@@ -210,39 +216,36 @@ def find_gold(text: str) -> str | None:
     """
     text = _LINE_ENDS.sub("\n", text)
     answer = marked(text)
-    return (text if answer is None else answer).strip() or None
+    if answer is None:
+        answer = text
+    return answer.strip() or None
 
 
 def marked(text: str, *, cut: bool = False) -> str | None:
     """Return the answer that stands in a box, in an `<answer>` tag or behind `####`, whichever
     comes last; None if none is there.
     """
-    return max(
-        _boxed(text, cut),
-        _hashed(_finished(text) if cut else text),
-        _tagged(text, cut),
-        key=lambda answer: answer[0],
-    )[1]
+    boxed, tagged = _boxed(text, cut), _tagged(text, cut)
+    hashed = _hashed(_finished(text) if cut else text)
+    return max(boxed, hashed, tagged, key=itemgetter(0))[1]
 
 
 def _boxed(text: str, cut: bool) -> tuple[int, str | None]:
     """Where the last box begins, and what it and the boxes joined to it hold; -1: nowhere."""
-    boxed = [
-        (start, end, content) for start, end, content, closed in boxes(text) if closed or not cut
-    ]
-    if not boxed:
+    usable = [box for box in boxes(text) if box[3] or not cut]
+    if not usable:
         return -1, None
-    answers = [boxed[-1][2]]
-    inner = next(boxes(answers[0]), None)
-    if inner is not None and answers[0].strip() == answers[0][inner[0] : inner[1]]:
-        answers[0] = inner[2]  # a box that holds nothing but a box
-    for (_, end, content), (start, _, _) in zip(
-        reversed(boxed[:-1]), reversed(boxed), strict=False
-    ):
-        if start - end > APART or not _BETWEEN_BOXES.fullmatch(text, end, start):
+    begin, _, answer, _ = usable.pop()
+    inner = next(boxes(answer), None)
+    if inner is not None and answer.strip() == answer[inner[0] : inner[1]]:
+        answer = inner[2]  # a box that holds nothing but a box
+    joined_from = begin
+    for start, end, content, _ in reversed(usable):
+        if joined_from - end > APART or not _BETWEEN_BOXES.fullmatch(text, end, joined_from):
             break
-        answers.append(content)
-    return boxed[-1][0], ", ".join(reversed(answers))
+        answer = f"{content}, {answer}"
+        joined_from = start
+    return begin, answer
 
 
 def _hashed(text: str) -> tuple[int, str | None]:
@@ -255,7 +258,9 @@ def _hashed(text: str) -> tuple[int, str | None]:
         return -1, None
     line = _first_line(text[place:].lstrip("#"))
     inner = statement(line)
-    return place, line if inner is None else inner
+    if inner is None:
+        return place, line
+    return place, inner
 
 
 def _tagged(text: str, cut: bool) -> tuple[int, str | None]:
@@ -269,7 +274,9 @@ def _tagged(text: str, cut: bool) -> tuple[int, str | None]:
     if start < 0 or (cut and not closed):
         return -1, None
     inner = statement(text[start:end].strip())
-    return start, tidy(text[start:end]) if inner is None else tidy(clause(inner))
+    if inner is None:
+        return start, tidy(text[start:end])
+    return start, tidy(clause(inner))
 
 
 def statement(text: str) -> str | None:
@@ -326,7 +333,8 @@ def clause(text: str) -> str:
         return text
     text = _without_aside(text)
     sentence = _SENTENCE.search(text)
-    text = text[: sentence.start()] if sentence else text
+    if sentence:
+        text = text[: sentence.start()]
     verbs = list(_VERB.finditer(text))
     if verbs and not _NEGATION.match(text, verbs[-1].end()):
         text = text[verbs[-1].end() :]
@@ -344,7 +352,9 @@ def clause(text: str) -> str:
 
 def _without_aside(text: str) -> str:
     aside = _ASIDE.search(text)
-    return text[: aside.start()] if aside and text[: aside.start()].strip() else text
+    if aside and text[: aside.start()].strip():
+        return text[: aside.start()]
+    return text
 
 
 def tidy(text: str) -> str:
@@ -370,7 +380,9 @@ def last_number(text: str) -> Decimal | Fraction | None:
     (Decimal('1234'), Decimal('12.50'))
     """
     answer = marked(text)
-    numbers = _ANY_NUMBER.findall((text if answer is None else answer).translate(MINUS))
+    if answer is None:
+        answer = text
+    numbers = _ANY_NUMBER.findall(answer.translate(MINUS))
     if not numbers:
         return None
     sign, digits, below = numbers[-1]
@@ -392,7 +404,11 @@ def final_number(text: str, *, cut: bool = False) -> Decimal | Fraction | None:
     True
     """
     answer = find_answer(text, cut=cut)
-    if answer is not None and _NEGATION.match(answer):
-        return None
-    number = None if answer is None else last_number(answer)
-    return last_number(final_message(text)) if number is None and not cut else number
+    number = None
+    if answer is not None:
+        if _NEGATION.match(answer):
+            return None
+        number = last_number(answer)
+    if number is None and not cut:
+        return last_number(final_message(text))
+    return number

@@ -295,11 +295,13 @@ class Rewards:
         """The function whose 1 says that a completion is right."""
         self._rewards = tuple(rewards)
         self._columns = tuple(columns)
-        self._hosts = _hosts(self._rewards, dict(files or {}), live or {})
+        live = live or {}
+        self._hosts = _hosts(self._rewards, dict(files or {}), live)
         """Where functions run that do not run in this process, by name."""
         self._thread: threads.Thread | None = None
         """The thread of functions that run here: always the same, and never the main one."""
-        self._functions = Functions(_functions_of_this_process(live or {}))
+        here = {spec: one.function for spec, one in live.items() if one.runs == "here"}
+        self._functions = Functions(here)
         self._lock = threading.Lock()
         self.seconds: dict[str, float] = {}
         """How long each function took in the last call, without what a worker process takes to
@@ -331,11 +333,13 @@ class Rewards:
         """
         columns: dict[str, str] = {}
         for reward in self._rewards:
-            named = [column for column in GOLD_COLUMNS if column in reward.signature.named]
             if reward.gold is not None:
                 columns[reward.name] = reward.gold
-            elif named:
-                columns[reward.name] = named[0]
+                continue
+            for column in GOLD_COLUMNS:
+                if column in reward.signature.named:
+                    columns[reward.name] = column
+                    break
         return columns
 
     @property
@@ -353,9 +357,8 @@ class Rewards:
         """Kill the workers; a call that another thread is waiting for fails."""
         for host in self._hosts.values():
             host.kill()
-        if (
-            self._thread is not None
-        ):  # a later call has another one, and does not wait for a function that hangs
+        # A later call has another thread, and does not wait for a function that hangs.
+        if self._thread is not None:
             self._thread.close()
             self._thread = None
 
@@ -491,7 +494,10 @@ class Rewards:
     def _in_thread(self, some: Sequence[RewardCall]) -> Future[list[Outcome]]:
         if self._thread is None:
             self._thread = threads.Thread("groupwise-rewards")
-        return self._thread.begin(lambda: calls.outcomes_of(some, list(self._functions.run(some))))
+        return self._thread.begin(partial(self._run_here, some))
+
+    def _run_here(self, some: Sequence[RewardCall]) -> list[Outcome]:
+        return calls.outcomes_of(some, list(self._functions.run(some)))
 
     def reach(self, step: int, last: int) -> None:
         """Note for functions that ask for `trainer_state` how many steps are done, and the number
@@ -508,12 +514,12 @@ class Rewards:
         the run.  Only a call that ran out of its own time says nothing (None), as long as such
         calls are few.  Raises RewardError.
         """
-        late = [batch.labels[place] for place in outcome.late]
         single = reward.signature.single
         self._calls[reward.name] += len(batch) if single else 1
-        if not late:
+        if not outcome.late:
             return
-        self._late[reward.name] += len(late) if single else 1
+        self._late[reward.name] += len(outcome.late) if single else 1
+        late = [batch.labels[place] for place in outcome.late]
         without, every = self._late[reward.name], self._calls[reward.name]
         message = (
             f"{without} of {every} calls of the reward function {reward.name!r} had no result"
@@ -531,16 +537,14 @@ class Rewards:
         """
         if not self.process:
             return None
-        weights, columns = list[float](), list[tuple[str, Sequence[Any]]]()
-        for reward, column in zip(self._rewards, values, strict=True):
-            if reward.signature.process:
-                weights.append(reward.weight)
-                columns.append((reward.name, column))
+        weights = [reward.weight for reward in self._rewards if reward.signature.process]
         signals = []
         for index, rollout in enumerate(rollouts):
             parts = []
-            for name, column in columns:
-                parts.append(step_signal(name, column[index], len(rollout), rollout.place))
+            for reward, column in zip(self._rewards, values, strict=True):
+                if reward.signature.process:
+                    steps = column[index]
+                    parts.append(step_signal(reward.name, steps, len(rollout), rollout.place))
             signals.append(combine(np.stack(parts, axis=1), weights))
         return signals
 
@@ -593,16 +597,13 @@ def _column(reward: Reward, values: Sequence[Any]) -> np.ndarray:
 
 def _limit_in_words(reward: Reward) -> str:
     """Say how long a call may take, and what happens then."""
-    single = reward.signature.single
-    call = "a completion" if single else "a call"
+    call = "a completion" if reward.signature.single else "a call"
     if reward.timeout is not None:
         return f"{reward.timeout:g} s for {call}, then None"
-    longer = "" if single else f", or {calls.SECONDS_EACH:g} s a completion,"
-    return f"{call} that takes {calls.DEFAULT_SECONDS:g} s{longer} ends the run"
-
-
-def _functions_of_this_process(live: Mapping[str, LiveReward]) -> dict[str, Callable[..., Any]]:
-    return {spec: reward.function for spec, reward in live.items() if reward.runs == "here"}
+    seconds = f"{calls.DEFAULT_SECONDS:g} s"
+    if not reward.signature.single:
+        seconds += f", or {calls.SECONDS_EACH:g} s a completion,"
+    return f"{call} that takes {seconds} ends the run"
 
 
 def _kill_until_ended(running: Mapping[Future[list[Outcome]], Host]) -> None:
@@ -672,28 +673,25 @@ def _calls(reward: Reward, batch: Completions, state: TrainerState) -> list[Rewa
         ) from error
     if not pickled:
         return []
-    excerpts = [
-        Excerpt(prompt=prompt[-200:], completion=text[:200])
-        for prompt, text in zip(batch.prompt_texts, batch.texts, strict=True)
-    ]
+    excerpts = []
+    for prompt, text in zip(batch.prompt_texts, batch.texts, strict=True):
+        excerpts.append(Excerpt(prompt=prompt[-200:], completion=text[:200]))
     call = partial(RewardCall, reward=reward, state=state, chat=batch.chat)
     if not reward.signature.single:
         return [call(labels=list(batch.labels), excerpts=excerpts, pickled=pickled)]
-    return [
-        call(labels=[label], excerpts=[excerpt], pickled=[row])
-        for label, excerpt, row in zip(batch.labels, excerpts, pickled, strict=True)
-    ]
+    made = []
+    for label, excerpt, row in zip(batch.labels, excerpts, pickled, strict=True):
+        made.append(call(labels=[label], excerpts=[excerpt], pickled=[row]))
+    return made
 
 
 def _in_this_process(reward: Reward, batch: Completions) -> Outcome:
     assert reward.function is not None
     began, starting = time.monotonic(), Pool.starting
     try:
-        values = reward.checked(
-            reward.function(**reward.keywords(batch), **reward.arguments), batch.labels
-        )
+        values = reward.function(**reward.keywords(batch), **reward.arguments)
+        values = reward.checked(values, batch.labels)
     except Exception as error:  # whatever it is, it names the function
         raise calls.raised(reward, batch.labels, process_main.described(error)) from error
-    return Outcome(
-        values=values, seconds=max(0.0, time.monotonic() - began - (Pool.starting - starting))
-    )
+    seconds = time.monotonic() - began - (Pool.starting - starting)
+    return Outcome(values=values, seconds=max(0.0, seconds))

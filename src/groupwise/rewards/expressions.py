@@ -12,7 +12,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import Any
@@ -97,10 +97,7 @@ def plain(text: str) -> str:
     '(1000, 2)'
     """
     if not text.isascii():
-        text = _RAISED.sub(
-            lambda match: f"^{{{match.group().translate(_RAISED_TO)}}}",
-            text.translate(MINUS).translate(_UNICODE),
-        )
+        text = _RAISED.sub(_lowered, text.translate(MINUS).translate(_UNICODE))
         text = "".join(map(_ascii, text))
     if not _TABULAR.search(text):
         text = _DOUBLED.sub("", text)
@@ -110,12 +107,21 @@ def plain(text: str) -> str:
     text = _SPACES.sub(" ", _THOUSANDS.sub("", _SILENT.sub("", text)))
     text = _STYLED.sub(_unstyled, _UNIT_FRACTION.sub(r"\1\\text{\2\3/\4\5}", text))
     text = _SHORT_FRACTION.sub(_braced, text)
-    return _GROUPED.sub(lambda match: match.group().replace(" ", ""), text).strip()
+    return _GROUPED.sub(_ungrouped, text).strip()
+
+
+def _lowered(match: re.Match[str]) -> str:
+    return f"^{{{match.group().translate(_RAISED_TO)}}}"
+
+
+def _ungrouped(match: re.Match[str]) -> str:
+    return match.group().replace(" ", "")
 
 
 def _braced(match: re.Match[str]) -> str:
-    above, below = match[1] or match[3], match[2]
-    return rf"\frac{{{above}}}" + (f"{{{below}}}" if below else "")
+    if match[2]:
+        return rf"\frac{{{match[1]}}}{{{match[2]}}}"
+    return rf"\frac{{{match[3]}}}"
 
 
 def _ascii(char: str) -> str:
@@ -127,16 +133,18 @@ def _ascii(char: str) -> str:
         return char
     if kind in ("Cf", "Cc") or char == "\ufe0f":
         return ""
-    same = str(unicodedata.digit(char)) if kind == "Nd" else unicodedata.normalize("NFKC", char)
+    if kind == "Nd":
+        return str(unicodedata.digit(char))
+    same = unicodedata.normalize("NFKC", char)
     above, slash, below = same.partition("\u2044")
-    return rf"\frac{{{above}}}{{{below or 1}}}" if slash else same
+    if not slash:
+        return same
+    return rf"\frac{{{above}}}{{{below or 1}}}"
 
 
 def _unstyled(match: re.Match[str]) -> str:
-    inner, before = (
-        match[1].strip(),
-        match.string[max(0, match.start() - 3) : match.start()].rstrip(),
-    )
+    inner = match[1].strip()
+    before = match.string[max(0, match.start() - 3) : match.start()].rstrip()
     if len(inner) == 1 and inner not in "eid" and before[-1:] and before[-1] in "0123456789})":
         return rf"\text{{{inner}}}"  # 5 m
     if len(inner) <= 1 or not any(char.isalpha() for char in inner):
@@ -163,19 +171,28 @@ class Node:
     """An operation between plain numbers is left to do: 81 + 14, 6/2, 5!, the root of 16."""
 
     @cached_property
+    def parts(self) -> list[Node]:
+        """Return the expressions that it is made of."""
+        return [part for part in self.args if isinstance(part, Node)]
+
+    @cached_property
     def symbols(self) -> frozenset[str]:
         """Return the variables in it."""
         if self.kind == "symbol":
             return frozenset({self.args[0]} - CONSTANTS)
-        return frozenset().union(*(part.symbols for part in self.args if isinstance(part, Node)))
+        return frozenset().union(*(part.symbols for part in self.parts))
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
         """Equal for expressions that differ in the order of terms and factors alone."""
         if self.value is not None:
             return ("number", self.value)
-        parts = [part.key if isinstance(part, Node) else ("", part) for part in self.args]
-        return (self.kind, *(sorted(parts, key=repr) if self.kind in ("sum", "product") else parts))
+        if not self.parts:
+            return (self.kind, *self.args)
+        keys = [part.key for part in self.parts]
+        if self.kind in ("sum", "product"):
+            keys.sort(key=repr)
+        return (self.kind, *keys)
 
     @cached_property
     def tiny(self) -> bool:
@@ -183,7 +200,7 @@ class Node:
         all of these for one.
         """
         near = self.value is not None and 0 < abs(self.value) < Fraction(1, 10**6)
-        return near or any(part.tiny for part in self.args if isinstance(part, Node))
+        return near or any(part.tiny for part in self.parts)
 
 
 def numbers_equal(gold: Node, answer: Node) -> bool:
@@ -202,20 +219,25 @@ def numbers_equal(gold: Node, answer: Node) -> bool:
     assert gold.value is not None and answer.value is not None
     if gold.value == answer.value:
         return True
-    written = ((gold.decimals, abs(gold.value)), (answer.decimals, abs(answer.value)))
-    (decimals, _), (others, size) = sorted(
-        written, key=lambda one: one[0] if one[0] >= 0 else 1 << 30
-    )
+    rounded, full = gold, answer
+    if gold.decimals < 0 or 0 <= answer.decimals < gold.decimals:
+        rounded, full = answer, gold
+    assert rounded.value is not None and full.value is not None
+    size = abs(full.value)
     apart = abs(gold.value - answer.value)
-    if apart * 10**12 <= size and any(
-        digits >= 0 and value * 10**digits >= 10**14 for digits, value in written
-    ):
+    if apart * 10**12 <= size and (_is_long(rounded) or _is_long(full)):
         return True
-    if decimals < 6 or decimals == others:
+    if rounded.decimals < 6 or rounded.decimals == full.decimals:
         return False
-    step = Fraction(1, 10**decimals)
-    enough = Fraction(1, 10**4) if others < 0 else Fraction(1, 10**5)
+    step = Fraction(1, 10**rounded.decimals)
+    enough = Fraction(1, 10**4) if full.decimals < 0 else Fraction(1, 10**5)
     return 2 * apart <= step and step / 2 <= size * enough
+
+
+def _is_long(number: Node) -> bool:
+    """Return True for a decimal of fifteen digits or more."""
+    assert number.value is not None
+    return number.decimals >= 0 and abs(number.value) * 10**number.decimals >= 10**14
 
 
 class _Unreadable(Exception):
@@ -300,15 +322,10 @@ class _Parser:
             if not (whole and self._took("/")):
                 raise _Unreadable  # "4 5" is no product
             right = _quotient(right, self._power())
-        if (
-            whole
-            and right.kind == "quotient"
-            and right.literal
-            and right.value is not None
-            and 0 < right.value < 1
-        ):
+        part = right.value if right.kind == "quotient" and right.literal else None
+        if whole and part is not None and 0 < part < 1:
             assert left.value is not None
-            return [Node("number", value=left.value + right.value, literal=True)]
+            return [Node("number", value=left.value + part, literal=True)]
         return [*factors, right]
 
     def _power(self) -> Node:
@@ -320,14 +337,15 @@ class _Parser:
 
     def _exponent(self) -> Node:
         """Behind a sign of power: it goes on to the right."""
-
-        def tower() -> Node:
-            node = self._postfix()
-            return _power(node, self._exponent()) if self._took("^", "**") else node
-
         self._deeper()
-        node = self._signed(tower)
+        node = self._signed(self._tower)
         self._depth -= 1
+        return node
+
+    def _tower(self) -> Node:
+        node = self._postfix()
+        if self._took("^", "**"):
+            return _power(node, self._exponent())
         return node
 
     def _postfix(self, node: Node | None = None) -> Node:
@@ -349,11 +367,9 @@ class _Parser:
         if token == r"\frac":
             return _quotient(self._argument(), self._argument())
         if token == r"\sqrt":
-            index = (
-                self._group("]")
-                if self._took("[")
-                else Node("number", value=Fraction(2), literal=True)
-            )
+            index = Node("number", value=Fraction(2), literal=True)
+            if self._took("["):
+                index = self._group("]")
             inner = self._argument()
             return Node("root", (inner, index), undone=inner.undone)
         raise _Unreadable
@@ -379,7 +395,8 @@ def _tokens(text: str) -> Iterator[Node | str]:
         if kind in ("number", "exponent"):
             yield _literal(match["number"].replace(",", ""), int((match["exponent"] or "e0")[1:]))
         elif kind == "letters" and token not in NAMES:
-            yield from (Node("symbol", (letter,)) for letter in token)
+            for letter in token:
+                yield Node("symbol", (letter,))
         elif kind in ("command", "letters"):
             name = match["command"] or {"inf": "infty", "infinity": "infty"}.get(token, token)
             yield Node("symbol", (name,)) if name in GREEK else "\\" + name
@@ -406,57 +423,46 @@ def _decimals(behind: int, exponent: int) -> int:
 
 
 def _small(value: Fraction) -> Fraction | None:
-    return (
-        value
-        if max(value.numerator.bit_length(), value.denominator.bit_length()) <= LARGEST
-        else None
-    )
+    return value if _bits(value) <= LARGEST else None
+
+
+def _bits(value: Fraction) -> int:
+    return max(value.numerator.bit_length(), value.denominator.bit_length())
 
 
 def _negative(node: Node) -> Node:
     value = None if node.value is None else -node.value
-    args = () if node.kind == "number" else (node,)
-    kind = (
-        node.kind
-        if node.kind == "number" or (node.literal and node.kind == "quotient")
-        else "negative"
-    )
-    return Node(kind, args, value, node.decimals, node.literal, node.undone)
+    if node.kind == "number":
+        return replace(node, value=value)
+    kind = "quotient" if node.literal and node.kind == "quotient" else "negative"
+    return Node(kind, (node,), value, node.decimals, node.literal, node.undone)
+
+
+def _undone(parts: list[Node]) -> bool:
+    """Return True if a part is left to do, or what parts with values make together."""
+    numbers = [part for part in parts if part.value is not None]
+    return len(numbers) > 1 or any(part.undone for part in parts)
 
 
 def _sum(terms: list[Node]) -> Node:
     if len(terms) == 1:
         return terms[0]
-    values = [term.value for term in terms]
-    undone = any(term.undone for term in terms) or sum(value is not None for value in values) > 1
-    total = None if None in values else _small(sum(values, Fraction(0)))  # type: ignore[arg-type]
-    return Node("sum", tuple(terms), total, undone=undone)
+    known = [term.value for term in terms if term.value is not None]
+    total = _small(sum(known, Fraction(0))) if len(known) == len(terms) else None
+    return Node("sum", tuple(terms), total, undone=_undone(terms))
 
 
 def _product(factors: list[Node]) -> Node:
     if len(factors) == 1:
         return factors[0]
-    values = [factor.value for factor in factors]
-    known = [value for value in values if value is not None]
-    value = _small(math.prod(known, start=Fraction(1))) if len(known) == len(values) else None
+    known = [factor.value for factor in factors if factor.value is not None]
+    value = _small(math.prod(known, start=Fraction(1))) if len(known) == len(factors) else None
     first, last = factors[0], factors[-1]
-    if (
-        len(factors) == 2
-        and first.kind == "number"
-        and last.kind == "power"
-        and last.args[0].value == 10
-        and value is not None
-    ):
-        return Node(
-            "number",
-            value=value,
-            decimals=_decimals(max(first.decimals, 0), int(last.args[1].value)),
-            literal=True,
-        )
-    undone = (
-        any(factor.undone for factor in factors) or sum(value is not None for value in values) > 1
-    )
-    return Node("product", tuple(factors), value, undone=undone)
+    power_of_10 = last.kind == "power" and last.args[0].value == 10
+    if len(factors) == 2 and first.kind == "number" and power_of_10 and value is not None:
+        decimals = _decimals(max(first.decimals, 0), int(last.args[1].value))
+        return Node("number", value=value, decimals=decimals, literal=True)
+    return Node("product", tuple(factors), value, undone=_undone(factors))
 
 
 def _quotient(above: Node, below: Node) -> Node:
@@ -473,7 +479,7 @@ def _quotient(above: Node, below: Node) -> Node:
 def _power(base: Node, exponent: Node) -> Node:
     value, by = None, exponent.value
     if base.value is not None and by is not None and by.denominator == 1 and (base.value or by > 0):
-        bits = max(base.value.numerator.bit_length(), base.value.denominator.bit_length())
-        value = base.value ** int(by) if abs(by) * bits <= LARGEST else None
+        small = abs(by) * _bits(base.value) <= LARGEST
+        value = base.value ** int(by) if small else None
     undone = base.undone or exponent.undone
     return Node("power", (base, exponent), value, undone=undone)
