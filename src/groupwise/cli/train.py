@@ -20,6 +20,7 @@ EXAMPLES = (
         "groupwise train my.yaml steps=200 optimizer.lr=1e-5 --dry-run   the plan of your recipe,"
         " with two changes"
     ),
+    ("groupwise train my.yaml --seeds 3 --sweep optimizer.lr=1e-6,3e-6 six runs, side by side"),
 )
 REPORT = "report.html"
 """What a finished run's report is called, in its folder."""
@@ -56,6 +57,25 @@ def arguments(command: argparse.ArgumentParser) -> None:
     )
     patience = "with several processes: seconds to wait for another process (default %(default)g)"
     command.add_argument("--timeout", type=typed.positive, default=1800, metavar="S", help=patience)
+    command.add_argument(
+        "--seeds",
+        type=typed.positive,
+        metavar="N",
+        help="N runs, with the recipe's seed and those after it",
+    )
+    command.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE,VALUE...",
+        help="a run for each value of a key; of several such keys, for each combination",
+    )
+    command.add_argument(
+        "--at-once",
+        type=typed.positive,
+        metavar="N",
+        help="runs of --seeds and --sweep side by side (default: one for each GPU, or each core)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -87,6 +107,10 @@ def _train(options: argparse.Namespace) -> int:
             raise ConfigError(
                 f"--{option.replace('_', '-')} plans what nobody starts: add --dry-run"
             )
+    if options.seeds is not None or options.sweep:
+        return _sweep(options, next(iter(stages.values())).threads)
+    if options.at_once is not None:
+        raise ConfigError("--at-once is about --seeds and --sweep: add one of them")
     if options.dry_run:
         return _plan(options)
     if options.nproc > 1:
@@ -102,6 +126,40 @@ def _train(options: argparse.Namespace) -> int:
         timeout=options.timeout,
         report=report,
     )
+
+
+def _sweep(options: argparse.Namespace, threads: int | None) -> int:
+    """Train several runs, or list them."""
+    from groupwise.api.sweep import plan_sweep, run_sweep
+
+    if options.fresh:
+        raise ConfigError("--fresh is for one run: give a sweep another name=... instead")
+    runs = plan_sweep(options.recipe, options.overrides, seeds=options.seeds, sweeps=options.sweep)
+    if options.dry_run:
+        for run in runs:
+            print(f"{run.folders[-1]}: {' '.join(run.setting.overrides)}")
+        return 0
+    flags = _flags(options)
+    at_once = options.at_once
+    if options.nproc > 1:
+        flags.append(f"--nproc={options.nproc}")
+        at_once = at_once or 1
+    return run_sweep(
+        options.recipe,
+        options.overrides,
+        runs,
+        flags=flags,
+        at_once=at_once,
+        threads=threads,
+        tell=lambda line: print(line, flush=True),
+    )
+
+
+def _flags(options: argparse.Namespace) -> list[str]:
+    """Return the options that each process of a run is started with, as they are typed."""
+    switches = ("debug", "fresh", "accept_changes", "quiet")
+    flags = [f"--{name.replace('_', '-')}" for name in switches if getattr(options, name)]
+    return [*flags, f"--timeout={options.timeout}"]
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -153,10 +211,6 @@ def _become_torchrun(options: argparse.Namespace) -> NoReturn:
             "--nproc starts processes, but a launcher has started this one already: leave"
             " --nproc out"
         )
-    switches = ("debug", "fresh", "accept_changes", "quiet")
-    flags = [f"--{name.replace('_', '-')}" for name in switches if getattr(options, name)] + [
-        f"--timeout={options.timeout}"
-    ]
     python = [sys.executable, "-P"]  # the working folder may hold a random.py
     launcher = [
         *python,
@@ -183,6 +237,6 @@ def _become_torchrun(options: argparse.Namespace) -> NoReturn:
             "train",
             options.recipe,
             *options.overrides,
-            *flags,
+            *_flags(options),
         ],
     )

@@ -90,8 +90,8 @@ def _objective(recipe: Recipe, _: Sequence[str]) -> Findings:
         yield f"objective must be one of {', '.join(OBJECTIVES)}; got {recipe.objective!r}{near}"
     elif ":" in recipe.objective and (wrong := _wrong_name(recipe.objective, "NAME")):
         yield f"objective: {wrong}"
-    if not re.fullmatch(r"\w[\w.+-]*(/\w[\w.+-]*)?", recipe.name):
-        yield f"name must be a folder name (letters, digits, . _ + -), got {recipe.name!r}"
+    if not re.fullmatch(r"\w[\w.+=-]*(/\w[\w.+=-]*)?", recipe.name):
+        yield f"name must be a folder name (letters, digits, . _ + = -), got {recipe.name!r}"
     if recipe.parallel.name == "ddp" and (
         recipe.parallel.shards is not None or recipe.parallel.offload
     ):

@@ -253,11 +253,11 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def end_with_parent(parent: int) -> None:
-    """Have this process killed when its parent ends, however that happens (Linux; elsewhere
-    nothing).   parent: its process id.
+def end_with_parent(parent: int, by: int = signal.SIGKILL) -> None:
+    """Have this process signalled when its parent ends, however that happens (Linux; elsewhere
+    nothing).   parent: its process id.   by: the signal.
     """
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(PR_SET_PDEATHSIG, by)
     if LINUX and os.getppid() != parent:  # it ended before this could be asked for
         os._exit(1)
 

@@ -1,0 +1,252 @@
+"""Groups of runs compared: mean and 95 % interval over seeds, and the paired difference on held-out
+prompts that both groups answered.
+
+Importing this file does not import torch.
+"""
+
+from __future__ import annotations
+
+import glob
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from groupwise.errors import ConfigError, DataError
+from groupwise.runs.folder import origin_of
+from groupwise.runs.metrics_log import read_metrics
+from groupwise.runs.recorded import EVALUATIONS, steps, table
+from groupwise.runs.run_files import RunFiles
+from groupwise.utils import statistics
+from groupwise.utils.spelling import counted, nearest
+from groupwise.utils.statistics import Estimate
+from groupwise.viewer.groups import PROMPT, groups_in, key_of, mean, numbers
+
+EVALUATED = "eval/"
+PREFERRED = ("eval/greedy", "eval/sampled", "eval/reward", "eval/loss")
+"""The metric that is compared where none is named: the first that every run has."""
+
+
+@dataclass(frozen=True)
+class RunGroup:
+    """Runs that differ by their seed.
+
+    label: what was typed.  metrics: of each run, step -> metric -> value.
+    """
+
+    label: str
+    folders: tuple[Path, ...]
+    metrics: tuple[Mapping[int, Mapping[str, float]], ...]
+
+    def values(self, step: int, metric: str) -> list[float]:
+        """Return a metric's values at a step, one for each run that has it."""
+        return [run[step][metric] for run in self.metrics if metric in run.get(step, {})]
+
+    def steps(self, metric: str) -> list[int]:
+        """List the steps at which every run has the metric."""
+        first, *others = self.metrics
+        shared = {step for step, line in first.items() if metric in line}
+        for run in others:
+            shared &= {step for step, line in run.items() if metric in line}
+        return sorted(shared)
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """The mean rewards of two groups of runs on the held-out prompts that both answered.
+
+    step: at which.  prompts: their number.  left, right: mean reward.
+    over_prompts: right less left, with the interval that prompts alone give: these runs on other
+        prompts.
+    over_seeds: the same, with the interval that seeds alone give: other seeds on these prompts;
+        None unless both groups have two runs.
+    """
+
+    step: int
+    prompts: int
+    left: float
+    right: float
+    over_prompts: Estimate
+    over_seeds: Estimate | None
+
+    @property
+    def shown(self) -> bool:
+        """Whether each interval that is known leaves out zero."""
+        known = [self.over_prompts]
+        if self.over_seeds is not None:
+            known.append(self.over_seeds)
+        return all(_excludes_zero(estimate) for estimate in known)
+
+
+def _excludes_zero(estimate: Estimate) -> bool:
+    return not math.isnan(estimate.half) and abs(estimate.mean) > estimate.half
+
+
+def read_group(pattern: str) -> RunGroup:
+    """Read the runs of a pattern (`runs/a-*`) or of a folder.  Raises ConfigError, RunError."""
+    paths = [path for path in sorted(glob.glob(pattern)) if Path(path).is_dir()]
+    origins = [origin for origin in map(origin_of, paths) if origin is not None]
+    if not origins:
+        raise ConfigError(
+            f"no run folder is called {pattern}; a pattern with * stands in quotes: 'runs/mine-*'"
+        )
+    folders = tuple(dict.fromkeys(origin.folder for origin in origins))
+    metrics = []
+    for folder in folders:
+        lines = {}
+        for line in read_metrics(folder):
+            lines[line["step"]] = {
+                name: float(value)
+                for name, value in line.items()
+                if isinstance(value, (int, float)) and not math.isnan(value)
+            }
+        metrics.append(lines)
+    return RunGroup(pattern, folders, tuple(metrics))
+
+
+def choose_metric(groups: Sequence[RunGroup], wanted: str | None) -> str:
+    """Return the metric to compare.  Raises ConfigError if not every run has it."""
+    shared: set[str] | None = None
+    for group in groups:
+        for run in group.metrics:
+            names = {name for line in run.values() for name in line}
+            shared = names if shared is None else shared & names
+    shared = shared or set()
+    if wanted is not None:
+        if wanted not in shared:
+            near = nearest(wanted, sorted(shared))
+            hint = f"did you mean {near}?" if near is not None else f"all have {_listed(shared)}"
+            raise ConfigError(f"not every run has the metric {wanted!r}; {hint}")
+        return wanted
+    for name in (*PREFERRED, "reward", "loss"):
+        if name in shared:
+            return name
+    raise ConfigError(f"the runs share no metric of {', '.join(PREFERRED)}: name one with --metric")
+
+
+def _listed(names: set[str]) -> str:
+    held_out = sorted(name for name in names if name.startswith(EVALUATED))
+    return ", ".join((held_out or sorted(names))[:12])
+
+
+def paired_difference(left: RunGroup, right: RunGroup) -> PairedDifference | None:
+    """Compare two groups at the newest step that all of their runs evaluated.
+
+    Returns None where there is no such step, or no prompt with a reward on both sides.
+    """
+    shared: set[int] | None = None
+    for folder in (*left.folders, *right.folders):
+        recorded = set(steps(RunFiles(folder), EVALUATIONS)[0])
+        shared = recorded if shared is None else shared & recorded
+    if not shared:
+        return None
+    step = max(shared)
+    sides = [[_rewards_of(folder, step) for folder in group.folders] for group in (left, right)]
+    answered = [set.intersection(*(set(run) for run in runs)) for runs in sides]
+    prompts = sorted(answered[0] & answered[1])
+    if not prompts:
+        return None
+    # One row per run, one column per prompt.
+    left_RP, right_RP = (
+        np.array([[run[prompt] for prompt in prompts] for run in runs]) for runs in sides
+    )
+    difference_P = right_RP.mean(axis=0) - left_RP.mean(axis=0)
+    over_seeds = None
+    if len(left_RP) > 1 and len(right_RP) > 1:
+        over_seeds = statistics.difference(
+            left_RP.mean(axis=1).tolist(), right_RP.mean(axis=1).tolist()
+        )
+    return PairedDifference(
+        step=step,
+        prompts=len(prompts),
+        left=float(left_RP.mean()),
+        right=float(right_RP.mean()),
+        over_prompts=statistics.mean(difference_P.tolist()),
+        over_seeds=over_seeds,
+    )
+
+
+def _rewards_of(folder: Path, step: int) -> dict[str, float]:
+    """Return the mean reward of each held-out prompt, by the prompt's key."""
+    rows = table(RunFiles(folder), step, ("group", *PROMPT, "reward"), EVALUATIONS)
+    reward = numbers(rows, "reward")
+    found = {}
+    for _, places, prompt in groups_in(rows):
+        average = mean(reward[places])
+        if average is not None:
+            found[key_of(prompt)] = average
+    return found
+
+
+def compare(groups: Sequence[RunGroup], metric: str, console: Console) -> None:
+    """Print a table of the metric by step, and how each group differs from the first."""
+    first, *others = groups
+    shared = sorted(set.intersection(*(set(group.steps(metric)) for group in groups)))
+    if not shared:
+        raise DataError(f"there is no step at which all runs have {metric}")
+    for number, group in enumerate(groups, 1):
+        console.print(
+            f"{_name(number)}  {group.label}: {counted(len(group.folders), 'run')}",
+            highlight=False,
+            markup=False,
+        )
+    console.print()
+    columns = [f"{_name(number)} {metric}" for number in range(1, len(groups) + 1)]
+    differences = [f"{_name(number)} - A" for number in range(2, len(groups) + 1)]
+    shown = Table("step", *columns, *differences, box=None, pad_edge=False)
+    for step in shared:
+        cells = [str(statistics.mean_of_runs(group.values(step, metric))) for group in groups]
+        for group in others:
+            difference = statistics.difference(
+                first.values(step, metric), group.values(step, metric)
+            )
+            cells.append(f"{difference.mean:+.3f}" + _half(difference))
+        shown.add_row(str(step), *cells)
+    console.print(shown)
+    console.print("(± is half of a 95 % interval over runs)\n", style="dim", highlight=False)
+    for number, group in enumerate(others, 2):
+        for line in verdict(paired_difference(first, group), "A", _name(number)):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _name(number: int) -> str:
+    """Return A, B, C ... and G27 from the 27th on."""
+    return chr(ord("A") + number - 1) if number <= 26 else f"G{number}"
+
+
+def _half(estimate: Estimate) -> str:
+    return "" if math.isnan(estimate.half) else f" ±{estimate.half:.3f}"
+
+
+def verdict(paired: PairedDifference | None, left: str, right: str) -> list[str]:
+    """Return what a paired difference shows, in sentences."""
+    if paired is None:
+        return [f"{left} and {right} share no evaluated prompts, so nothing is paired."]
+    by = paired.over_prompts
+    lines = [
+        f"Mean reward on the {counted(paired.prompts, 'held-out prompt')} that both answered at"
+        f" step {paired.step}: {left} {paired.left:.3f}, {right} {paired.right:.3f}.",
+        f"{right} - {left}, paired by prompt: {by.mean:+.3f}{_half(by)} (these runs,"
+        " other prompts).",
+    ]
+    if paired.over_seeds is not None:
+        over = paired.over_seeds
+        lines.append(
+            f"{right} - {left}, over seeds: {over.mean:+.3f}{_half(over)} (other seeds, these"
+            " prompts)."
+        )
+    if not paired.shown:
+        lines.append(f"These data show no difference between {left} and {right}.")
+    else:
+        higher = right if by.mean > 0 else left
+        lines.append(f"These data show that {higher} has the higher reward.")
+    if paired.over_seeds is None:
+        lines.append(
+            "Both are single runs: how much another seed changes is not known. Compare at least two"
+            " runs with two (`groupwise train RECIPE --seeds 3`)."
+        )
+    return lines
