@@ -67,7 +67,7 @@ from groupwise.training.work import Meter
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("algorithms/*.md"), ROOT / "README.md", ROOT / "SECURITY.md"])
-SLOW: set[str] = set()
+SLOW = {"comparing.md"}
 """Pages whose code takes more than a few seconds."""
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from groupwise.errors import DataError
-from groupwise.runs import metrics_log, recorded
-from groupwise.runs.folder import run_of
+from groupwise.runs import metrics_log, rollout_files
+from groupwise.runs.origin import run_of
 from groupwise.runs.run_files import RunFiles
 
 if TYPE_CHECKING:
@@ -49,10 +49,10 @@ def read_rollouts(
     import pandas
 
     files = RunFiles(run_of(run).folder)
-    kind = recorded.EVALUATIONS if held_out else recorded.ROLLOUTS
-    chosen = recorded.steps(files, kind)[0] if steps is None else steps
+    kind = rollout_files.EVALUATIONS if held_out else rollout_files.ROLLOUTS
+    chosen = rollout_files.steps(files, kind)[0] if steps is None else steps
     wanted = None if columns is None else ["step", *columns]
-    tables = [recorded.table(files, step, wanted, kind).to_pandas() for step in chosen]
+    tables = [rollout_files.table(files, step, wanted, kind).to_pandas() for step in chosen]
     if not tables:
         raise DataError(f"{files.folder / kind} holds no completions")
     return pandas.concat(tables, ignore_index=True)

@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from groupwise.errors import ConfigError, DataError
-from groupwise.runs.folder import origin_of
 from groupwise.runs.metrics_log import read_metrics
-from groupwise.runs.recorded import EVALUATIONS, steps, table
+from groupwise.runs.origin import origin_of
+from groupwise.runs.rollout_files import EVALUATIONS, steps, table
 from groupwise.runs.run_files import RunFiles
 from groupwise.utils import statistics
 from groupwise.utils.spelling import counted, nearest
