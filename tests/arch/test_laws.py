@@ -282,6 +282,7 @@ def test_only_distributed_knows_of_other_processes() -> None:
 
 
 PROGRAMS = {
+    "api.sweep": "the runs of a sweep, as the command trains them",
     "environments.programs": "a harness that is a program",
     "models.model_download": "pip",
     "rollout.vllm.server": "vLLM's server",
@@ -411,6 +412,7 @@ EXAMPLES = {"path/to/file.py", "my_rewards.py", "my_env.py", "file.py"}
 
 
 WRITES = {
+    ("api.sweep", "open"): "the log of another process, as it writes",
     ("rollout.vllm.server", "open"): "the log of another process, as it writes",
     ("rollout.vllm.server", "shutil.copyfile"): "the same, kept for a person to read",
     ("runs.lock", "open"): "a lock",

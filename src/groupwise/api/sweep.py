@@ -35,7 +35,7 @@ LAST_WORDS = 12
 
 
 @dataclass(frozen=True)
-class Setting:
+class SweepSetting:
     """One run of a sweep: what differs from the recipe.
 
     name: its run folder below `runs`.  group: the name without the seed, which dashboards group by.
@@ -54,7 +54,7 @@ class SweepRun:
     folders: the run folders of its stages, in order.  log: the file of its output.
     """
 
-    setting: Setting
+    setting: SweepSetting
     folders: tuple[Path, ...]
     log: Path
 
@@ -82,7 +82,9 @@ def split_values(text: str) -> list[str]:
     return [value.strip() for value in values]
 
 
-def settings(name: str, first_seed: int, seeds: int | None, sweeps: Sequence[str]) -> list[Setting]:
+def settings(
+    name: str, first_seed: int, seeds: int | None, sweeps: Sequence[str]
+) -> list[SweepSetting]:
     """List every combination of the swept values and the seeds.
 
     name: of the recipe.  first_seed: the recipe's; `seeds` count up from it.
@@ -121,7 +123,7 @@ def settings(name: str, first_seed: int, seeds: int | None, sweeps: Sequence[str
             parts.append(f"{label}={re.sub(r'[^A-Za-z0-9.+_-]+', '_', value)}")
         overrides = tuple(f"{key}={value}" for key, value in zip(axes, values, strict=True))
         same = [part for part in parts if not part.startswith("seed=")]
-        found.append(Setting("-".join(parts), "-".join(same), overrides))
+        found.append(SweepSetting("-".join(parts), "-".join(same), overrides))
     names = [one.name for one in found]
     for one in found:
         if names.count(one.name) > 1:

@@ -145,15 +145,16 @@ def paired_difference(left: RunGroup, right: RunGroup) -> PairedDifference | Non
     if not shared:
         return None
     step = max(shared)
-    sides = [[_rewards_of(folder, step) for folder in group.folders] for group in (left, right)]
-    answered = [set.intersection(*(set(run) for run in runs)) for runs in sides]
-    prompts = sorted(answered[0] & answered[1])
+    lefts = [_rewards_of(folder, step) for folder in left.folders]
+    rights = [_rewards_of(folder, step) for folder in right.folders]
+    answered = set(lefts[0])
+    for run in (*lefts[1:], *rights):
+        answered &= set(run)
+    prompts = sorted(answered)
     if not prompts:
         return None
-    # One row per run, one column per prompt.
-    left_RP, right_RP = (
-        np.array([[run[prompt] for prompt in prompts] for run in runs]) for runs in sides
-    )
+    left_RP = _table(lefts, prompts)
+    right_RP = _table(rights, prompts)
     difference_P = right_RP.mean(axis=0) - left_RP.mean(axis=0)
     over_seeds = None
     if len(left_RP) > 1 and len(right_RP) > 1:
@@ -168,6 +169,11 @@ def paired_difference(left: RunGroup, right: RunGroup) -> PairedDifference | Non
         over_prompts=statistics.mean(difference_P.tolist()),
         over_seeds=over_seeds,
     )
+
+
+def _table(runs: Sequence[Mapping[str, float]], prompts: Sequence[str]) -> np.ndarray:
+    """Return rewards with one row per run and one column per prompt."""
+    return np.array([[run[prompt] for prompt in prompts] for run in runs])
 
 
 def _rewards_of(folder: Path, step: int) -> dict[str, float]:
