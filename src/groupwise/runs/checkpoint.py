@@ -95,9 +95,8 @@ def save(
     """
     tensors = {name: _apart(tensor) for name, tensor in (tensors or {}).items()}
     text = _encode(state)  # refused before anything is written
-    temporary = begin(
-        folder, step, policy_bytes + sum(tensor.nbytes for tensor in tensors.values())
-    )
+    tensor_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    temporary = begin(folder, step, policy_bytes + tensor_bytes)
 
     def write() -> None:
         assert temporary is not None
@@ -159,11 +158,10 @@ def complete(
 
     def name() -> None:
         if rank == 0:
-            _seal(
-                temporary,
-                step,
-                {name: fingerprint for part in fingerprints for name, fingerprint in part.items()},
-            )
+            of_all: dict[str, Mapping[str, Any]] = {}
+            for part in fingerprints:
+                of_all |= part
+            _seal(temporary, step, of_all)
             files.place(temporary, place(folder, step))
             # For people and other programs: `latest()` does not trust it.
             files.write(folder / LATEST, f"{place(folder, step).name}\n".encode())
@@ -190,12 +188,15 @@ def complete(
 
 def _rotate(folder: Path, step: int, keep: int) -> None:
     """Delete what is older than the `keep` newest up to `step`, and damaged ones of later steps."""
-    candidates = _candidates(folder / CHECKPOINTS)
-    past = [path for path in candidates if int(path.name) <= step]
-    for path in past[max(keep, 1) :] + [
-        path for path in candidates if int(path.name) > step and damage(path)
-    ]:
-        files.remove(path)
+    kept = 0
+    for path in _candidates(folder / CHECKPOINTS):
+        if step_of(path) > step:
+            if damage(path):
+                files.remove(path)
+        elif kept < max(keep, 1):
+            kept += 1
+        else:
+            files.remove(path)
 
 
 def _encode(state: Mapping[str, Any]) -> str:
@@ -255,11 +256,11 @@ def _storage(root: Path) -> Iterator[None]:
         with files.storing(root, "a checkpoint"):
             yield
     except StorageError as error:
-        if (left := _candidates(root)) and "intact" not in str(error):
-            raise StorageError(
-                f"{error}; the older ones ({left[0].name} and before) are intact"
-            ) from error
-        raise
+        older = _candidates(root)
+        if not older or "intact" in str(error):
+            raise
+        intact = f"the older ones ({older[0].name} and before) are intact"
+        raise StorageError(f"{error}; {intact}") from error
 
 
 # ---------------------------------------------------------------- saving a job
@@ -364,11 +365,9 @@ def _together(work: Callable[[], Found]) -> list[Found]:
     try:
         results = [work()]
     except Exception as error:  # whatever it is, the others wait to hear of it
-        wrong = (
-            str(error)
-            if isinstance(error, (GroupwiseError, OSError))
-            else f"{type(error).__name__}: {error}"
-        )
+        wrong = str(error)
+        if not isinstance(error, (GroupwiseError, OSError)):
+            wrong = f"{type(error).__name__}: {error}"
     outcomes = comm.gather([(results, wrong)], aside=True)
     for rank, (_, failure) in enumerate(outcomes):
         if failure is not None:
@@ -380,14 +379,10 @@ def _together(work: Callable[[], Found]) -> list[Found]:
 
 def set_failure_hint(newest: Path | None) -> None:
     """Note the newest checkpoint, which the message of a later failure names."""
-    saved = (
-        f"the last checkpoint is {newest}; the same command continues from there"
-        if newest is not None
-        else None
-    )
-    comm.set_failure_hint(
-        saved or "nothing was saved yet (save.every): the same command begins anew"
-    )
+    hint = "nothing was saved yet (save.every): the same command begins anew"
+    if newest is not None:
+        hint = f"the last checkpoint is {newest}; the same command continues from there"
+    comm.set_failure_hint(hint)
 
 
 # ---------------------------------------------------------------- loading
@@ -400,7 +395,8 @@ def latest(folder: Path) -> Path | None:
     if there are only damaged ones."""
     reasons = []
     for path in _candidates(Path(folder) / CHECKPOINTS):
-        if not (wrong := damage(path)):
+        wrong = damage(path)
+        if not wrong:
             for reason in reasons:
                 log.warning("%s; going on from %s", reason, path.name)
             return path
@@ -416,12 +412,8 @@ def latest(folder: Path) -> Path | None:
 
 def _candidates(root: Path) -> list[Path]:
     """Checkpoints by step, newest first.  Times of files do not matter."""
-    saved = (
-        [path for path in root.glob("*") if path.name.isdigit() and path.is_dir()]
-        if root.is_dir()
-        else []
-    )
-    return sorted(saved, key=lambda path: int(path.name), reverse=True)
+    saved = [path for path in root.glob("*") if path.name.isdigit() and path.is_dir()]
+    return sorted(saved, key=step_of, reverse=True)
 
 
 def exists(folder: Path) -> bool:
@@ -432,18 +424,18 @@ def exists(folder: Path) -> bool:
 def damage(path: Path) -> str | None:
     """Say what is wrong with a checkpoint, the bad file named; None if every byte is right."""
     path = Path(path)
-    if not (path / COMPLETE).is_file() or not (path / MANIFEST).is_file():
-        return f"{COMPLETE if not (path / COMPLETE).is_file() else MANIFEST} is missing"
+    for name in (COMPLETE, MANIFEST):
+        if not (path / name).is_file():
+            return f"{name} is missing"
     if (path / COMPLETE).read_bytes() != f"{files.digest(path / MANIFEST)}\n".encode():
         return f"{MANIFEST} and {COMPLETE} do not belong together"
     try:
         manifest = RunFiles(path).json(MANIFEST)
         if manifest["format"] not in (OLDER, FORMAT):
             return f"its format is {manifest['format']}, this version reads {FORMAT}"
-        expected = {
-            str(name): {"size": entry["size"], "xxh3_128": entry["xxh3_128"]}
-            for name, entry in manifest["files"].items()
-        }
+        expected = {}
+        for name, entry in manifest["files"].items():
+            expected[name] = {"size": entry["size"], "xxh3_128": entry["xxh3_128"]}
     except (RunError, KeyError, TypeError, AttributeError) as error:
         return f"{MANIFEST} is no manifest ({error})"
     try:
@@ -455,7 +447,8 @@ def damage(path: Path) -> str | None:
             return f"{name} is missing"
         if name not in expected:
             return f"{name} does not belong to it"
-        if wrong := files.altered(present[name], expected[name]):
+        wrong = files.altered(present[name], expected[name])
+        if wrong:
             return f"{name} {wrong}"
     return None
 
@@ -539,7 +532,8 @@ def policy_folder(path: Path | str) -> Path:
             elif (folder.parent / COMPLETE).exists() and (wrong := damage(folder.parent)):
                 raise CheckpointError(f"checkpoint {folder.parent} is damaged: {wrong}")
             return folder
-    if (newest := latest(path)) is not None:
+    newest = latest(path)
+    if newest is not None:
         return newest / "policy"
     stages = sorted(path.glob("*/metrics.jsonl"), key=lambda log: log.stat().st_mtime)
     if stages:

@@ -131,9 +131,10 @@ class Dashboards:
             self._open[name] = board
             self._sent[name] = sent if name in known else -1
             log.info("%s: %s", name, board.address)
-        identities = {
-            name: board.identity for name, board in self._open.items() if board.identity is not None
-        }
+        identities = {}
+        for name, board in self._open.items():
+            if board.identity is not None:
+                identities[name] = board.identity
         if identities or known:
             files.write(folder / IDENTITIES, json.dumps(identities, indent=1).encode())
         for line in lines:
@@ -168,9 +169,8 @@ class Dashboards:
                 continue
             try:
                 call(board)
-            except (
-                Exception
-            ) as error:  # a server that is gone, a full disk: what counts is in the run folder
+            except Exception as error:
+                # A server that is gone, a full disk: what counts is in the run folder.
                 log.warning(
                     "%s failed (%s: %s) and gets nothing more from this process; metrics.jsonl has"
                     " everything",
@@ -186,11 +186,9 @@ def _identities(path: Path) -> dict[str, str]:
         held = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return (
-        {str(name): value for name, value in held.items() if isinstance(value, str)}
-        if isinstance(held, dict)
-        else {}
-    )
+    if not isinstance(held, dict):
+        return {}
+    return {name: value for name, value in held.items() if isinstance(value, str)}
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
@@ -199,38 +197,38 @@ def numbers(line: Mapping[str, Any]) -> dict[str, float]:
     >>> numbers({"step": 3, "wall": 1.7e9, "reward": 0.5, "note": "x"})
     {'reward': 0.5}
     """
-    values = {name: value for name, value in line.items() if name not in ("step", "wall")}
-    return {
-        name: float(value)
-        for name, value in values.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
+    values = {}
+    for name, value in line.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if number and name not in ("step", "wall"):
+            values[name] = float(value)
+    return values
 
 
 def most_telling(groups: Sequence[RolloutGroup]) -> RolloutGroup | None:
     """The group whose rewards differ most (the first of equals); None if there is none with a
     reward.
     """
-    spreads = [float(np.nanstd(g.reward)) if np.isfinite(g.reward).any() else -1.0 for g in groups]
-    return groups[int(np.argmax(spreads))] if spreads and max(spreads) >= 0.0 else None
+    rewarded = [group for group in groups if np.isfinite(group.reward).any()]
+    return max(rewarded, key=lambda group: float(np.nanstd(group.reward)), default=None)
 
 
 def rows_of(group: RolloutGroup) -> list[dict[str, Any]]:
     """A group as rows of a table, the best completion first."""
-    rows = [
-        {
+    rows = []
+    # Those without a reward stand last: NaN sorts behind all numbers.
+    for i in np.argsort(-group.reward, kind="stable"):
+        rollout = group.rollouts[i]
+        row: dict[str, Any] = {
             "prompt": rollout.prompt_text[-LONGEST:],
             "completion": rollout.text[:LONGEST],
             "reward": float(group.reward[i]),
-            **{f"rewards/{name}": float(group.rewards[i, k]) for k, name in enumerate(group.names)},
-            "finish": str(rollout.finish),
-            "tokens": len(rollout),
         }
-        for i, rollout in enumerate(group.rollouts)
-    ]
-    return sorted(
-        rows, key=lambda row: -row["reward"] if row["reward"] == row["reward"] else float("inf")
-    )
+        for k, name in enumerate(group.names):
+            row[f"rewards/{name}"] = float(group.rewards[i, k])
+        row |= {"finish": str(rollout.finish), "tokens": len(rollout)}
+        rows.append(row)
+    return rows
 
 
 # ---------------------------------------------------------------- TensorBoard
@@ -254,11 +252,9 @@ class TensorboardBoard:
 
     def write(self, step: int, wall: float, values: Mapping[str, float]) -> None:
         """Append the metrics to the event file."""
-        summary = self._summary(
-            value=[
-                self._summary.Value(tag=name, simple_value=value) for name, value in values.items()
-            ]
-        )
+        summary = self._summary()
+        for name, value in values.items():
+            summary.value.add(tag=name, simple_value=value)
         self._writer.add_event(self._event(step=step, wall_time=wall, summary=summary))
         self._writer.flush()
 
@@ -315,10 +311,8 @@ class WandbBoard:
 
     def table(self, step: int, rows: Rows) -> None:
         """Log the group as a table."""
-        columns = list(rows[0])
-        table = self._table(
-            columns=columns, data=[[row[column] for column in columns] for row in rows]
-        )
+        data = [list(row.values()) for row in rows]
+        table = self._table(columns=list(rows[0]), data=data)
         self._run.log({"step": step, "group": table})
 
     def close(self, finished: bool) -> None:
@@ -354,19 +348,17 @@ class MlflowBoard:
         self._mlflow = mlflow
         uri, place = os.environ.get("MLFLOW_TRACKING_URI"), None
         if uri is None:
-            root = Path(
-                *about.folder.resolve().parts[: -len(Path(about.name).parts)]
-            )  # runs/NAME -> runs
+            depth = len(Path(about.name).parts)
+            root = about.folder.resolve().parents[depth - 1]  # runs/NAME -> runs
             uri, place = f"sqlite:///{root / 'mlflow.db'}", (root / "mlflow").as_uri()
         self._client = mlflow.MlflowClient(tracking_uri=uri)
         if about.identity is None:
             self._run: str = self._client.create_run(
                 self._experiment(place), run_name=about.name
             ).info.run_id
-            params = [
-                mlflow.entities.Param(_name(key), value[:LONGEST_VALUE])
-                for key, value in flat(about.config)
-            ]
+            params = []
+            for key, value in flat(about.config):
+                params.append(mlflow.entities.Param(_name(key), value[:LONGEST_VALUE]))
             for start in range(0, len(params), AT_ONCE):
                 self._client.log_batch(self._run, params=params[start : start + AT_ONCE])
         else:
@@ -378,21 +370,24 @@ class MlflowBoard:
 
     def _experiment(self, place: str | None) -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        if (known := self._client.get_experiment_by_name(name)) is not None:
+        known = self._client.get_experiment_by_name(name)
+        if known is not None:
             return known.experiment_id
         try:
             return self._client.create_experiment(name, artifact_location=place)
         except self._mlflow.exceptions.MlflowException:  # another run has just made it
-            if (known := self._client.get_experiment_by_name(name)) is None:
+            known = self._client.get_experiment_by_name(name)
+            if known is None:
                 raise
             return known.experiment_id
 
     def write(self, step: int, wall: float, values: Mapping[str, float]) -> None:
         """Send the metrics in the background.  Raises what an earlier batch raised."""
-        metrics = [
-            self._mlflow.entities.Metric(_name(name), value, round(1000 * wall), step)
-            for name, value in values.items()
-        ]
+        metrics = []
+        for name, value in values.items():
+            milliseconds = round(1000 * wall)
+            metric = self._mlflow.entities.Metric(_name(name), value, milliseconds, step)
+            metrics.append(metric)
         self._sent.append(self._client.log_batch(self._run, metrics=metrics, synchronous=False))
         if len(self._sent) > BEHIND:
             self._sent.pop(0).wait()  # raises what went wrong with it
@@ -419,17 +414,13 @@ def flat(config: Any, prefix: str = "") -> list[tuple[str, str]]:
     >>> flat({"group": {"beta": 0.0, "ratio": None}, "rewards": [{"function": "accuracy"}]})
     [('group.beta', '0.0'), ('group.ratio', 'null'), ('rewards.0.function', 'accuracy')]
     """
-    inside = (
-        config.items()
-        if isinstance(config, Mapping)
-        else enumerate(config)
-        if isinstance(config, list)
-        else ()
-    )
-    if config and inside:
-        return [
-            pair for key, inner in inside for pair in flat(inner, f"{prefix}.{key}".lstrip("."))
-        ]
+    if isinstance(config, list) and config:
+        config = dict(enumerate(config))
+    if isinstance(config, Mapping) and config:
+        pairs = []
+        for key, inner in config.items():
+            pairs += flat(inner, f"{prefix}.{key}".lstrip("."))
+        return pairs
     return [(prefix, config if isinstance(config, str) else json.dumps(config))]
 
 
@@ -487,7 +478,8 @@ def fenced(text: str) -> str:
     >>> fenced("a ``` b")
     '````\\na ``` b\\n````'
     """
-    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
     return f"{fence}\n{text}\n{fence}"
 
 

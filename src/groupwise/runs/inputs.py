@@ -17,6 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -61,15 +62,8 @@ def inputs_of(recipe: Recipe) -> Inputs:
     for key, source, read in _named(recipe):
         try:
             content = read()
-        except (
-            ConfigError,
-            DataError,
-            OSError,
-            ValueError,
-            AttributeError,
-            RecursionError,
-        ):  # whoever reads it says what is wrong
-            continue
+        except (ConfigError, DataError, OSError, ValueError, AttributeError, RecursionError):
+            continue  # whoever reads it says what is wrong
         if content is not None:
             inputs[key] = {"source": redacted(source), **content}
     return inputs
@@ -96,25 +90,19 @@ def _named(recipe: Recipe) -> Iterator[tuple[str, str, Callable[[], dict[str, An
         "critic": recipe.critic.path,
         "teacher": recipe.teacher.path,
     }
-    scorers = {
-        place: reward for place, reward in enumerate(recipe.rewards) if reward.function == MODEL
-    }
-    models |= {
-        f"rewards.{place}.args": reward.args.get("path") for place, reward in scorers.items()
-    }
+    for place, reward in enumerate(recipe.rewards):
+        if reward.function == MODEL:
+            models[f"rewards.{place}.args"] = reward.args.get("path")
     for key, path in models.items():
         if isinstance(path, str) and not isinstance(path, Live):
-            yield (
-                f"{key}.path",
-                path,
-                partial(
-                    _weights if key != "model" or recipe.model.lora is not None else _stage, path
-                ),
-            )
-    if (template := recipe.model.chat_template) is not None:
+            saved = key == "model" and recipe.model.lora is None
+            yield f"{key}.path", path, partial(_stage if saved else _weights, path)
+    template = recipe.model.chat_template
+    if template is not None:
         yield "model.chat_template", template, partial(_file, template)
     for key, text in named_code(recipe):
-        if (file := code_file(text)) is not None:
+        file = code_file(text)
+        if file is not None:
             yield key, text, partial(_file, str(file))
 
 
@@ -134,10 +122,11 @@ def code_file(text: str) -> Path | None:
         candidates = _module_files(place)
     else:
         candidates = []
-    try:
-        return next((file for file in candidates if file.is_file()), None)
-    except (OSError, ValueError):  # no path at all: a text that is too long, or with a NUL in it
-        return None
+    for file in candidates:
+        with suppress(OSError, ValueError):  # no path: too long a text, or with a NUL
+            if file.is_file():
+                return file
+    return None
 
 
 def _module_files(module: str) -> list[Path]:
@@ -150,23 +139,23 @@ def _module_files(module: str) -> list[Path]:
     loaded = getattr(sys.modules.get(module), "__file__", None)
     if loaded is not None:
         return [Path(loaded)]
-    if spec is not None and not inner:
-        return [Path(spec.origin)] if spec.origin is not None else []
-    roots = (
-        [Path.cwd() / first]
-        if spec is None
-        else [Path(root) for root in spec.submodule_search_locations or ()]
-    )
-    return [
-        file
-        for root in roots
-        for file in (root.joinpath(*inner, "__init__.py"), Path(f"{root.joinpath(*inner)}.py"))
-    ]
+    roots = [str(Path.cwd() / first)]
+    if spec is not None:
+        if not inner:
+            return [Path(spec.origin)] if spec.origin is not None else []
+        roots = spec.submodule_search_locations or ()
+    candidates = []
+    for root in roots:
+        place = Path(root, *inner)
+        candidates += [place / "__init__.py", Path(f"{place}.py")]
+    return candidates
 
 
 def _file(path: str) -> dict[str, Any] | None:
     file = expanded(path)
-    return {"size": file.stat().st_size, "xxh3_128": files.digest(file)} if file.is_file() else None
+    if not file.is_file():
+        return None
+    return {"size": file.stat().st_size, "xxh3_128": files.digest(file)}
 
 
 def _stage(path: str) -> dict[str, Any] | None:
@@ -179,11 +168,13 @@ def _weights(path: str) -> dict[str, Any] | None:
     """The weights in a model's folder: of a stage as `_stage` names them, but as they are now.
     None of a name of the hub.
     """
-    if not (paths := _weight_files(path)):
+    paths = _weight_files(path)
+    if not paths:
         return None
     digests = " ".join(map(files.digest, paths))
-    size = sum(file.stat().st_size for file in paths)
-    return {"size": size, "xxh3_128": digests} if _stage(path) is None else {"weights": digests}
+    if _stage(path) is not None:
+        return {"weights": digests}
+    return {"size": sum(file.stat().st_size for file in paths), "xxh3_128": digests}
 
 
 def _weight_files(path: str) -> list[Path]:
@@ -192,11 +183,9 @@ def _weight_files(path: str) -> list[Path]:
     paths = sorted(folder.glob("*.safetensors")) or sorted(
         [*folder.glob("pytorch_model*.bin"), *folder.glob("adapter_model.bin")]
     )
-    return (
-        [*paths, *_weight_files(read_adapter(folder))]
-        if (folder / ADAPTER_CONFIG).is_file()
-        else paths
-    )
+    if (folder / ADAPTER_CONFIG).is_file():
+        paths += _weight_files(read_adapter(folder))
+    return paths
 
 
 def check_inputs(folder: Path, now: Inputs, *, accept: bool) -> None:
@@ -206,10 +195,8 @@ def check_inputs(folder: Path, now: Inputs, *, accept: bool) -> None:
     """
     then = _last(folder)
     different = changed_inputs(then, now)
-    different += [
-        f"{key}: {then[key].get('source') or 'it'} is not there any more"
-        for key in sorted(then.keys() - now.keys())
-    ]
+    for key in sorted(then.keys() - now.keys()):
+        different.append(f"{key}: {then[key].get('source') or 'it'} is not there any more")
     if different and not accept:
         lines = "\n".join(f"  {line}" for line in different)
         raise ConfigError(
@@ -228,11 +215,8 @@ def warn_of_changed_inputs(folder: Path, now: Inputs) -> None:
 
 def changed_inputs(then: Inputs, now: Inputs) -> list[str]:
     """A line for every input that is there and holds something else than it did."""
-    return [
-        _difference(key, then[key], now[key])
-        for key in sorted(then.keys() & now.keys())
-        if then[key] != now[key]
-    ]
+    shared = sorted(then.keys() & now.keys())
+    return [_difference(key, then[key], now[key]) for key in shared if then[key] != now[key]]
 
 
 def _difference(key: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -248,12 +232,10 @@ def _difference(key: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> st
             f"{named}: the data set has changed (fingerprint {then.get('fingerprint')} then,"
             f" {now['fingerprint']} now)"
         )
-    sizes = (then.get("size"), now.get("size"))
-    change = (
-        f"{sizes[0]:,} bytes then, {sizes[1]:,} now"
-        if sizes[0] != sizes[1] and None not in sizes
-        else "as many bytes, but not the same"
-    )
+    before, after = then.get("size"), now.get("size")
+    change = "as many bytes, but not the same"
+    if before != after and before is not None and after is not None:
+        change = f"{before:,} bytes then, {after:,} now"
     return f"{named}: its content has changed ({change})"
 
 
@@ -264,20 +246,17 @@ def record_inputs(folder: Path, now: Inputs, done: int) -> None:
     history = _history(folder) if done else []
     if not history or history[-1].get("inputs") != now:
         entry = {"after_step": done, "time": time.time(), "inputs": now}
+        text = json.dumps({"history": [*history, entry]}, indent=1)
         with files.storing(folder / INPUTS, "the inputs of the run"):
-            RunFiles(folder).write(
-                INPUTS, json.dumps({"history": [*history, entry]}, indent=1).encode()
-            )
+            RunFiles(folder).write(INPUTS, text.encode())
 
 
 def _last(folder: Path) -> Inputs:
     history = _history(folder)
     record = history[-1].get("inputs") if history else None
-    inputs = (
-        {key: value for key, value in record.items() if isinstance(value, dict)}
-        if isinstance(record, dict)
-        else {}
-    )
+    inputs = {}
+    if isinstance(record, dict):
+        inputs = {key: value for key, value in record.items() if isinstance(value, dict)}
     if inputs != record and RunFiles(folder).has(INPUTS):
         log.warning(
             "%s is damaged: whether data, code or models have changed since the run began cannot be"
@@ -304,15 +283,17 @@ def recorded_pairs(folder: Path, judge: str | None = None) -> Path:
 
     Raises DataError if the run recorded nothing, or nothing with a difference.
     """
-    steps = list_rollouts(folder)
-    rows = [row for step in steps for row in preference_rows(read_step(folder, step).groups, judge)]
+    steps, rows = list_rollouts(folder), []
+    for step in steps:
+        rows += preference_rows(read_step(folder, step).groups, judge)
     if not rows:
         raise DataError(
             f"{folder} holds no pair: {counted(len(steps), 'recorded step')} (save.rollouts_every),"
             " none with a difference"
         )
-    path = folder / f"pairs{'' if judge is None else f'-{judge}'}.jsonl"
-    files.write(path, "".join(json.dumps(row, default=str) + "\n" for row in rows).encode())
+    path = folder / ("pairs.jsonl" if judge is None else f"pairs-{judge}.jsonl")
+    lines = [json.dumps(row, default=str) + "\n" for row in rows]
+    files.write(path, "".join(lines).encode())
     return path
 
 
@@ -325,25 +306,20 @@ def resolved(recipe: Recipe) -> Recipe:
     """
     path, data = recipe.model.path, recipe.data.path
     if path is not None:
-        recipe = replace(
-            recipe, model=replace(recipe.model, path=_folder_of(path, recipe, "model.path"))
-        )
+        model = replace(recipe.model, path=_folder_of(path, recipe, "model.path"))
+        recipe = replace(recipe, model=model)
     if data is not None and data.startswith(STAGE):
         stage, _, judge = data.removeprefix(STAGE).partition(":")
         folder = Path(_folder_of(f"{STAGE}{stage}", recipe, "data.path")).parent
         pairs = comm.from_first(lambda: str(recorded_pairs(folder, judge or None)))
         recipe = replace(recipe, data=replace(recipe.data, path=pairs))
     critic = replace(recipe.critic, path=_folder_of(recipe.critic.path, recipe, "critic.path"))
-    rewards = [
-        replace(
-            reward,
-            args={
-                key: _folder_of(value, recipe, f"rewards.{place}.args.{key}")
-                for key, value in reward.args.items()
-            },
-        )
-        for place, reward in enumerate(recipe.rewards)
-    ]
+    rewards = []
+    for place, reward in enumerate(recipe.rewards):
+        args = {}
+        for key, value in reward.args.items():
+            args[key] = _folder_of(value, recipe, f"rewards.{place}.args.{key}")
+        rewards.append(replace(reward, args=args))
     teacher = replace(recipe.teacher, path=_folder_of(recipe.teacher.path, recipe, "teacher.path"))
     return replace(recipe, rewards=tuple(rewards), critic=critic, teacher=teacher)
 

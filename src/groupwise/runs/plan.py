@@ -171,17 +171,14 @@ def process_memory(
     # While it trains: embedding, last norm and head, and the blocks that are gathered (the one at
     # work and the next).
     block = (shape.parameters - shape.outside) // shape.layers
-    resident = shape.outside + (
-        2 * block if parallel.name == "zero3" else shape.parameters - shape.outside
-    )
-    shards = parallel.shards or world
-    parts = {
-        name: -(-getattr(need, name) // shards)
-        for name in ("weights", "gradients", "optimizer", "reference")
-    }
-    host = sum(parts.values()) if parallel.offload else 0
+    resident = shape.parameters
+    if parallel.name == "zero3":
+        resident = shape.outside + 2 * block
+    shards, host, parts = parallel.shards or world, 0, {}
+    for name in ("weights", "gradients", "optimizer", "reference"):
+        parts[name] = -(-getattr(need, name) // shards)
     if parallel.offload:
-        parts = dict.fromkeys(parts, 0)
+        host, parts = sum(parts.values()), dict.fromkeys(parts, 0)
     return replace(
         need,
         **parts,
@@ -239,12 +236,13 @@ def memory(
     head = (chunk + 2 * microbatch * shape.hidden) * shape.bytes_per_product
     # Gradients that are summed in another type are made first; weights in the products' type, for
     # the step.
-    again = 4 * shape.vocabulary * shape.hidden if lower and not adapter else 0
-    cast = (
-        shape.parameters * shape.bytes_per_product
-        if shape.bytes_per_product != shape.bytes_per_weight
-        else 0
-    )
+    again = cast = reference = 0
+    if lower and not adapter:
+        again = 4 * shape.vocabulary * shape.hidden
+    if shape.bytes_per_product != shape.bytes_per_weight:
+        cast = shape.parameters * shape.bytes_per_product
+    if load.reference and not adapter:
+        reference = shape.parameters * shape.bytes_per_weight
     drawn = min(rows, chunk_rows(shape.vocabulary, 4))
     keys = (
         2
@@ -259,9 +257,7 @@ def memory(
         weights=(shape.parameters + adapter) * shape.bytes_per_weight,
         gradients=trained * 4,
         optimizer=trained * (12 if lower else 8),
-        reference=(
-            shape.parameters * shape.bytes_per_weight if load.reference and not adapter else 0
-        ),
+        reference=reference,
         activations=microbatch * per_position + max(microbatch * working, head) + again + cast,
         cache=keys + drawn * shape.vocabulary * 4 * 3,
         rewards=load.rewards,
@@ -400,8 +396,10 @@ def process_lines(shape: Shape, load: Load, parallel: ParallelSettings, world: i
         held = "all weights on each"
     else:
         held = f"weights, gradients and optimizer state sharded over {shards} ({parallel.name})"
-        held += f", {copies} copies" if copies > 1 else ""
-        held += ", in host memory" if parallel.offload else ""
+        if copies > 1:
+            held += f", {copies} copies"
+        if parallel.offload:
+            held += ", in host memory"
     lines = [("processes", f"{world}, {held}; gradients are summed")]
     positions = -(-load.positions(load.prompts) // world)
     training = (
@@ -409,25 +407,26 @@ def process_lines(shape: Shape, load: Load, parallel: ParallelSettings, world: i
         f" {counted(-(-positions // load.max_tokens_per_microbatch), 'micro-batch')}"
     )
     for name, prompts in prompts_of(load, world):
-        sampled = prompts * load.group * load.completion_tokens
-        what = (
-            f"{prompts} x {counted(load.group, 'completion')}, at most {sampled:,} tokens; "
-            if load.completion_tokens
-            else ""
-        )
-        lines.append((name, what + training))
+        work = training
+        if load.completion_tokens:
+            sampled = prompts * load.group * load.completion_tokens
+            completions = f"{prompts} x {counted(load.group, 'completion')}"
+            work = f"{completions}, at most {sampled:,} tokens; {training}"
+        lines.append((name, work))
         lines += memory_lines(process_memory(shape, load, parallel, prompts=prompts, world=world))
     return lines
 
 
 def prompts_of(load: Load, world: int) -> list[tuple[str, int]]:
     """Ranks that get the same number of prompts, as text, and that number."""
-    less, more = divmod(load.prompts, world)
-    groups = [group for group in ((0, more, less + 1), (more, world, less)) if group[1] > group[0]]
-    return [
-        (f"rank {begin}" if end - begin == 1 else f"ranks {begin}-{end - 1}", count)
-        for begin, end, count in groups
-    ]
+    least, remainder = divmod(load.prompts, world)
+    lines = []
+    for begin, end, count in ((0, remainder, least + 1), (remainder, world, least)):
+        if end - begin == 1:
+            lines.append((f"rank {begin}", count))
+        elif end > begin:
+            lines.append((f"ranks {begin}-{end - 1}", count))
+    return lines
 
 
 def online_plan(
@@ -451,9 +450,9 @@ def online_plan(
     completions = group.prompts_per_step * group.group_size
     updates = group.updates_per_rollout * group.minibatches
     drawn, alone = steps * group.prompts_per_step, recipe.critic.pretrain
-    of_policy = (
-        f" of the policy, after {counted(alone, 'step')} of the critic alone" if alone else ""
-    )
+    of_policy = ""
+    if alone:
+        of_policy = f" of the policy, after {counted(alone, 'step')} of the critic alone"
     passes = f"passes {group.updates_per_rollout} x minibatches {group.minibatches}"
     longest = counted(recipe.rollout.max_new_tokens, "token")
     drawn_prompts = counted(group.prompts_per_step, "prompt")
@@ -523,9 +522,8 @@ def _because(left_out: str) -> str:
 
 
 def _held_out(test: int, validation: int) -> str:
-    return (
-        f"{validation:,} for validation, {test:,} held out" if validation else f"{test:,} held out"
-    )
+    text = f"{test:,} held out"
+    return f"{validation:,} for validation, {text}" if validation else text
 
 
 def size(count: float) -> str:
@@ -534,10 +532,10 @@ def size(count: float) -> str:
     >>> size(3_500_000_000), size(12_000)
     ('3.3 GiB', '11.7 KiB')
     """
-    if count < 1024:
-        return f"{count:.0f} B"
-    power = 1 if count < 1 << 20 else 2 if count < 1 << 30 else 3
-    return f"{count / 1024**power:.1f} {('KiB', 'MiB', 'GiB')[power - 1]}"
+    for unit, bytes_ in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= bytes_:
+            return f"{count / bytes_:.1f} {unit}"
+    return f"{count:.0f} B"
 
 
 # ---------------------------------------------------------------- of a recipe
@@ -545,27 +543,20 @@ def size(count: float) -> str:
 
 def algorithm_line(algorithm: Algorithm) -> str:
     """An algorithm as its four parts, and what is added to them."""
+    parts = (algorithm.credit, algorithm.ratio, algorithm.surrogate, algorithm.weights)
+    text = f"{algorithm.name}: {' x '.join(map(describe, parts))}"
+    if algorithm.needs.reference:
+        text += f", KL {describe(algorithm.kl)} x {algorithm.beta} in the {algorithm.kl_place}"
+    else:
+        text += ", no KL"
     terms = [describe(term) for term in algorithm.extra if not is_built_in(term)]
-    parts = [
-        describe(part)
-        for part in (algorithm.credit, algorithm.ratio, algorithm.surrogate, algorithm.weights)
-    ]
-    kl = (
-        f", KL {describe(algorithm.kl)} x {algorithm.beta} in the {algorithm.kl_place}"
-        if algorithm.needs.reference
-        else ", no KL"
-    )
-    kl += f"; plus {', '.join(terms)}" if terms else ""
-    kl += "; a critic" if algorithm.needs.critic else ""
-    kl += (
-        f"; {describe(algorithm.divergence)} from a teacher"
-        if algorithm.divergence is not None
-        else ""
-    )
-    return (
-        f"{algorithm.name}: {' x '.join(parts)}{kl}; dead groups {algorithm.dead_groups}, truncated"
-        f" {algorithm.truncated}"
-    )
+    if terms:
+        text += f"; plus {', '.join(terms)}"
+    if algorithm.needs.critic:
+        text += "; a critic"
+    if algorithm.divergence is not None:
+        text += f"; {describe(algorithm.divergence)} from a teacher"
+    return f"{text}; dead groups {algorithm.dead_groups}, truncated {algorithm.truncated}"
 
 
 def load_of(
@@ -577,9 +568,8 @@ def load_of(
 ) -> Load:
     """The work of one step, for the memory plan.   scorers: reward models that do not exist yet."""
     group, device = recipe.group, recipe.model.device
-    cpu = (
-        device != "cuda" and resolve_device(recipe.model).type == "cpu"
-    )  # a plan for GPUs needs none
+    # A plan for GPUs needs none.
+    cpu = device != "cuda" and resolve_device(recipe.model).type == "cpu"
     load = Load(
         prompts=recipe.batch_size,
         group=1,
@@ -591,13 +581,10 @@ def load_of(
         adapter=adapter_count(recipe, blueprint),
     )
     if algorithm is None:
-        return replace(
-            load, prompt_tokens=math.ceil(mean_length(rows) * 1.2)
-        )  # a row that is longer than the mean
-    shape, engine = (
-        shape_of(blueprint, recipe.model.dtype),
-        engine_traits(recipe.rollout.engine.name),
-    )
+        longer_than_mean = math.ceil(mean_length(rows) * 1.2)
+        return replace(load, prompt_tokens=longer_than_mean)
+    shape = shape_of(blueprint, recipe.model.dtype)
+    engine = engine_traits(recipe.rollout.engine.name)
     return replace(
         load,
         prompts=group.prompts_per_step,
@@ -648,9 +635,8 @@ def _blueprint_at(path: str) -> Blueprint:
 
 def adapter_count(recipe: Recipe, blueprint: Blueprint) -> int:
     """Count the parameters of the adapter that a recipe trains; 0 if it trains none."""
-    return (
-        0 if recipe.model.lora is None else adapter_size(weightless(blueprint), recipe.model.lora)
-    )
+    lora = recipe.model.lora
+    return 0 if lora is None else adapter_size(weightless(blueprint), lora)
 
 
 ADAPTER_LR = 1e-5
@@ -661,58 +647,34 @@ training takes 1e-6.
 
 def model_lines(recipe: Recipe, blueprint: Blueprint, load: Load, world: int | None) -> Lines:
     """What is trained, and what the process, or each of several, holds and does in a step."""
-    shape, count = (
-        shape_of(blueprint, recipe.model.dtype),
-        (comm.world().size if world is None else world),
-    )
+    shape = shape_of(blueprint, recipe.model.dtype)
+    count = comm.world().size if world is None else world
     lines, lr = Lines(), recipe.optimizer.lr
     if load.adapter:
+        beside = f"{shape.parameters:,} that stay as they are"
         share = f"{load.adapter / shape.parameters:.2%}"
-        lines.append(
-            (
-                "adapter",
-                (
-                    f"{load.adapter:,} parameters beside {shape.parameters:,} that stay as they are"
-                    f" ({share})"
-                ),
-            )
-        )
+        lines.append(("adapter", f"{load.adapter:,} parameters beside {beside} ({share})"))
         if lr < ADAPTER_LR:
-            lines.append(
-                (
-                    "warning",
-                    (
-                        f"optimizer.lr {lr:g} is one for training all weights; an adapter learns"
-                        " with about 1e-4"
-                    ),
-                )
-            )
-    old = platform.machine() in ("x86_64", "AMD64") and torch.backends.cpu.get_cpu_capability() in (
-        "DEFAULT",
-        "AVX2",
-    )
+            usual = "is one for training all weights; an adapter learns with about 1e-4"
+            lines.append(("warning", f"optimizer.lr {lr:g} {usual}"))
+    capability = torch.backends.cpu.get_cpu_capability()
+    old = platform.machine() in ("x86_64", "AMD64") and capability in ("DEFAULT", "AVX2")
     if recipe.model.dtype != "float32" and old and load.cpu:
         cost = "an update takes many times as long as in float32"
         remedy = f"this processor has no AVX-512, and {cost}: set model.dtype=float32"
         lines.append(("warning", f"model.dtype {recipe.model.dtype}: {remedy}"))
     parallel = fsdp.decided(recipe.parallel, largest_model(recipe, blueprint), count)
     if count == 1:
-        need = process_memory(shape, load, prompts=load.prompts)
-        lines += [
-            ("micro-batches", f"at most {load.max_tokens_per_microbatch:,} packed positions"),
-            *memory_lines(need),
-        ]
-        if load.cpu and (reason := absence()):
-            lines.append(("kernels", f"torch's own, more slowly: {reason}"))
+        positions = f"at most {load.max_tokens_per_microbatch:,} packed positions"
+        lines.append(("micro-batches", positions))
+        lines += memory_lines(process_memory(shape, load, prompts=load.prompts))
+        if load.cpu and absence():
+            lines.append(("kernels", f"torch's own, more slowly: {absence()}"))
     else:
         lines += process_lines(shape, load, parallel, count)
     if load.completion_tokens and not load.rows:
-        lines.append(
-            (
-                "not counted",
-                f"what {recipe.rollout.engine.name} takes to sample, on this device or another",
-            )
-        )
+        engine = recipe.rollout.engine.name
+        lines.append(("not counted", f"what {engine} takes to sample, on this device or another"))
     return lines
 
 

@@ -272,8 +272,9 @@ def known_columns(schema: pa.Schema) -> list[str]:
     Raises ValueError for one that is missing or of another type.
     """
     known = []
-    if missing := [name for name in _ALWAYS if name not in schema.names]:
-        raise ValueError(f"it has no column {missing[0]}")
+    for name in _ALWAYS:
+        if name not in schema.names:
+            raise ValueError(f"it has no column {name}")
     for field in schema:
         expected = COLUMNS.get(field.name) or FAMILIES.get(family(field.name))
         if expected is None:
@@ -336,14 +337,13 @@ def bounded_table(
         with pq.ParquetFile(pa.BufferReader(data)) as plain:
             schema, about = plain.schema_arrow, plain.metadata
             names = choose(schema)
-            texts = [
-                field.name
-                for field in schema
-                if pa.types.is_string(field.type) and field.name in names
-            ]
-            groups = [about.row_group(place) for place in range(about.num_row_groups)]
-        chunks = [group.column(place) for group in groups for place in range(about.num_columns)]
-        size = sum(max(chunk.total_uncompressed_size, 8 * chunk.num_values) for chunk in chunks)
+            texts = [name for name in names if pa.types.is_string(schema.field(name).type)]
+        size = 0
+        for number in range(about.num_row_groups):
+            group = about.row_group(number)
+            for place in range(about.num_columns):
+                chunk = group.column(place)
+                size += max(chunk.total_uncompressed_size, 8 * chunk.num_values)
         if max(size, about.num_rows) > room:
             raise ValueError(f"it unpacks to more than {room:,} bytes")
         with pq.ParquetFile(pa.BufferReader(data), read_dictionary=texts) as file:
@@ -360,11 +360,9 @@ def bounded_table(
 def _text_bytes(column: pa.ChunkedArray) -> int:
     """Bytes of a column's texts, each as often as it stands there."""
     total = 0
-    for chunk in (
-        column.chunks
-        if pa.types.is_dictionary(column.type) and pa.types.is_string(column.type.value_type)
-        else ()
-    ):
+    if not pa.types.is_dictionary(column.type) or not pa.types.is_string(column.type.value_type):
+        return total
+    for chunk in column.chunks:
         lengths = pc.binary_length(chunk.dictionary).cast(pa.int64())  # type: ignore[attr-defined]
         total += pc.sum(lengths.take(chunk.indices)).as_py() or 0  # type: ignore[attr-defined]
     return total
@@ -376,7 +374,8 @@ def family(name: str) -> str:
     >>> family("rewards/accuracy"), family("reward")
     ('rewards/', '')
     """
-    return name.partition("/")[0] + "/" if "/" in name else ""
+    prefix, slash, _ = name.partition("/")
+    return prefix + slash if slash else ""
 
 
 def _logged(group: RolloutGroup) -> str:
@@ -398,47 +397,35 @@ def _encodable(text: str) -> str:
 
 def groups_of(table: pa.Table) -> tuple[list[RolloutGroup], Columns, Columns]:
     """The groups of a table, their advantages and their current log-probs."""
-    about = {
-        key.decode(): json.loads(value)
-        for key, value in (table.schema.metadata or {}).items()
-        if key.startswith(b"groupwise.")
-    }
-    names, weights = (
-        tuple(about["groupwise.reward_names"]),
-        tuple(about["groupwise.reward_weights"]),
-    )
-    kinds = {
-        field.name: field.type.value_type.to_pandas_dtype()
-        for field in table.schema
-        if pa.types.is_list(field.type)
-    }
+    about: dict[str, Any] = {}
+    for key, value in (table.schema.metadata or {}).items():
+        if key.startswith(b"groupwise."):
+            about[key.decode().removeprefix("groupwise.")] = json.loads(value)
+    kinds, signals = {}, []
+    for field in table.schema:
+        if pa.types.is_list(field.type):
+            kinds[field.name] = field.type.value_type.to_pandas_dtype()
+        if field.name.startswith("signals/"):
+            signals.append(field.name)
     groups: dict[int, list[dict[str, Any]]] = {}
     for row in table.to_pylist():
         groups.setdefault(row["group"], []).append(row)
-    signals = [field.name for field in table.schema if field.name.startswith("signals/")]
+    names, weights = tuple(about["reward_names"]), tuple(about["reward_weights"])
     scored, advantages, current = [], [], []
     for rows in groups.values():
-        scored.append(
-            replace(
-                _scored(rows, names, weights, signals, kinds),
-                verdict=about.get("groupwise.verdict"),
-            )
-        )
-        advantages.append(
-            [
-                np.array(row["advantages"], kinds["advantages"])
-                for row in rows
-                if row["advantages"] is not None
-            ]
-        )
-        current.append(
-            [
-                np.array(row["current_logp"], kinds["current_logp"])
-                for row in rows
-                if row["current_logp"] is not None
-            ]
-        )
+        group = _scored(rows, names, weights, signals, kinds)
+        scored.append(replace(group, verdict=about.get("verdict")))
+        advantages.append(_arrays(rows, "advantages", kinds))
+        current.append(_arrays(rows, "current_logp", kinds))
     return scored, advantages, current
+
+
+def _arrays(
+    rows: Sequence[Mapping[str, Any]], name: str, kinds: Mapping[str, Any]
+) -> list[np.ndarray]:
+    """Return the numbers per token of a column; completions without any are left out."""
+    known = [row[name] for row in rows if row[name] is not None]
+    return [np.array(values, kinds[name]) for values in known]
 
 
 def columns_of(table: pa.Table) -> dict[str, Columns]:
@@ -452,9 +439,7 @@ def columns_of(table: pa.Table) -> dict[str, Columns]:
             columns: dict[int, list[np.ndarray]] = {}
             kind = field.type.value_type.to_pandas_dtype()
             for group, values in zip(groups, table.column(field.name).to_pylist(), strict=True):
-                columns.setdefault(group, []).append(
-                    np.array(values if values is not None else [], kind)
-                )
+                columns.setdefault(group, []).append(np.array(values or (), kind))
             by_name[field.name.removeprefix("update/")] = list(columns.values())
     return by_name
 
@@ -482,8 +467,7 @@ def _scored(
     columns: dict[str, tuple[np.ndarray, ...]] = {}
     for name in signals:
         if first[name] is not None:
-            column = tuple(np.array(row[name], kinds[name]) for row in rows)
-            columns[name.removeprefix("signals/")] = column
+            columns[name.removeprefix("signals/")] = tuple(_arrays(rows, name, kinds))
     logged = {}
     for name, value in json.loads(first.get("logged") or "{}").items():
         logged[name] = np.nan if value is None else value
@@ -505,6 +489,10 @@ def _scored(
 
 def _rollout(row: Mapping[str, Any], prompt: Prompt, kinds: Mapping[str, Any]) -> Rollout:
     sampling = json.loads(row["sampling"])
+    sampling["stop"] = tuple(sampling["stop"])
+    support = None
+    if row["support"] is not None:
+        support = tuple(np.array(ids, np.int64) for ids in row["support"])
     return Rollout(
         prompt=prompt,
         index=row["index"],
@@ -512,29 +500,26 @@ def _rollout(row: Mapping[str, Any], prompt: Prompt, kinds: Mapping[str, Any]) -
         behavior_logp=np.array(row["behavior_logp"], kinds["behavior_logp"]),
         finish=Finish(row["finish"]),
         eos_ids=tuple(row["eos_ids"]),
-        sampling=Sampling(**{**sampling, "stop": tuple(sampling["stop"])}),
+        sampling=Sampling(**sampling),
         text=row["completion_text"],
         trained=np.array(row["trained"], bool),
         version=np.array(row["version"], np.int64),
-        support=(
-            None
-            if row["support"] is None
-            else tuple(np.array(ids, np.int64) for ids in row["support"])
-        ),
+        support=support,
         episode=_episode(row.get("episode")),  # older tables have no such column
     )
 
 
 def _episode_text(episode: Episode) -> str:
     """An episode as JSON, for `_episode`."""
-    fields = {"turns": [asdict(turn) for turn in episode.turns], "messages": episode.messages}
-    fields |= {
-        "branches": [
-            {"begin": branch.begin, "context": branch.context} for branch in episode.branches
-        ]
+    fields = {
+        "turns": [asdict(turn) for turn in episode.turns],
+        "messages": episode.messages,
+        "branches": [asdict(branch) for branch in episode.branches],
+        "reward": episode.reward,
+        "environment": episode.environment,
+        "opening": episode.opening,
+        "prompt_text": episode.prompt_text,
     }
-    fields |= {"reward": episode.reward, "environment": episode.environment}
-    fields |= {"opening": episode.opening, "prompt_text": episode.prompt_text}
     return _encodable(_json(fields))
 
 

@@ -192,22 +192,17 @@ class Run:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
-        lost = isinstance(error, PeerError) or (
-            error is not None and isinstance(error.__cause__, PeerError)
-        )
+        lost = error is not None and isinstance(error.__cause__, PeerError)
         try:
-            if error is not None and not lost:
-                with suppress(
-                    GroupwiseError, OSError, RuntimeError
-                ):  # the error itself is what matters
+            if error is not None and not lost and not isinstance(error, PeerError):
+                # The error itself is what matters.
+                with suppress(GroupwiseError, OSError, RuntimeError):
                     self.saver.wait()
             self.job.close()
         finally:
             if isinstance(error, Exception) and self._begun and self.first:
-                record_end(
-                    self.folder,
-                    scrubbed(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"),
-                )
+                first_line = str(error).partition("\n")[0]
+                record_end(self.folder, scrubbed(f"{type(error).__name__}: {first_line}"))
             self._release_lock()
             torch.set_num_threads(self._threads)
         if isinstance(error, (GroupwiseError, Ended, KeyboardInterrupt)):
@@ -227,41 +222,32 @@ class Run:
             comm.from_first(lambda: log.tokens(job.policy.tokenizer))
             logged = comm.from_first(lambda: log.lines.get(0)) if self.done else None
             if self.done == 0 and recipe.eval.at_start:
-                self.before = job.judge(
-                    "validation" in recipe.data.parts
-                )  # on what the last evaluation will be on
+                # On what the last evaluation will be on.
+                self.before = job.judge("validation" in recipe.data.parts)
                 if self.before is not None:
                     first = Step(number=0, metrics={}, evaluation=self.before.metrics())
                     comm.from_first(lambda: log.write(first))
                     comm.from_first(lambda: log.held_out(0, completions(self.before)))
                     yield first
             try:
-                if (
-                    self.done
-                    and self._due(self.done)
-                    and comm.from_first(lambda: not log.evaluated(self.done))
-                ):
-                    self._evaluate(log)  # a signal or an error interrupted that evaluation
+                if self.done and self._due():
+                    evaluated = comm.from_first(lambda: log.evaluated(self.done))
+                    if not evaluated:  # a signal or an error interrupted that evaluation
+                        self._evaluate(log)
                 for step in job.loop(self.done):
                     with self._undisturbed():
                         self._whole = (step.number, job.taken, job.place())
                         self.done = step.number
                         comm.from_first(lambda step=step: log.write(step))
-                    if step.number == job.steps or (
-                        recipe.save.every and step.number % recipe.save.every == 0
-                    ):
+                    if self._falls_on(recipe.save.every):
                         comm.from_first(lambda: log.sync())
                         self._save()
-                    yield (
-                        replace(step, evaluation=self._evaluate(log))
-                        if self._due(step.number)
-                        else step
-                    )
+                    if self._due():
+                        step = replace(step, evaluation=self._evaluate(log))
+                    yield step
                     end_if_told()
-            except (
-                KeyboardInterrupt,
-                Ended,
-            ) as end:  # the others may have ended already; with sharded weights all end together
+            except (KeyboardInterrupt, Ended) as end:
+                # The others may have ended already; with sharded weights all end together.
                 if not (job.policy.sharded and isinstance(end, _ProgramEnds)):
                     self._save(alone=not job.policy.sharded)
                     self.saver.wait()
@@ -296,9 +282,8 @@ class Run:
 
         try:
             comm.from_first(begin)
-            atexit.unregister(
-                _leave
-            )  # it runs before what a dashboard's library has registered: the last is called first
+            # It runs before what a dashboard's library has registered: the last is called first.
+            atexit.unregister(_leave)
             atexit.register(_leave, os.getpid())
             yield opened[0] if opened else None  # type: ignore[misc]
         finally:
@@ -333,11 +318,13 @@ class Run:
 
         comm.from_first(close)
 
-    def _due(self, step: int) -> bool:
-        """True if an evaluation belongs behind a step."""
-        return step == self.job.steps or bool(
-            self.recipe.eval.every and step % self.recipe.eval.every == 0
-        )
+    def _due(self) -> bool:
+        """True if an evaluation belongs behind the step that has just been taken."""
+        return self._falls_on(self.recipe.eval.every)
+
+    def _falls_on(self, every: int | None) -> bool:
+        """True if the step that has just been taken is the last one, or one of every so many."""
+        return self.done == self.job.steps or bool(every and self.done % every == 0)
 
     def _keep(self, error: Exception) -> None:
         """Save the last whole step before an error ends the run.
@@ -400,11 +387,9 @@ def resumed_job(recipe: Recipe, folder: Path, newest: Path | None) -> Job:
     """The job of a run at its newest checkpoint, whose bytes have just been verified; a new job if
     that is None.
     """
-    job = make_job(
-        recipe, resume=None if newest is None else newest / "policy", reference=folder / REFERENCE
-    )
     if newest is None:
-        return job
+        return make_job(recipe, reference=folder / REFERENCE)
+    job = make_job(recipe, resume=newest / "policy", reference=folder / REFERENCE)
     try:
         job.restore(checkpoint.load(newest, verify=False), reader(newest))
     except BaseException:
@@ -416,11 +401,10 @@ def resumed_job(recipe: Recipe, folder: Path, newest: Path | None) -> Job:
 def judged_before(line: Mapping[str, Any], recipe: Recipe, after: Judged) -> Judged | None:
     """The evaluation before the first step, by the figures of its line of the log, in the form of
     the last one; None if the line holds none."""
-    figures = {
-        name.removeprefix(EVALUATED): float(value)
-        for name, value in line.items()
-        if name.startswith(EVALUATED)
-    }
+    figures = {}
+    for name, value in line.items():
+        if name.startswith(EVALUATED):
+            figures[name.removeprefix(EVALUATED)] = float(value)
     if not figures:
         return None
 
@@ -428,24 +412,27 @@ def judged_before(line: Mapping[str, Any], recipe: Recipe, after: Judged) -> Jud
         return Estimate(figures.get(name, math.nan), figures.get(f"{name}/half_width", math.nan))
 
     if not isinstance(after, Evaluation):
-        named = {
-            label: figure(name)
-            for label, name in OBJECTIVES[recipe.objective].objective(recipe).headlines.items()
-        }
-        shown = {
-            label: f"{one.mean:.4g}" if math.isnan(one.half) else str(one)
-            for label, one in named.items()
-        }
-        rules = after.summary() if "validation" in recipe.data.parts else {}  # of the same rows
-        return replace(
-            after,
-            figures=figures,
-            shown=shown | {label: text for label, text in rules.items() if label not in shown},
-        )
-    part = None if "validation" in recipe.data.parts else recipe.eval.prompts
+        shown = {}
+        for label, name in OBJECTIVES[recipe.objective].objective(recipe).headlines.items():
+            estimate = figure(name)
+            shown[label] = str(estimate)
+            if math.isnan(estimate.half):
+                shown[label] = f"{estimate.mean:.4g}"
+        if "validation" in recipe.data.parts:  # the rules judged the same rows
+            for label, text in after.summary().items():
+                shown.setdefault(label, text)
+        return replace(after, figures=figures, shown=shown)
+    prompts, part = after.prompts, recipe.eval.prompts
+    if part is not None and "validation" not in recipe.data.parts:
+        prompts = min(part, prompts)
+    unjudged = {}
+    for name in after.by_function:
+        key = f"rewards/{name}/none"
+        if key in figures:
+            unjudged[name] = figures[key]
     return replace(
         after,
-        prompts=after.prompts if part is None else min(part, after.prompts),
+        prompts=prompts,
         greedy=figure("greedy"),
         sampled=figure("sampled"),
         pass_at_k=figure(f"pass@{after.k}"),
@@ -454,11 +441,7 @@ def judged_before(line: Mapping[str, Any], recipe: Recipe, after: Judged) -> Jud
         length=figure("completions/mean_length").mean,
         truncated=figure("completions/clipped_ratio").mean,
         by_function={name: figure(f"rewards/{name}") for name in after.by_function},
-        none={
-            name: figures[key]
-            for name in after.by_function
-            if (key := f"rewards/{name}/none") in figures
-        },
+        none=unjudged,
         by_column={},
         groups=(),
         answers=(),
@@ -488,11 +471,12 @@ def _export(policy: Policy, folder: Path, what: str) -> None:
     def name() -> None:
         with files.storing(folder, what):
             files.sync_tree(temporary)
-            written = sorted(path for path in temporary.rglob("*") if path.is_file())
-            RunFiles(folder.parent).note(
-                (f"{folder.name}/{path.relative_to(temporary)}", files.digest(path))
-                for path in written
-            )
+            digests = []
+            for path in sorted(temporary.rglob("*")):
+                if path.is_file():
+                    place = f"{folder.name}/{path.relative_to(temporary)}"
+                    digests.append((place, files.digest(path)))
+            RunFiles(folder.parent).note(digests)
             files.place(temporary, folder)
 
     temporary = comm.from_first(prepare)
