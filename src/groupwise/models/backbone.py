@@ -97,5 +97,9 @@ def checkpointing(policy: Policy, on: bool) -> Iterator[None]:
 def _recomputed(compute: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
     """Call `compute(*inputs)`, and again in the backward pass, in the same context whichever thread
     runs it.
+
+    Nothing is drawn in eval mode, so that no state of a generator is kept.
     """
-    return checkpoint(copy_context().run, compute, *inputs, use_reentrant=False, **named)
+    run = copy_context().run
+    options = {"use_reentrant": False, "preserve_rng_state": False}
+    return checkpoint(run, compute, *inputs, **options, **named)

@@ -130,10 +130,18 @@ class Operations:
             total_MN.addmm_(a_MK, b_KN)
 
     def _add_in_parts(self, total_MN: Tensor, a_MK: Tensor, b_KN: Tensor, fresh: bool) -> None:
-        """Add a product some rows at a time: it exists in its own type before it is widened."""
-        rows = total_MN.shape[0]
-        if not total_MN.is_cuda:
-            rows = max(1, PART_NUMBERS // total_MN.shape[1])
+        """Add a product of a wider type.
+
+        CUDA's products give it unrounded.  On a CPU some rows at a time exist in the factors' type
+        before they are widened.
+        """
+        if total_MN.is_cuda:
+            if fresh:
+                torch.mm(a_MK, b_KN, out_dtype=total_MN.dtype, out=total_MN)
+            else:
+                total_MN.add_(torch.mm(a_MK, b_KN, out_dtype=total_MN.dtype))
+            return
+        rows = max(1, PART_NUMBERS // total_MN.shape[1])
         for total_PN, a_PK in zip(total_MN.split(rows), a_MK.split(rows), strict=True):
             part_PN = a_PK @ b_KN
             if fresh:

@@ -124,14 +124,16 @@ class Optimizer:
         self.exchanging = True
         try:
             comm.sum_gradients(self.masters)
-            norm = float(fsdp.whole(nn.utils.clip_grad_norm_(self.masters, limit)))
+            norm_before = self._clip(limit)
             self.taken += 1
         finally:
             self.exchanging = False
-        finite = math.isfinite(norm)
-        if finite:
+        if self._decides_on_device or math.isfinite(float(norm_before)):
             self.adamw.step()
             self._publish()
+        norm = float(norm_before)
+        finite = math.isfinite(norm)
+        if finite:
             self.nonfinite = 0
         else:
             self.nonfinite += 1
@@ -144,6 +146,27 @@ class Optimizer:
                 f" them: {first}); lower optimizer.lr, or look at the last rollouts"
             )
         return StepStats(norm, lr, not finite, self.entropy_bonus)
+
+    @property
+    def _decides_on_device(self) -> bool:
+        """True where the step itself clips, and leaves out a gradient that is not finite."""
+        master = self.masters[0]
+        return master.is_cuda and fsdp.own(master) is master
+
+    def _clip(self, limit: float) -> Tensor:
+        """Clip the gradients, and return their norm before.
+
+        On a GPU the step divides by a scale as it reads them: no pass is made over the gradients,
+        and the host does not wait for the norm before the step.
+        """
+        if not self._decides_on_device:
+            return fsdp.whole(nn.utils.clip_grad_norm_(self.masters, limit))
+        gradients = [master.grad for master in self.masters if master.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        # `clip_grad_norm_` multiplies by min(limit / (norm + 1e-6), 1).
+        self.adamw.grad_scale = ((norm + 1e-6) / limit).clamp(min=1.0)  # type: ignore[attr-defined]
+        self.adamw.found_inf = norm.isfinite().logical_not().float()  # type: ignore[attr-defined]
+        return norm
 
     def clear(self) -> None:
         """Forget the gradients."""

@@ -142,7 +142,7 @@ def update(
     while True:
         for optimizer in optimizers:
             optimizer.clear()  # of what a pass that was interrupted, or did not fit, has left
-        computed: list[tuple[int, np.ndarray]] = []
+        columns: list[tuple[Batch, Tensor]] = []
         positions = 0
         total = torch.zeros(
             (), dtype=torch.promote_types(policy.dtype, torch.float32), device=policy.device
@@ -163,13 +163,14 @@ def update(
                     total += value.detach()
                     seen_P = seen_M.new_zeros(batch.layout.total, *seen_M.shape[1:])
                     seen_P[batch.trained_M] = seen_M.detach()
-                    computed += unpack(batch, seen_P, samples)
+                    columns.append((batch, seen_P))
                     positions += sum(batch.layout.length)
             break
         except RuntimeError as error:
             smaller = _smaller(error, samples, max_tokens_per_microbatch)
         # Out of the handler, which would keep the failed pass alive through its traceback.
-        value = seen_M = batch = batches = None
+        value = seen_M = seen_P = batch = batches = None
+        columns.clear()
         if policy.device.type == "cuda":
             torch.cuda.empty_cache()
         log.warning(
@@ -182,8 +183,8 @@ def update(
     reshard(policy)
     seen = [np.zeros(sample.completion.size) for sample in samples]
     entropy = list(seen)
-    parts = comm.gather([(float(total), positions, computed)])
-    for index, values in (pair for _, _, pairs in parts for pair in pairs):
+    parts = comm.gather([(*_read_back(total, columns, samples), positions)])
+    for index, values in (pair for _, pairs, _ in parts for pair in pairs):
         seen[index] = values
         if values.ndim == 2:
             seen[index], entropy[index] = values.T
@@ -194,10 +195,26 @@ def update(
         seen=seen,
         entropy=entropy,
         loss=sum(value for value, _, _ in parts),
-        positions=[load for _, load, _ in parts],
+        positions=[load for _, _, load in parts],
         stats=stats[0] if stats else UNMOVED,
         max_tokens_per_microbatch=max_tokens_per_microbatch,
     )
+
+
+def _read_back(
+    total: Tensor, columns: Sequence[tuple[Batch, Tensor]], samples: Sequence[Sample]
+) -> tuple[float, list[tuple[int, np.ndarray]]]:
+    """Return the loss of a pass, and by the index of its sample what was seen of each completion.
+
+    One copy reads all of it, so that a GPU is waited for once.
+    """
+    flat = torch.cat([total[None], *(seen_P.flatten() for _, seen_P in columns)]).cpu()
+    seen: list[tuple[int, np.ndarray]] = []
+    place = 1
+    for batch, seen_P in columns:
+        seen += unpack(batch, flat[place : place + seen_P.numel()].view(seen_P.shape), samples)
+        place += seen_P.numel()
+    return float(flat[0]), seen
 
 
 def _smaller(error: RuntimeError, samples: Sequence[Sample], max_tokens_per_microbatch: int) -> int:

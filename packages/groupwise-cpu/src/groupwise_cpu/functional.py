@@ -112,15 +112,20 @@ class RMSNorm(torch.autograd.Function):
                 None,
             )
         grad_out_TD, wide_D = grads[0].flatten(0, -2), weight_D.to(scale_T.dtype)
-        grad_x_TD, grad_weight_D = torch.empty_like(x_TD), torch.zeros_like(wide_D)
+        grad_x_TD, grad_weight_D = torch.empty_like(x_TD), None
+        if ctx.needs_input_grad[1]:  # a norm under an adapter is frozen
+            grad_weight_D = torch.zeros_like(wide_D)
         for rows in blocks(x_TD):
             grad_TD = grad_out_TD[rows].to(scale_T.dtype)
             unit_TD = x_TD[rows] * scale_T[rows]
             along_TD = unit_TD * grad_TD
-            grad_weight_D += along_TD.sum(0)
+            if grad_weight_D is not None:
+                grad_weight_D += along_TD.sum(0)
             share_T = (along_TD @ wide_D).div_(-x_TD.shape[-1])[..., None]
             grad_x_TD[rows] = torch.mul(grad_TD, wide_D, out=along_TD).addcmul_(unit_TD, share_T).mul_(scale_T[rows])
-        return grad_x_TD.view_as(grads[0]), grad_weight_D.to(weight_D.dtype), None, None
+        if grad_weight_D is not None:
+            grad_weight_D = grad_weight_D.to(weight_D.dtype)
+        return grad_x_TD.view_as(grads[0]), grad_weight_D, None, None
 
 
 def one_pass(x_TD: Tensor, weight_D: Tensor, dtype: torch.dtype) -> bool:

@@ -16,12 +16,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from groupwise.ops.operations import Operations
 from groupwise_cpu import compiled
 
-PART_NUMBERS = 1 << 20
-"""Of a product that is added in another precision, how many numbers of it are made at a time on a
-CPU.
-"""
+_by_torch = Operations()
 
 
 def product(a_MK: Tensor, b_KN: Tensor, bias_N: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
@@ -39,10 +37,5 @@ def add_product(total_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, fresh: bool) ->
     """
     if compiled.worth_gemm(a_MK, b_KN, total_MN):
         compiled.operations.gemm(a_MK, b_KN, total_MN, add=not fresh)
-    elif total_MN.dtype == a_MK.dtype:
-        torch.mm(a_MK, b_KN, out=total_MN) if fresh else total_MN.addmm_(a_MK, b_KN)
     else:
-        size = total_MN.shape[0] if total_MN.is_cuda else max(1, PART_NUMBERS // total_MN.shape[1])
-        for total_PN, a_PK in zip(total_MN.split(size), a_MK.split(size), strict=True):
-            found_PN = a_PK @ b_KN
-            total_PN.copy_(found_PN) if fresh else total_PN.add_(found_PN)
+        _by_torch.add_product(total_MN, a_MK, b_KN, fresh=fresh)
