@@ -238,18 +238,6 @@ def test_mistakes_come_in_two_rounds() -> None:
     assert rule.endswith("say data.path (a file or a hub name) or data.task (a generated task), not both")
 
 
-def test_a_file_that_is_no_recipe() -> None:
-    assert refused("- 1") == ["r.yaml:1: a recipe is a mapping of keys to values, got [1]"]
-    assert refused("{") == ["r.yaml:1: not YAML: expected the node content, but found '<stream end>'", "{", "^"]
-    assert [line.split(": ", 1)[1][:20] for line in refused("")] == ["objective is missing"]
-    assert [line.split(": ", 1)[1][:20] for line in refused("objective: grpo")] == [
-        "steps is missing: 'g",
-        "model.path is missin",
-        "data.path is missing",
-        "rewards is missing: ",
-    ]
-
-
 # ---------------------------------------------------------------- overrides and stages
 
 
@@ -323,36 +311,6 @@ def test_part_mappings_are_replaced_not_merged() -> None:
     assert parse_stages(text, "r.yaml")["grpo"].group.surrogate == {"name": "clipped", "low": 0.2}
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            ("stage:sft", "stage:sff"),
-            "r.yaml:10: stage grpo: model.path: no stage 'sff' runs before this one (earlier stages are sft) (did you mean sft?)",
-        ),
-        (
-            ("epochs: 2", "epochs: 2, model: {path: 'stage:grpo'}"),
-            "r.yaml:6: stage sft: model.path: no stage 'grpo' runs before this one",
-        ),
-        (("  grpo:", "  gr/po:"), "r.yaml:7: a stage's name is made of letters"),
-        (("stages:", "foo: 1\nstages:"), "r.yaml:5: unknown key 'foo'"),
-        (("    steps: 20\n", ""), "r.yaml:3: stage grpo: steps is missing"),
-    ],
-)
-def test_mistakes_in_stages(change: tuple[str, str], message: str) -> None:
-    (line,) = refused(STAGED.replace(*change))
-    assert message.split(": ", 1)[1] in line
-
-
-def test_mistakes_in_the_form_of_stages() -> None:
-    assert (
-        "write stages.NAME.key=value with one of the stages sft, grpo (did you mean sft?)"
-        in refused(STAGED, "stages.stf.steps=1")[0]
-    )
-    assert "stages must be a mapping" in refused("stages: [1]")[0]
-    assert "stages.sft must be a mapping of keys to values, got 3" in refused("stages: {sft: 3}")[0]
-
-
 def test_load_recipe_and_load_stages(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(GOOD)
     (tmp_path / "b.yaml").write_text(STAGED)
@@ -368,12 +326,6 @@ def test_load_recipe_and_load_stages(tmp_path: Path) -> None:
     assert load_recipe(tmp_path / "c.yaml").name == "a/grpo"  # the name of a run, not of a stage
     assert load_stages(tmp_path / "c.yaml") == parse_stages(dump_stages(load_stages(tmp_path / "c.yaml")), "again")
     assert header(tmp_path / "a.yaml") == "Adds numbers.\nCosts a minute."
-
-
-def test_half_of_a_character_is_told(tmp_path: Path) -> None:
-    (tmp_path / "r.yaml").write_text('objective: grpo\nname: "a\\ud800"\n')
-    with pytest.raises(ConfigError, match=r"half of a character, '\\ud800'"):
-        load_recipe(tmp_path / "r.yaml")
 
 
 # ---------------------------------------------------------------- writing

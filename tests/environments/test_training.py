@@ -161,29 +161,6 @@ def test_rewards_get_messages_states_and_the_environments_own(tmp_path: Path, mo
         rewards.score([[rollout]])
 
 
-@pytest.mark.parametrize(
-    ("environment", "more", "message"),
-    [
-        ({"tools": ["search"]}, {}, r"environment.tools.0: must be module:function or file.py:function, got 'search'"),
-        ({"tools": ["nowhere.py:f"]}, {}, "no such file 'nowhere.py'"),
-        ({"tools": ["a:f", "b:f"]}, {}, "two tools are called 'f'"),
-        ({"factory": {}}, {}, "names no environment"),
-        ({"interface": "step"}, {}, "belongs to environment.factory"),
-        ({"args": {"a": 1}}, {}, "is set"),
-        ({"past": "split"}, {}, "is about conversations"),
-        ({"max_turn": 3}, {}, "did you mean environment.max_turns"),
-        ({"past": "kept"}, {}, "one of keep, split"),
-        ({"factory": "a:B"}, {"data": {"task": "guessing"}}, "set data.chat: true"),
-        ({"factory": "a:B"}, {"objective": "dpo"}, "samples no conversations"),
-        ({"reasoning_gym": "chain_sum"}, {}, "leave data.path and data.task out"),
-        ({"tools": ["a:f"]}, {"rewards": [{"function": "environment"}]}, "needs environment.factory"),
-    ],
-)
-def test_mistakes_in_the_environment_section_are_named(environment: Any, more: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make_recipe(GAME | {"environment": environment, "rewards": [{"function": "exact"}]} | more)
-
-
 @pytest.mark.slow
 def test_check_shows_tools_and_plays_an_episode(tmp_path: Path) -> None:
     found = {finding.name: finding for finding in check_stage(make_recipe(GAME | {"runs": str(tmp_path)}))}

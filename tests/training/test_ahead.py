@@ -20,7 +20,7 @@ from groupwise.algorithms.losses import Correction
 from groupwise.config.recipes import load_recipe
 from groupwise.config.resolve import resolve
 from groupwise.config.settings import GroupSettings, OptimizerSettings
-from groupwise.errors import ConfigError, EngineError
+from groupwise.errors import EngineError
 from groupwise.models.policy import Policy
 from groupwise.models.sharded import frozen_copy
 from groupwise.records import Prompt, Rollout, RolloutGroup, Sampling, Step
@@ -294,11 +294,6 @@ def test_kept_groups_come_back_as_they_were(sampling: Sampling, tiny_policy: Cal
             assert (a.finish, a.eos_ids, a.sampling, a.text, a.index) == (b.finish, b.eos_ids, b.sampling, b.text, b.index)
             assert (a.support is None) == (b.support is None)
             assert all(np.array_equal(x, y) for x, y in zip(a.support or (), b.support or (), strict=True))
-
-
-def test_a_data_set_is_never_ahead(recipe: Callable) -> None:
-    with pytest.raises(ConfigError, match="nothing is sampled ahead of training by 'sft'"):
-        load_recipe(recipe("wrong", objective="sft", group={}, rollout=rollout_of("native", ahead=1)))
 
 
 def test_the_threads_end_with_what_they_sample(run: Callable) -> None:
