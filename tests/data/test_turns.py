@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from groupwise.data.rendering import Chat, render_chats
 from groupwise.data.tokenizers import byte_tokenizer, make_tokenizer
@@ -23,72 +24,10 @@ SPECIAL = {
 """`<|end|>` is there already: the tokenizer's own end is one of gpt-oss's control tokens."""
 ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|call|>", "<|return|>")
 
-TOOLS = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
-RESULT = (
-    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}\n<tool_response>\n{{ m.content }}\n"
-    "</tool_response>{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
-)
-CALL = (
-    "{% for c in m.tool_calls or [] %}{% if m.content or not loop.first %}{{ '\\n' }}{% endif %}<tool_call>\n"
-    '{{ \'{"name": "\' + c.function.name + \'", "arguments": \' + (c.function.arguments | tojson) }}}\n</tool_call>{% endfor %}'
-)
-GENERATE = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-OWN = {
-    # Everything as it was said: Qwen 2.5, Qwen3-2507.
-    "keeps": TOOLS + "{% for m in messages %}{% if m.role == 'tool' %}" + RESULT
-    + "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}" + CALL + "<|im_end|>\n{% endif %}{% endfor %}" + GENERATE,
-    # Qwen 3: an empty think block appears in the last turn, and goes with the next message; old reasoning goes too.
-    "forgets": TOOLS + "{% set ns = namespace(asked=0) %}{% for m in messages %}{% if m.role == 'user' %}"
-    "{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
-    "{% for m in messages %}{% if m.role == 'tool' %}" + RESULT + "{% else %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and loop.index0 > ns.asked and (loop.last or m.reasoning_content) %}"
-    "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content }}" + CALL
-    + "<|im_end|>\n{% endif %}{% endfor %}" + GENERATE,
-    # Llama 3: bare JSON, one call a turn, results under a role of their own.
-    "bare": "<|begin_of_text|>{% for m in messages %}{% if m.role == 'tool' %}<|start_header_id|>ipython<|end_header_id|>\n\n"
-    "{{ m.content | tojson }}<|eot_id|>{% else %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{% if m.tool_calls %}"
-    "{% if m.tool_calls | length > 1 %}{{ raise_exception('one call at once') }}{% endif %}"
-    '{{ \'{"name": "\' + m.tool_calls[0].function.name + \'", "parameters": \' + (m.tool_calls[0].function.arguments | tojson) }}}'
-    "{% else %}{{ m.content | trim }}{% endif %}<|eot_id|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
-    # gpt-oss: channels, results named after the call, reasoning dropped once the answer is final, another end in the past.
-    "channels": "{% set ns = namespace(name=none) %}{% for m in messages %}{% if m.role == 'tool' %}{% if ns.name is none %}"
-    "{{ raise_exception('no call') }}{% endif %}<|start|>functions.{{ ns.name }} to=assistant<|channel|>commentary<|message|>"
-    "{{ m.content | tojson }}<|end|>{% elif m.role != 'assistant' %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>"
-    "{% elif m.tool_calls %}{% set ns.name = m.tool_calls[0].function.name %}{% if m.thinking %}"
-    "<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
-    "<|start|>assistant to=functions.{{ ns.name }}<|channel|>commentary json"
-    "<|message|>{{ m.tool_calls[0].function.arguments | tojson }}<|call|>{% elif loop.last and not add_generation_prompt %}"
-    "{% if m.thinking %}"
-    "<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}<|start|>assistant<|channel|>final"
-    "<|message|>{{ m.content }}<|return|>{% else %}"
-    "<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant{% endif %}",
-    # No token ends a turn: the next one's header does (GLM).
-    "headers": "{% for m in messages %}{% if m.role == 'tool' %}<|system|>\n{{ m.content }}{% else %}<|{{ m.role }}|>\n"
-    "{{ m.content }}{% for c in m.tool_calls or [] %}<call>{{ c.function.arguments | tojson }}"
-    "</call>{% endfor %}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
-}  # fmt: skip
-MATRIX = {  # + tool result, after reasoning; + user, after reasoning
-    "keeps": "append append append append",
-    "forgets": "rewrites append rewrites rewrites",
-    "bare": "append append append append",
-    "channels": "append append rewrites rewrites",
-    "headers": "append append append append",
-}
-SHIPPED = {
-    "qwen2_5": "append append append append",
-    "qwen3_instruct_2507": "append append append append",
-    "qwen3_8": "append append append append",
-    "qwen3": "rewrites append rewrites rewrites",
-    "qwen3_5_think": "append append rewrites rewrites",
-    "qwen3_6": "append append rewrites rewrites",
-    "llama3_1": "append append append append",
-    "llama3_2": "append append append append",
-    "gptoss": "append append rewrites rewrites",
-    "glm4moe": "append append append rewrites",
-}
+TABLE = yaml.safe_load(Path(__file__).parents[1].joinpath("fixtures", "turn_templates.yaml").read_text(encoding="utf-8"))
+OWN = {name: row["template"] for name, row in TABLE["own"].items()}
+SHIPPED = TABLE["shipped"]
+MATRIX = SHIPPED | {name: row["turns"] for name, row in TABLE["own"].items()}
 
 
 def shipped(name: str) -> str:
@@ -137,7 +76,7 @@ def answering(text: str):
 def test_trap_4_the_matrix_of_templates(named):
     name, turns = named
     proofs = turns.prove()
-    assert " ".join(proof.verdict for proof in proofs) == (MATRIX | SHIPPED)[name], [str(proof) for proof in proofs]
+    assert " ".join(proof.verdict for proof in proofs) == MATRIX[name], [str(proof) for proof in proofs]
     assert all(proof.why for proof in proofs if proof.verdict != "append")
 
 

@@ -8,7 +8,6 @@ import json
 import os
 import random
 import resource
-import signal
 import subprocess
 import sys
 import tempfile
@@ -31,7 +30,7 @@ from groupwise.environments.runtime import ToolResult
 from groupwise.environments.tool_episodes import truncated
 from groupwise.errors import ConfigError, DataError, EnvironmentFailure
 from groupwise.records import Episode, Finish, Prompt, Rollout, Sampling, Turn
-from groupwise.utils.process_main import LINUX, descendants
+from groupwise.utils.process_main import LINUX
 from groupwise.utils.processes import Died
 
 ADD, LATER = "my_tools.py:add", "my_tools.py:later"
@@ -583,23 +582,6 @@ def running(process: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False
-
-
-@pytest.mark.skipif(not LINUX, reason="only Linux tells a process that its parent has ended")
-def test_environments_end_with_the_process_that_forked_them(table: Callable[..., Any]) -> None:
-    """Whoever above them is killed, with a signal that it does not hear."""
-    at = table(factory="my_tools.py:Counter", tool_timeout=600.0)
-    talk, _ = at.begin(start=1)
-    supervisor = at.environment.runtime._process._connection.child.pid
-    worker, *forks = filter(running, descendants(supervisor))
-    assert len(forks) >= 2, "the supervisor of a fork, and the fork"
-    waiting = at.later(talk, call("wait_forever"))
-    os.kill(supervisor, signal.SIGKILL)
-    assert waiting.result(timeout=60).finish is Finish.ERROR
-    give_up = time.monotonic() + 60
-    while any(map(running, (worker, *forks))) and time.monotonic() < give_up:
-        time.sleep(0.01)
-    assert not any(map(running, (worker, *forks)))
 
 
 def test_a_tool_that_forks_and_hangs_leaves_nothing(table: Callable[..., Any], tmp_path: Path, monkeypatch: Any) -> None:

@@ -30,8 +30,6 @@ from groupwise.ops.operations import absence
 from groupwise.records import Episode, Finish, Prompt, Rollout, Sampling, Turn
 from groupwise.rewards.compose import build_rewards
 
-ROOT = Path(__file__).parents[2]
-TALK = "a number from 0 to 14?"
 GAME = {
     "objective": "grpo",
     "model": {"scratch": {"hidden": 32, "layers": 1, "heads": 2, "context": 128, "tokenizer": "arithmetic"}},
