@@ -4,68 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
-from head_losses import reference_logprobs
-from torch import Tensor
+from own_pass import apart, own, packed
 
 from groupwise.data.packing import pack
 from groupwise.errors import ConfigError
 from groupwise.models.attention import plain_attention
 from groupwise.models.passes import forward
-from groupwise.models.policy import Policy
 from groupwise.proof.prove import prove
-from groupwise.records import Sample
-
-
-def gradients(policy: Policy) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
-
-
-def one_by_one(policy: Policy, samples: list[Sample]) -> tuple[float, dict[str, Tensor]]:
-    """The model's own attention and plain log_softmax, a sequence per forward pass: knows nothing of packing."""
-    policy.model.zero_grad()
-    total = 0.0
-    with plain_attention(policy.model) as model:
-        for sample in samples:
-            ids = torch.from_numpy(np.concatenate([sample.prompt, sample.completion]))
-            logits = model(input_ids=ids[None], use_cache=False).logits[0, sample.prompt.size - 1 : -1, : policy.vocabulary]
-            logp = (logits / sample.temperature).log_softmax(-1)
-            entropy = -(logp.exp() * logp).sum(-1)
-            chosen = logp.gather(1, torch.from_numpy(sample.completion)[:, None])[:, 0]
-            loss = (torch.from_numpy(sample.weight).to(logp.dtype) * (chosen.square() + 0.3 * entropy)).sum()
-            loss.backward()
-            total += loss.item()
-    return total, gradients(policy)
-
-
-def packed(policy: Policy, samples: list[Sample], **options: object) -> tuple[float, dict[str, Tensor]]:
-    policy.model.zero_grad()
-    total = 0.0
-    for batch in pack(samples, dtype=policy.dtype, **options):  # type: ignore[arg-type]
-        rows = batch.trained_M
-        hidden = forward(policy, batch).hidden_PD[rows]
-        logp, entropy = reference_logprobs(hidden, policy.head, batch.target_P[rows], batch.temperature_P[rows])
-        loss = (batch.weight_P[rows] * (logp.square() + 0.3 * entropy)).sum()
-        loss.backward()
-        total += loss.item()
-    return total, gradients(policy)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3"])
 def test_p33_packed_and_shared_equal_one_by_one(family: str, tiny_policy: Callable, random_samples: Callable) -> None:
     policy = tiny_policy(family, dtype=torch.float64)
     samples = random_samples(groups=4)
-    _, expected = one_by_one(policy, samples)
+    expected = own(policy, samples)
     for options in (
         {"max_tokens_per_microbatch": 10_000},
         {"max_tokens_per_microbatch": 20},
         {"max_tokens_per_microbatch": 1},
         {"max_tokens_per_microbatch": 40, "share": False},
     ):
-        _, found = packed(policy, samples, **options)
-        assert max(float((found[n] - expected[n]).abs().max() / expected[n].abs().max()) for n in expected) < 1e-10
+        assert max(apart(packed(policy, samples, **options), expected)) < 1e-10
 
 
 def test_scores_do_not_depend_on_the_neighbours(tiny_policy: Callable, random_samples: Callable) -> None:

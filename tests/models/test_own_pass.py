@@ -6,17 +6,15 @@ the loss that balances experts, heads of several layers.
 
 from __future__ import annotations
 
-import copy
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from own_pass import Found, own, packed
 from planted import SHAPE, DividesItsStates, built, randomise
 from sample_texts import TOKENIZER, texts
-from torch import Tensor
 from transformers import (
     BioGptConfig,
     BioGptForCausalLM,
@@ -33,16 +31,10 @@ from transformers import (
 )
 
 from groupwise.config.settings import ModelSettings
-from groupwise.data.packing import pack
-from groupwise.models.backbone import checkpointing
 from groupwise.models.loading import load_policy, make_policy, read_blueprint
 from groupwise.models.output_head import form_of
-from groupwise.models.passes import forward
 from groupwise.models.policy import Policy
 from groupwise.models.shape import Shape
-from groupwise.ops.linear_cross_entropy import chosen_logprobs
-from groupwise.ops.operations import operations
-from groupwise.proof.passes import take_gradients
 from groupwise.records import Prompt, Sample, Sampling
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.transformers import TransformersEngine
@@ -57,47 +49,14 @@ LONG = {
 }
 
 
-def own(policy: Policy, samples: list[Sample]) -> tuple[list[np.ndarray], dict[str, Tensor]]:
-    """Log-probs and gradients by the model's own forward pass, one sequence at a time, each by a fresh copy of the model."""
-    found = []
-    policy.model.zero_grad(set_to_none=True)
-    for sample in samples:
-        config = copy.deepcopy(policy.model.config)
-        config._attn_implementation = "eager"
-        model: Any = type(policy.model)(config).eval()
-        model.load_state_dict(policy.model.state_dict())
-        ids = torch.from_numpy(np.concatenate([sample.prompt, sample.completion[:-1]]))[None]
-        logp = model(input_ids=ids, use_cache=False).logits[0, sample.prompt.size - 1 :, : policy.vocabulary].log_softmax(-1)
-        logp_N = logp.gather(1, torch.from_numpy(sample.completion)[:, None])[:, 0]
-        (torch.from_numpy(sample.weight).to(logp_N) * logp_N.square()).sum().backward()
-        found.append(logp_N.detach().numpy())
-        for ours, theirs in zip(policy.model.parameters(), model.parameters(), strict=True):
-            if theirs.grad is not None:
-                ours.grad = theirs.grad if ours.grad is None else ours.grad + theirs.grad
-    return found, take_gradients(policy)
+def trained_pass(policy: Policy, samples: list[Sample], *, again: bool = False) -> Found:
+    alike = getattr(policy, "alike", None)
+    return packed(policy, samples, again=again, fused=True, alike=alike, share=policy.attention == "shared")
 
 
-def by_run(policy: Policy, samples: list[Sample], *, again: bool = False) -> tuple[list[np.ndarray], dict[str, Tensor]]:
-    """The same as training computes it: packed together, prompts shared, fused."""
-    found = [np.zeros(sample.completion.size) for sample in samples]
-    policy.model.zero_grad(set_to_none=True)
-    with checkpointing(policy, True) if again else nullcontext(), operations().fused_modules(policy.model):
-        for batch in pack(samples, 10_000, alike=getattr(policy, "alike", None), share=policy.attention == "shared"):
-            rows = batch.trained_M
-            hidden = forward(policy, batch).hidden_PD[rows]
-            logp, _ = chosen_logprobs(hidden, policy.head, batch.target_P[rows], batch.temperature_P[rows])
-            (batch.weight_P[rows] * logp.square()).sum().backward()
-            for s, index in enumerate(batch.samples):
-                if index >= 0:
-                    end = batch.layout.start[s] + batch.layout.length[s]
-                    inside = (rows >= end - samples[index].completion.size) & (rows < end)
-                    found[index] = logp[inside].detach().numpy()
-    return found, take_gradients(policy)
-
-
-def assert_equal(found: tuple[list[np.ndarray], dict[str, Tensor]], expected: tuple[list[np.ndarray], dict[str, Tensor]]) -> None:
+def assert_equal(found: Found, expected: Found) -> None:
     for ours, theirs in zip(found[0], expected[0], strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
     size = max(float(gradient.norm()) for gradient in expected[1].values())
     for name, theirs in expected[1].items():
         assert float((found[1][name] - theirs).norm()) <= 2e-3 * float(theirs.norm()) + 1e-5 * size, name
@@ -127,14 +86,14 @@ def test_nothing_is_dropped_however_a_family_spells_it(family: str, attention: s
     samples = texts((3, 5), (9, 4)) if attention == "single" else texts((3, 5), (3, 9), (9, 4))
     expected = own(policy, samples)
     policy.model.train()
-    assert_equal(by_run(policy, samples, again=True), expected)
-    assert_equal(by_run(policy, samples), expected)
+    assert_equal(trained_pass(policy, samples, again=True), expected)
+    assert_equal(trained_pass(policy, samples), expected)
 
 
 def test_a_window_of_one_token_is_right() -> None:
     policy = make_policy(built(MistralForCausalLM, MistralConfig, sliding_window=1), TOKENIZER)
     samples = texts((3, 4), (3, 20), (12, 2))
-    assert_equal(by_run(policy, samples), own(policy, samples))
+    assert_equal(trained_pass(policy, samples), own(policy, samples))
 
 
 @pytest.mark.parametrize("base", [64, 128, 256])
@@ -149,7 +108,7 @@ def test_a_factor_before_the_head_that_no_name_tells_is_right_one_sequence_at_a_
     policy = make_policy(built(DividesItsStates, LlamaConfig), TOKENIZER, ModelSettings(attention="single"))
     assert policy.deep_head
     samples = texts((3, 4), (3, 20), (12, 2))
-    assert_equal(by_run(policy, samples), own(policy, samples))
+    assert_equal(trained_pass(policy, samples), own(policy, samples))
 
 
 def test_the_text_part_of_a_model_that_reads_images_is_loaded_and_proven(tmp_path: Any) -> None:
@@ -166,7 +125,7 @@ def test_the_text_part_of_a_model_that_reads_images_is_loaded_and_proven(tmp_pat
     policy = load_policy(ModelSettings(path=str(tmp_path), device="cpu"))
     assert type(policy.model) is Qwen2_5_VLForConditionalGeneration and policy.context == 77
     samples = texts((3, 4), (3, 20), (12, 2))
-    assert_equal(by_run(policy, samples), own(policy, samples))
+    assert_equal(trained_pass(policy, samples), own(policy, samples))
     blueprint = read_blueprint(ModelSettings(path=str(tmp_path)))
     shape = Shape.of(blueprint.config, parameter_count(blueprint), dtype="float32")
     assert shape.parameters == sum(p.numel() for p in model.parameters())

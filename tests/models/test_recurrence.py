@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from head_losses import reference_logprobs
+from own_pass import apart, own, packed
 from planted import randomise
 from sample_texts import TOKENIZER
 from steps import score_rollouts
@@ -149,48 +149,6 @@ def samples_of(seed: int = 0) -> list[Sample]:
                 )
             )
     return samples
-
-
-def gradients(policy: Policy) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
-
-
-def own(policy: Policy, samples: list[Sample]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Log-probs of completions and the gradients of their weighted squares, by transformers' forward pass over each text."""
-    policy.model.zero_grad()
-    values = []
-    with plain_attention(policy.model) as model:
-        for sample in samples:
-            ids = torch.from_numpy(np.concatenate([sample.prompt, sample.completion]))
-            logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, sample.prompt.size - 1 :]
-            logp = logits.log_softmax(-1).gather(1, ids[sample.prompt.size :, None])[:, 0]
-            (torch.from_numpy(sample.weight) * logp.square()).sum().backward()
-            values.append(logp.detach())
-    return values, gradients(policy)
-
-
-def packed(policy: Policy, samples: list[Sample], **options: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
-    policy.model.zero_grad()
-    values = [torch.empty(0)] * len(samples)
-    for batch in pack(samples, dtype=policy.dtype, **dict[str, Any](max_tokens_per_microbatch=10_000) | options):
-        rows = batch.trained_M
-        logp, _ = reference_logprobs(
-            forward(policy, batch).hidden_PD[rows], policy.head, batch.target_P[rows], batch.temperature_P[rows]
-        )
-        (batch.weight_P[rows] * logp.square()).sum().backward()
-        begin = 0
-        for index in batch.samples:
-            if index >= 0:
-                values[index] = logp[begin : begin + samples[index].completion.size].detach()
-                begin += samples[index].completion.size
-    return values, gradients(policy)
-
-
-def apart(one: tuple[list[Tensor], dict[str, Tensor]], other: tuple[list[Tensor], dict[str, Tensor]]) -> tuple[float, float]:
-    """The largest difference of a log-prob; of a gradient, relative to its largest number."""
-    assert one[1].keys() == other[1].keys()
-    values = max(float((a - b).abs().max()) for a, b in zip(one[0], other[0], strict=True))
-    return values, max(float((one[1][name] - g).abs().max() / g.abs().max().clamp(min=1.0)) for name, g in other[1].items())
 
 
 @pytest.mark.parametrize("name", EACH)
