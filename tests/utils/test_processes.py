@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import os
 import resource
 import signal
@@ -149,6 +150,44 @@ def test_r05_crashes_are_named(hostile, what, said):
         assert (str(died.value), died.value.cpu) == (f"worker died ({said})", False)
         assert pool.call("echo", 1) == ["", 1]
     assert zombies() == 0
+
+
+@pytest.fixture
+def worker_of(hostile):
+    """`worker_of(kind)`: a worker of one of `KINDS`; all end with the test."""
+    made = []
+
+    def start(kind: str, **options) -> WorkerProcess:
+        target = importlib.import_module("hostile_calls").make if kind == "fork of the program" else hostile
+        made.append(WorkerProcess(target, **options))
+        if kind == "fork of a worker":
+            made.append(made[-1].fork())
+        return made[-1]
+
+    yield start
+    for process in made:
+        process.kill()
+
+
+KINDS = ("interpreter", "fork of the program", "fork of a worker")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("what", "said"), [("exit", "exit code 7"), ("segfault", "signal 11"), ("burn", "processor time")])
+def test_a_worker_of_any_kind_says_how_it_ended(worker_of, kind, what, said):
+    process = worker_of(kind, cpu_seconds=0.2)
+    with pytest.raises(Died, match=said) as died:
+        process.call(what, seconds=WAIT)
+    assert died.value.cpu == (what == "burn")
+    assert not process.alive() and zombies() == 0
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_what_a_quiet_worker_prints_is_dropped(worker_of, capfd, kind):
+    process = worker_of(kind, quiet=True)
+    assert process.call("print", seconds=WAIT) == 1
+    process.kill()
+    assert capfd.readouterr() == ("", "")
 
 
 def test_exceptions_come_back_with_type_message_and_place(hostile):

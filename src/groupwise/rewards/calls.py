@@ -68,7 +68,9 @@ def described(labels: Sequence[str]) -> str:
     if len(labels) == 1:
         return f"completion {labels[0]}"
     named = f"completions {', '.join(labels[:3])}"
-    return named if len(labels) <= 3 else f"{named} ... ({len(labels)} in all)"
+    if len(labels) <= 3:
+        return named
+    return f"{named} ... ({len(labels)} in all)"
 
 
 def raised(
@@ -131,8 +133,8 @@ def out_of_time(call: RewardCall, seconds: float, late: Sequence[RewardCall]) ->
     """
     if call.reward.timeout is not None:
         empty: Any = [] if call.reward.signature.process else None
-        places = range(len(call.labels))
-        return Outcome(values=[empty for _ in places], late=tuple(places), seconds=seconds)
+        count = len(call.labels)
+        return Outcome(values=[empty] * count, late=tuple(range(count)), seconds=seconds)
     raise RewardError(
         f"the reward function {call.reward.name!r} gave no result within {time_limit(call):g} s and"
         f" was stopped; on {described(_labels(call.reward, late))}; if it may take so long, say how"
@@ -173,7 +175,9 @@ def order_of(call: RewardCall) -> tuple[bool, float]:
     """Return the key by which calls of a process are sorted: plain ones come first, asynchronous
     ones are answered by their deadlines.
     """
-    return (call.asynchronous, time_limit(call) if call.asynchronous else 0.0)
+    if not call.asynchronous:
+        return False, 0.0
+    return True, time_limit(call)
 
 
 def time_limit(call: RewardCall) -> float:
@@ -214,11 +218,9 @@ class Host:
             worker = self.start()
             worker.ready()
         except NotStarted as error:
-            serves = (
-                "a function of this process"
-                if self.live is not None
-                else ", ".join(self.specs) or "reward functions"
-            )
+            serves = ", ".join(self.specs) or "reward functions"
+            if self.live is not None:
+                serves = "a function of this process"
             raise RewardError(
                 f"the worker process of {serves} could not start: {error}"
             ) from error.__cause__

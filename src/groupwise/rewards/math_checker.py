@@ -43,11 +43,10 @@ class Checker:
 
     def __init__(self, *, workers: int | None = None) -> None:
         """`workers`: processes; default: half of the cores, at most four."""
-        cores = (
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1
-        )
+        if hasattr(os, "sched_getaffinity"):
+            cores = len(os.sched_getaffinity(0))
+        else:
+            cores = os.cpu_count() or 1
         self.pool = Pool(
             "groupwise.rewards.math_checker:judge",
             size=workers or min(4, max(1, cores // 2)),
@@ -67,30 +66,21 @@ class Checker:
         read within it is None.
         Raises RewardError if no worker can start.
         """
-        pairs = [
-            (
-                gold,
-                (
-                    answer
-                    if answer is None or gold == answer or len(answer) <= LONGEST_ANSWER
-                    else None
-                ),
-            )
-            for gold, answer in pairs
-        ]
+        pairs = [(gold, _compared(gold, answer)) for gold, answer in pairs]
         verdicts = {pair: self._at_once(*pair) for pair in pairs}
         unknown = [pair for pair, verdict in verdicts.items() if verdict is _UNKNOWN]
         readable: dict[str, bool] = {}
         for (gold, answer), outcome in zip(unknown, self._outcomes(unknown), strict=True):
-            failed = isinstance(outcome, Exception)
-            if (
-                failed and gold not in readable
-            ):  # whose fault?  If the gold compares with a 1 in time, the answer's.
-                readable[gold] = isinstance(self._outcomes([(gold, "1")])[0], float)
-            verdicts[gold, answer] = (0.0 if readable[gold] else None) if failed else outcome
+            verdicts[gold, answer] = outcome
+            if isinstance(outcome, Exception):
+                # Whose fault?  If the gold compares with a 1 in time, the answer's.
+                if gold not in readable:
+                    readable[gold] = isinstance(self._outcomes([(gold, "1")])[0], float)
+                verdicts[gold, answer] = 0.0 if readable[gold] else None
         if len(self._cache) >= CACHED:
             self._cache = {}
-        self._cache.update((pair, verdicts[pair]) for pair in unknown)
+        for pair in unknown:
+            self._cache[pair] = verdicts[pair]
         return [verdicts[pair] for pair in pairs]
 
     def recompute(self, golds: Sequence[str]) -> list[float | None]:
@@ -99,33 +89,31 @@ class Checker:
         """
         # Equal expressions are recognised without evaluating them, so a gold has to survive a
         # comparison with a 1 too.
-        known = {
-            pair: _by_rules(*pair)
-            for gold in golds
-            for pair in ((gold, form_of(gold).text), (gold, "1"))
-        }
+        pairs: list[Pair] = []
+        for gold in golds:
+            pairs += [(gold, form_of(gold).text), (gold, "1")]
+        known = {pair: _by_rules(*pair) for pair in pairs}
         unknown = [pair for pair, verdict in known.items() if verdict is _UNKNOWN]
         known |= zip(unknown, self._outcomes(unknown), strict=True)
-        of_gold = [(known[gold, form_of(gold).text], known[gold, "1"]) for gold in golds]
-        return [
-            itself if isinstance(itself, float) and isinstance(one, float) else None
-            for itself, one in of_gold
-        ]
+        verdicts: list[float | None] = []
+        for gold in golds:
+            itself, one = known[gold, form_of(gold).text], known[gold, "1"]
+            readable = isinstance(itself, float) and isinstance(one, float)
+            verdicts.append(itself if readable else None)
+        return verdicts
 
     def _outcomes(self, pairs: Sequence[Pair]) -> list[Any]:
         """What the comparisons gave, or raised.  One that died or met the wall clock is made again:
         memory or a machine that stood still may have ended it, and not its answer."""
         try:
             outcomes = self.pool.map(pairs)
-            broken = [
-                place
-                for place, one in enumerate(outcomes)
-                if isinstance(one, TimeoutError) or (isinstance(one, Died) and not one.cpu)
-            ]
-            for place, again in zip(
-                broken, self.pool.map([pairs[place] for place in broken]), strict=True
-            ):
-                outcomes[place] = again
+            broken = []
+            for place, one in enumerate(outcomes):
+                if isinstance(one, TimeoutError) or (isinstance(one, Died) and not one.cpu):
+                    broken.append(place)
+            again = self.pool.map([pairs[place] for place in broken])
+            for place, outcome in zip(broken, again, strict=True):
+                outcomes[place] = outcome
         except NotStarted as error:
             raise RewardError(
                 f"the worker process that compares answers could not start: {error}"
@@ -137,11 +125,16 @@ class Checker:
         verdict = _by_rules(gold, answer)
         if verdict is not _UNKNOWN:
             return verdict
-        return (
-            1.0
-            if answer is not None and gold.strip() == answer.strip()
-            else self._cache.get((gold, answer), _UNKNOWN)
-        )
+        if answer is not None and gold.strip() == answer.strip():
+            return 1.0
+        return self._cache.get((gold, answer), _UNKNOWN)
+
+
+def _compared(gold: str, answer: str | None) -> str | None:
+    """Return the answer that is compared: one that is too long is none, unless it is the gold."""
+    if answer is None or gold == answer or len(answer) <= LONGEST_ANSWER:
+        return answer
+    return None
 
 
 def _by_rules(gold: str, answer: str | None) -> Any:
@@ -190,9 +183,10 @@ def judge() -> Callable[[str, str | None], float | None]:
         gold_parsed = read(gold)
         if not gold_parsed:
             return None
-        answer_parsed = [] if answer is None else read(answer)
-        equal = bool(answer_parsed) and verify(gold_parsed, answer_parsed, timeout_seconds=None)
-        return float(equal and not _apart(gold_parsed[0], answer_parsed[0]))
+        answer_parsed = read(answer) if answer is not None else None
+        if not answer_parsed or not verify(gold_parsed, answer_parsed, timeout_seconds=None):
+            return 0.0
+        return float(not _apart(gold_parsed[0], answer_parsed[0]))
 
     def compare(gold: str, answer: str | None) -> float | None:
         return decide(gold, answer, library)
@@ -220,8 +214,10 @@ def _apart(gold: Any, answer: Any) -> bool:
     difference = abs(left - right).evalf(DIGITS)
     if not gold.has(Float) and not answer.has(Float):
         return bool(difference > size * 1e-25)
-    floats = [side for side in (gold, answer) if side.is_Float]
-    step = max((10.0 ** -_decimals(side) for side in floats), default=0.0)
+    step = 0.0
+    for side in (gold, answer):
+        if side.is_Float:
+            step = max(step, 10.0 ** -_decimals(side))
     return bool(difference > max(size * 1e-12, min(step / 2, 5e-7, size * 1e-4)))
 
 

@@ -9,7 +9,7 @@ without one it reads their texts, one a line.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -93,21 +93,17 @@ def model_reward(
             f"{path} has another tokenizer than the policy: steps are rewarded at the policy's own"
             " tokens"
         )
-    segment_steps(
-        [], lambda ids: (), by=steps, pattern=pattern, ends=ends
-    )  # refuses bad arguments now
+    cut = partial(segment_steps, by=steps, pattern=pattern, ends=ends)
+    cut([], lambda ids: ())  # refuses bad arguments now
 
     def by_steps(
         prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
     ) -> list[Steps]:
-        cut = [
-            segment_steps(ids, scorer.vocabulary.texts, by=steps, pattern=pattern, ends=ends)
-            for ids in completion_ids
-        ]
-        return [
-            step_rewards(pooling, *both)
-            for both in zip(scorer.tokens(prompt_ids, completion_ids), cut, strict=True)
-        ]
+        rewarded = []
+        scores = scorer.tokens(prompt_ids, completion_ids)
+        for score_n, ids in zip(scores, completion_ids, strict=True):
+            rewarded.append(step_rewards(pooling, score_n, cut(ids, scorer.vocabulary.texts)))
+        return rewarded
 
     return ProcessReward(by_steps)
 
@@ -121,15 +117,19 @@ def step_rewards(pooling: str, scores: np.ndarray, ends: Sequence[int]) -> Steps
     >>> step_rewards("mean", np.array([1.0, 3.0, 0.0, 4.0]), [1, 3])
     [(1, 1.0), (3, 1.0)]
     """
+    if len(ends) == 0:
+        return []
+    rewards = []
     if pooling == "steps":
-        return [
-            (end, float(1.0 / (1.0 + np.exp(-np.clip(scores[end], -50.0, 50.0))))) for end in ends
-        ]
-    from groupwise.models.reward_head import pool_weights
+        for end in ends:
+            rewards.append(1.0 / (1.0 + np.exp(-np.clip(scores[end], -50.0, 50.0))))
+    else:
+        from groupwise.models.reward_head import pool_weights
 
-    parts = pool_weights(pooling, scores.size) * scores  # type: ignore[arg-type]
-    sums = np.add.reduceat(parts, [0, *(end + 1 for end in ends[:-1])]) if len(ends) else ()
-    return [(end, float(part)) for end, part in zip(ends, sums, strict=True)]
+        parts = pool_weights(pooling, scores.size) * scores  # type: ignore[arg-type]
+        begins = np.array([-1, *ends[:-1]]) + 1
+        rewards += list(np.add.reduceat(parts, begins))
+    return list(zip(ends, map(float, rewards), strict=True))
 
 
 class _Scorer:
@@ -145,16 +145,13 @@ class _Scorer:
         from groupwise.models.reward_head import check_scorer
 
         check_scorer(blueprint.config, settings.path)
-        self.blueprint, self.settings, self.max_tokens_per_microbatch = (
-            blueprint,
-            settings,
-            max_tokens_per_microbatch,
-        )
+        self.blueprint, self.settings = blueprint, settings
+        self.max_tokens_per_microbatch = max_tokens_per_microbatch
         self.pooling = str(blueprint.config.get("pooling") or "last")
         vocabulary = blueprint.tokenizer.get_vocab()
         self.checked = False
-        self.same_ids = tokenizer is not None and all(
-            vocabulary.get(token) == i for token, i in tokenizer.get_vocab().items()
+        self.same_ids = tokenizer is not None and (
+            tokenizer.get_vocab().items() <= vocabulary.items()
         )
 
     @cached_property
@@ -190,20 +187,21 @@ class _Scorer:
         """
         from groupwise.data.templates import Template
 
-        tokenizer, ids = self.blueprint.tokenizer, list[tuple[list[int], list[int]]]()
+        tokenizer = self.blueprint.tokenizer
+        prompt_ids, completion_ids = [], []
         template = Template(tokenizer=tokenizer, chat=bool(tokenizer.chat_template))
         reasons = finish_reasons or ["eos"] * len(completions)
         for prompt, completion, reason in zip(prompts, completions, reasons, strict=True):
             if not template.chat and not isinstance(prompt, str):
                 prompt = "\n".join(str(message["content"]) for message in prompt)
             question = template.ask([template.read({"prompt": prompt}, "a prompt")])[0]
-            answer = template.complete([question], [completion], self.blueprint.eos_ids)[
-                0
-            ].tokens.tolist()
-            ids.append((question.tokens.tolist(), answer[:-1] if reason == "length" else answer))
-        return self._scores(
-            self._answers([prompt for prompt, _ in ids], [completion for _, completion in ids])
-        )
+            (answer,) = template.complete([question], [completion], self.blueprint.eos_ids)
+            ids = answer.tokens.tolist()
+            if reason == "length":
+                del ids[-1:]
+            prompt_ids.append(question.tokens.tolist())
+            completion_ids.append(ids)
+        return self._scores(self._answers(prompt_ids, completion_ids))
 
     def tokens(
         self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
@@ -242,9 +240,8 @@ class _Scorer:
                     f" but a prompt and its completion have {len(prompt)} + {len(completion)}:"
                     " lower rollout.max_new_tokens or data.max_prompt_tokens"
                 )
-            prompt_m, completion_n = (
-                np.asarray(ids, dtype=np.int64) for ids in (prompt, completion)
-            )
+            prompt_m = np.asarray(prompt, dtype=np.int64)
+            completion_n = np.asarray(completion, dtype=np.int64)
             answers.append(Answer(prompt_m.tobytes().hex(), prompt_m, completion_n))
         return answers
 

@@ -65,11 +65,8 @@ def find_builtin(
 
 def _model(settings: RewardSettings, name: str, tokenizer: Any) -> Callable[..., Any]:
     model_reward = builtin_function(MODEL)
-    known = [
-        p.name
-        for p in inspect.signature(model_reward).parameters.values()
-        if p.kind is p.KEYWORD_ONLY
-    ]
+    parameters = inspect.signature(model_reward).parameters.values()
+    known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     for key in settings.args:
         if key not in known:
             raise ConfigError(
@@ -90,11 +87,9 @@ def builtin_function(name: str) -> Callable[..., Any]:
     if name in REWARDS:
         return find_built_in("rewards", name)
     near = nearest(name, REWARDS)
-    hint = (
-        f"did you mean {near!r}?"
-        if near is not None
-        else f"built-in: {', '.join(REWARDS)}; your own: module:function"
-    )
+    hint = f"built-in: {', '.join(REWARDS)}; your own: module:function"
+    if near is not None:
+        hint = f"did you mean {near!r}?"
     raise ConfigError(f"there is no reward function {name!r}; {hint}")
 
 

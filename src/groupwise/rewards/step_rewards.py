@@ -59,13 +59,12 @@ def checked_steps(name: str, values: Any, labels: Sequence[str]) -> list[Steps]:
     >>> checked_steps("f", [[(1, 1), (3, 0.5)], []], ["0#0", "0#1"])
     [[(1, 1.0), (3, 0.5)], []]
     """
-    function, expected = (
-        f"the process reward function {name!r} returned",
-        f"expected {len(labels)} lists of (end token, reward)",
-    )
+    function = f"the process reward function {name!r} returned"
+    expected = f"expected {len(labels)} lists of (end token, reward)"
     if not isinstance(values, list | tuple):
         raise RewardError(f"{function} {type(values).__name__}, {expected}, one per completion")
-    if odd := {type(steps).__name__ for steps in values if not isinstance(steps, list | tuple)}:
+    odd = {type(steps).__name__ for steps in values if not isinstance(steps, list | tuple)}
+    if odd:
         raise RewardError(
             f"{function} {type(values).__name__} of {', '.join(sorted(odd))}, {expected}, one per"
             " completion"
@@ -129,16 +128,17 @@ def segment_steps(
             raise ConfigError("steps by tokens need the ids that end a step")
         places = [index for index, token in enumerate(tokens) if token in ends]
     else:
-        matches, written = _pattern(by, pattern), texts(tokens)
+        step, written = _pattern(by, pattern), texts(tokens)
         reach = list(accumulate(map(len, written)))
-        stops = [
-            match.end()
-            for match in matches.finditer("".join(written))
-            if match.end() > match.start()
-        ]
-        places = sorted({bisect_left(reach, end) for end in stops})
+        places = []
+        for match in step.finditer("".join(written)):
+            place = bisect_left(reach, match.end())
+            if match.end() > match.start() and place not in places[-1:]:
+                places.append(place)
     last = len(tokens) - 1
-    return places if last < 0 or (places and places[-1] == last) else [*places, last]
+    if last >= 0 and last not in places[-1:]:
+        places.append(last)
+    return places
 
 
 def _pattern(by: str, pattern: str | None) -> re.Pattern[str]:
@@ -184,7 +184,9 @@ def with_turns(group: RolloutGroup) -> RolloutGroup:
     if "process" in group.signals:
         columns = [np.array(column, np.float64) for column in group.signals["process"]]
     for rollout, column in zip(group.rollouts, columns, strict=True):
-        for turn in () if rollout.episode is None else rollout.episode.turns:
+        if rollout.episode is None:
+            continue
+        for turn in rollout.episode.turns:
             if turn.end > turn.begin and turn.reward is not None:
                 column[turn.end - 1] = np.nansum([column[turn.end - 1], turn.reward])
     return replace(group, signals={**group.signals, "process": tuple(columns)})

@@ -164,7 +164,9 @@ class Reward:
         """What the function returned for these completions: numbers, or steps of a process reward.
         Raises RewardError.
         """
-        return (checked_steps if self.signature.process else checked)(self.name, values, labels)
+        if self.signature.process:
+            return checked_steps(self.name, values, labels)
+        return checked(self.name, values, labels)
 
 
 def read_signature(
@@ -178,23 +180,26 @@ def read_signature(
     data cannot satisfy.
     """
     process = isinstance(function, ProcessReward)
-    function = function.function if isinstance(function, ProcessReward) else function
+    if isinstance(function, ProcessReward):
+        function = function.function
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"the reward {name!r}: the signature of {function!r} cannot be read ({error})"
         ) from error
-    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    everything = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    positional = [
-        p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty
-    ]
-    if positional:
-        raise ConfigError(
-            f"the reward {name!r} has the positional-only parameter {positional[0]!r}; it is called"
-            " by keyword"
-        )
+    named: dict[str, inspect.Parameter] = {}
+    everything = False
+    for p in parameters:
+        if p.kind is p.VAR_KEYWORD:
+            everything = True
+        elif p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
+            named[p.name] = p
+        elif p.kind is p.POSITIONAL_ONLY and p.default is p.empty:
+            raise ConfigError(
+                f"the reward {name!r} has the positional-only parameter {p.name!r}; it is called"
+                " by keyword"
+            )
     unknown = [key for key in arguments if key not in named and not everything]
     if unknown:
         raise ConfigError(
@@ -202,14 +207,14 @@ def read_signature(
             f" {listed(_options(named, columns))}"
         )
     single = "completion" in named and "completions" not in named
-    offered = [*OFFERED, *RUN_PARAMETERS, *([] if gold is None else ["gold"])]
-    offered = [*SINGULAR, "prompt_ids", "completion_ids", *RUN_PARAMETERS] if single else offered
-    available = [*offered, *(column for column in columns if column not in offered)]
-    missing = [
-        p.name
-        for p in named.values()
-        if p.name not in available and p.name not in arguments and p.default is p.empty
-    ]
+    offered = [*OFFERED, *RUN_PARAMETERS]
+    if single:
+        offered = [*SINGULAR, "prompt_ids", "completion_ids", *RUN_PARAMETERS]
+    elif gold is not None:
+        offered.append("gold")
+    available = {*offered, *columns}
+    needed = [p.name for p in named.values() if p.default is p.empty and p.name not in arguments]
+    missing = [key for key in needed if key not in available]
     if missing:
         raise ConfigError(
             f"the reward {name!r} asks for {listed(missing)}, {NO_COLUMN}; columns:"
@@ -219,12 +224,10 @@ def read_signature(
     asks = [key for key in named if key in available and key not in arguments]
     if everything:  # as TRL: finish_reasons and prompt_ids only for those who name them
         usual = ("prompt", "completion") if single else ("prompts", "completions", "completion_ids")
-        asks += [
-            key
-            for key in (*usual, *columns)
-            if key in available and key not in asks and key not in arguments
-        ]
-    if not any(ask in ("completion", "completions", "completion_ids") for ask in asks):
+        for key in (*usual, *columns):
+            if key in available and key not in asks and key not in arguments:
+                asks.append(key)
+    if not {"completion", "completions", "completion_ids"}.intersection(asks):
         raise ConfigError(
             f"the reward {name!r} takes neither completions nor completion_ids: is it a reward"
             " function?"
@@ -278,11 +281,9 @@ def checked(name: str, values: Any, labels: Sequence[str]) -> list[float | None]
             )
         values = values.tolist()
     if not isinstance(values, list | tuple):
-        hint = (
-            "; is it an async function? declare it with async def"
-            if isinstance(values, Awaitable)
-            else ""
-        )
+        hint = ""
+        if isinstance(values, Awaitable):
+            hint = "; is it an async function? declare it with async def"
         if inspect.iscoroutine(values):
             values.close()
         raise RewardError(
@@ -323,5 +324,8 @@ def _is_array(value: Any) -> bool:
 
 
 def _kind(value: Any) -> str:
-    text = repr(value) if isinstance(value, str | int | float | bool | None) else ""
-    return f"{type(value).__name__} {text[:60]}".strip() if value is not None else "None"
+    if value is None:
+        return "None"
+    if isinstance(value, str | int | float | bool):
+        return f"{type(value).__name__} {repr(value)[:60]}"
+    return type(value).__name__
