@@ -1,12 +1,11 @@
 """Faults: each test injects one and says how the run must end.  `@pytest.mark.fault(case, injected, outcome)` names it.
 
 After the tests a table is printed: case, what was injected, the exit code, the outcome, and whether it came.  With
-`--fault-page FILE` it becomes that page, if all tests ran and passed.
+`--fault-page FILE` it becomes the first table of that page, if all tests ran and passed; the rest of the page is kept.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shutil
 from collections.abc import Callable
@@ -156,14 +155,20 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
         if exitstatus or not all(row.passed for row in rows):
             write(f"{place} was not written: not all ended as they must")
         else:
-            Path(place).write_text(_page().page_of(rows), encoding="utf-8")
+            page = Path(__file__).with_name("outcomes.md").read_text(encoding="utf-8")
+            Path(place).write_text(page_of(page, rows), encoding="utf-8")
             write(f"{place}: written")
 
 
-def _page() -> Any:
-    """The module page.py beside this file."""
-    found = importlib.util.spec_from_file_location("fault_page", Path(__file__).with_name("page.py"))
-    assert found is not None and found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
+def page_of(page: str, rows: list[Row]) -> str:
+    """outcomes.md with these rows in its first table."""
+    rule = "|---|---|---|---|\n"
+    head, _, rest = page.partition(rule)
+    behind = rest.partition("\n\n")[2]
+    lines = [f"| {row.case} | {cell(row.injected)} | {row.status} | {cell(row.outcome)} |\n" for row in rows]
+    return f"{head}{rule}{''.join(lines)}\n{behind}"
+
+
+def cell(text: str) -> str:
+    """Text inside a table of Markdown."""
+    return text.replace("|", "\\|").replace("<", "&lt;")

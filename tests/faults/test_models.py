@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from finished import final_weights
 
 from groupwise.algorithms.advantages import Standardized
 from groupwise.config.recipes import load_recipe
@@ -20,10 +20,6 @@ from groupwise.models.saving import save
 from groupwise.runs import checkpoint
 from groupwise.runs.metrics_log import read_metrics
 from groupwise.runs.run import train
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "final" / "model.safetensors")
 
 
 def finish(path: Path) -> Path:
@@ -58,7 +54,10 @@ def test_pad_does_not_matter(pad: str | None, recipe: Callable, tiny_policy: Cal
     changed(other / "tokenizer_config.json", pad_token=None if pad is None else tokens["eos_token"])
     eos = json.loads((other / "config.json").read_text())["eos_token_id"]
     changed(other / "config.json", pad_token_id=None if pad is None else eos if isinstance(eos, int) else eos[0])
-    ours, theirs = weights(finish(recipe("other_pad", model={"path": str(other), "scratch": None}, steps=2))), weights(clean)
+    ours, theirs = (
+        final_weights(finish(recipe("other_pad", model={"path": str(other), "scratch": None}, steps=2))),
+        final_weights(clean),
+    )
     # torch gives the row of an embedding's `padding_idx` no gradient where its token is read: nothing else knows of PAD.
     row = [eos, json.loads((model / "config.json").read_text())["pad_token_id"]]
     for found in (ours, theirs):

@@ -44,6 +44,7 @@ def everything(folder: Path) -> bytes:
 def test_names_of_secrets_are_redacted(name: str) -> None:
     assert secret_name(name)
     assert "VALUE" not in json.dumps(redacted({"args": {name: ["VALUE", {"inner": "VALUE"}]}, "x": {name: {"user": "VALUE"}}}))
+    assert redacted({"headers": {name: "VALUE", "Accept": "json"}}) == {"headers": {name: REDACTED, "Accept": "json"}}
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -80,20 +81,6 @@ def test_ordinary_texts_are_kept(text: str) -> None:
     assert redacted({"x": [text]}) == {"x": [text]}
     if text not in ("tokens=10", "pass=1", "password={password}"):  # of a command's arguments, all that has such a name goes
         assert redacted_command(["train", f"data.system={text}"]) == ["train", f"data.system={text}"]
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        {"headers": {"X-Api-Key": "VALUE", "Accept": "json"}},
-    ],
-)
-def test_secrets_in_mappings_are_redacted(value: dict) -> None:
-    found = json.dumps(redacted(value))
-    assert "VALUE" not in found
-    assert [kept for kept in ("Accept", "judge.py", '"3"') if kept in json.dumps(value)] == [
-        kept for kept in ("Accept", "judge.py", '"3"') if kept in found
-    ]
 
 
 def test_a_secret_in_the_middle_of_a_text_is_none() -> None:

@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from finished import final_weights, untimed_metrics
 
 from groupwise.config.recipes import load_recipe
-from groupwise.runs.metrics_log import read_metrics
 from groupwise.runs.run import train
 
-TIMING = ("time/", "wall", "tokens/per_second", "flops/per_second")
 RULES = [{"function": "accuracy"}, {"function": "repetition", "args": {"n": 2, "penalty": -1.0}}]
 TWICE = {"prompts_per_step": 4, "updates_per_rollout": 2, "minibatches": 2}
 PPO = {"objective": "ppo", "steps": 4, "rewards": RULES, "group": {**TWICE, "group_size": 2, "beta": 0.05, "kl": "k3"}}
@@ -91,10 +89,6 @@ def trained(path: Path, stops: Sequence[int] = ()) -> list[Any]:
     return list(train(load_recipe(path)))
 
 
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [{key: value for key, value in line.items() if not key.startswith(TIMING)} for line in read_metrics(folder)]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_p43_p44_interrupted_equals_straight_bit_for_bit(name: str, larger: str, tmp_path: Path, write_recipe: Callable) -> None:
@@ -106,11 +100,11 @@ def test_p43_p44_interrupted_equals_straight_bit_for_bit(name: str, larger: str,
     whole, rest = trained(straight), trained(broken, case.stops)
     assert [step.number for step in rest] == [step.number for step in whole if step.number > case.stops[-1]]
     one, other = tmp_path / "runs" / "straight", tmp_path / "runs" / "broken"
-    assert metrics(one) == metrics(other)
-    expected, found = (load_file(folder / "final" / "model.safetensors") for folder in (one, other))
+    assert untimed_metrics(one) == untimed_metrics(other)
+    expected, found = (final_weights(folder) for folder in (one, other))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) for key in expected)
-    lines = metrics(one)
+    lines = untimed_metrics(one)
     assert any(step.metrics["grad_norm"] > 0 for step in whole)
     assert all(step.metrics.keys() >= set(case.logs) for step in whole)
     assert [step.metrics["lr"] > 0 for step in whole] == [step.number > case.pretrained for step in whole]

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from finished import untimed_metrics
 from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -27,7 +28,6 @@ from groupwise.errors import ConfigError, DataError, GroupwiseError
 from groupwise.models.saving import save
 from groupwise.runs import rollout_files
 from groupwise.runs.folder import choose_folder
-from groupwise.runs.metrics_log import read_metrics
 from groupwise.runs.rollout_files import read_step
 from groupwise.runs.run import Run, RunResult, judged_before, train
 from groupwise.runs.run_files import RunFiles
@@ -63,16 +63,6 @@ def recipe(tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "final" / "model.safetensors")
-
-
-def metrics(folder: Path) -> list[dict]:
-    lines = read_metrics(folder)
-    timing = ("time/", "wall", "tokens/per_second", "flops/per_second")
-    return [{key: value for key, value in line.items() if not key.startswith(timing)} for line in lines]
-
-
 def test_p27_no_kl_without_a_reference(recipe: Callable, tmp_path: Path) -> None:
     steps = list(train(load_recipe(recipe(name="plain", **(GRPO | {"steps": 1})))))
     assert not [key for key in steps[-1].metrics if "kl" in key.split("/")[0]]
@@ -83,7 +73,7 @@ def test_p27_no_kl_without_a_reference(recipe: Callable, tmp_path: Path) -> None
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(recipe: Callable, tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         list(train(load_recipe(recipe(name=name, **(GRPO | {"steps": 2, "seed": seed})))))
-    a, b, c = (metrics(tmp_path / "runs" / name) for name in "abc")
+    a, b, c = (untimed_metrics(tmp_path / "runs" / name) for name in "abc")
     assert a == b
     assert a != c
 

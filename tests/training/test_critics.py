@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from groupwise.algorithms import advantages as credit
 from groupwise.algorithms import losses
@@ -296,10 +295,6 @@ TREE = {
     "critic": {"lr": 1e-3, "pretrain": 1},
     "rewards": [{"function": "accuracy"}, {"function": "repetition", "args": {"n": 2, "penalty": -1.0}}],
 }
-
-
-def final(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "final" / "model.safetensors")
 
 
 @pytest.mark.slow

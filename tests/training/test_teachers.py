@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
 
 from groupwise.algorithms import advantages
 from groupwise.algorithms.table import ALGORITHMS
@@ -241,10 +240,6 @@ def larger(tmp_path_factory: pytest.TempPathFactory, write_recipe: Callable) -> 
     model = {"scratch": {"hidden": 48, "layers": 2, "heads": 4, "context": 128, "tokenizer": "arithmetic"}}
     list(train(load_recipe(write_recipe(folder, "larger", steps=1, model=model, rewards=[{"function": "accuracy"}]))))
     return str(folder / "runs" / "larger" / "final")
-
-
-def final(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "final" / "model.safetensors")
 
 
 @pytest.mark.slow
