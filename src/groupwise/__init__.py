@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from groupwise.algorithms.table import ALGORITHMS
     from groupwise.api.evaluate import EvalReport, evaluate
     from groupwise.api.loaded_policy import LoadedPolicy, load_policy, make_policy
+    from groupwise.api.publish import push
     from groupwise.api.tables import read_metrics, read_rollouts
     from groupwise.api.train import Training, train
     from groupwise.config import settings
@@ -65,6 +66,7 @@ _WHERE = {
     "evaluate": "api.evaluate",
     "EvalReport": "api.evaluate",
     "make_policy": "api.loaded_policy",
+    "push": "api.publish",
     "read_metrics": "api.tables",
     "read_rollouts": "api.tables",
     "Policy": "models.policy",
@@ -86,7 +88,7 @@ __all__ = [
     "ALGORITHMS", "EvalReport", "GroupwiseError", "LiveReward", "LoadedPolicy", "NativeEngine",
     "Optimizer", "Policy", "Prompt", "Recipe", "Rollout", "RolloutGroup", "Sample", "Sampling",
     "Step", "Training", "build_rewards", "evaluate", "from_trl", "load_policy", "load_recipe",
-    "load_stages", "make_policy", "pack", "read_metrics",
+    "load_stages", "make_policy", "pack", "push", "read_metrics",
     "read_rollouts", "resolve", "score", "settings", "train", "train_offline", "train_online",
     "update",
 ]  # fmt: skip

@@ -44,6 +44,7 @@ COMMANDS = {
     "view": "show runs in the browser, token by token, also during training",
     "runs": "list the run folders and their state",
     "compare": "compare runs, or groups of runs with several seeds",
+    "push": "upload the final model of a run to the Hugging Face hub",
     "trust": "allow the code that a run folder of another machine or user names",
     "replay": "recompute a recorded step, unchanged or with a change",
     "explain": "show one step of an algorithm in numbers",

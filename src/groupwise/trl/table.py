@@ -252,7 +252,7 @@ LACKING = {
 }
 """What there is instead -> arguments that are not supported."""
 ELSEWHERE = {
-    "`hf upload NAME runs/RUN/final` uploads the model": (
+    "`groupwise push runs/RUN ORG/NAME` uploads the final model": (
         "hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy hub_token "
         "log_completions_hub_repo push_to_hub"
     ),
