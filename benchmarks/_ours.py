@@ -22,6 +22,7 @@ from groupwise.data.packing import pack, unpack
 from groupwise.data.tokenizers import load_tokenizer
 from groupwise.models.backbone import checkpointing
 from groupwise.models.loading import make_policy, read_blueprint
+from groupwise.models.passes import BatchPass
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import load_scorer
 from groupwise.models.shape import Shape
@@ -37,7 +38,6 @@ from groupwise.training.loss import Loss
 from groupwise.training.offline import SFT, Objective, train_offline
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
-from groupwise.training.passes import BatchPass
 from groupwise.training.preferences import reward_objective
 from groupwise.training.samples import weigh
 from groupwise.training.signals import add_signals

@@ -34,9 +34,9 @@ def main() -> None:
         from _ours import positions
 
         from groupwise.data.packing import pack
+        from groupwise.models.passes import BatchPass
         from groupwise.ops.operations import operations
         from groupwise.training.loss import Loss
-        from groupwise.training.passes import BatchPass
 
         completions = [ids.tolist() for ids in here.completion_ids()]
         columns = {"rewards": [float(len(ids) % 2) for ids in completions], "logp": [[-9.0] * len(ids) for ids in completions]}

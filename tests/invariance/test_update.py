@@ -20,12 +20,12 @@ from groupwise.config.resolve import resolve
 from groupwise.config.settings import CriticSettings, GroupSettings, OptimizerSettings
 from groupwise.data.packing import pack
 from groupwise.models.backbone import checkpointing
+from groupwise.models.passes import BatchPass
 from groupwise.models.policy import Policy
 from groupwise.models.sharded import frozen_copy
 from groupwise.records import RolloutGroup, Sample
 from groupwise.training.critics import Critic
 from groupwise.training.loss import Loss
-from groupwise.training.passes import BatchPass
 from groupwise.training.samples import weigh
 from groupwise.training.signals import add_signals
 from groupwise.training.teachers import Teacher

@@ -18,6 +18,7 @@ from groupwise.config.resolve import resolve
 from groupwise.config.settings import EngineSettings, GroupSettings, OptimizerSettings, RolloutSettings
 from groupwise.data.packing import pack
 from groupwise.models.attention import plain_attention
+from groupwise.models.passes import BatchPass
 from groupwise.models.policy import Policy
 from groupwise.models.sharded import frozen_copy
 from groupwise.records import Prompt, Rollout, Sample, Sampling
@@ -29,7 +30,6 @@ from groupwise.training.loss import Loss
 from groupwise.training.metrics import measure
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
-from groupwise.training.passes import BatchPass
 from groupwise.training.samples import weigh
 from groupwise.training.signals import add_signals
 

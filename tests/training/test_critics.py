@@ -19,6 +19,7 @@ from groupwise.data.packing import pack
 from groupwise.errors import ConfigError
 from groupwise.models.attention import plain_attention
 from groupwise.models.loading import read_blueprint
+from groupwise.models.passes import BatchPass
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import make_scorer
 from groupwise.models.saving import save
@@ -30,7 +31,6 @@ from groupwise.training.groups import RecordedRollouts
 from groupwise.training.loss import CriticLoss, Loss
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
-from groupwise.training.passes import BatchPass
 from groupwise.training.samples import sample_of, weigh
 from groupwise.training.signals import add_signals
 

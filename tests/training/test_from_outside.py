@@ -21,12 +21,12 @@ from groupwise.config.resolve import resolve
 from groupwise.config.settings import GroupSettings, OptimizerSettings
 from groupwise.data.packing import pack
 from groupwise.errors import ConfigError
+from groupwise.models.passes import BatchPass
 from groupwise.runs.run import train
 from groupwise.training.groups import RecordedRollouts
 from groupwise.training.loss import Loss
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
-from groupwise.training.passes import BatchPass
 from groupwise.training.samples import weigh
 
 OUTSIDE = '''

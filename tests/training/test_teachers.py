@@ -23,6 +23,7 @@ from groupwise.data.packing import pack
 from groupwise.errors import ConfigError
 from groupwise.models.attention import plain_attention
 from groupwise.models.loading import make_policy
+from groupwise.models.passes import BatchPass
 from groupwise.models.policy import Policy
 from groupwise.models.sharded import frozen_copy
 from groupwise.records import Prompt, RolloutGroup, Sample, Sampling
@@ -32,7 +33,6 @@ from groupwise.runs.job import make_job
 from groupwise.runs.prepared import plan_of
 from groupwise.runs.run import train
 from groupwise.training.loss import Loss
-from groupwise.training.passes import BatchPass
 from groupwise.training.samples import sample_of, weigh
 from groupwise.training.signals import add_signals
 from groupwise.training.teachers import Teacher

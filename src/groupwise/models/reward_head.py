@@ -39,7 +39,6 @@ from transformers import (
 )
 
 from groupwise.config.settings import ModelSettings
-from groupwise.data.packing import unpack
 from groupwise.errors import ConfigError
 from groupwise.models.attention import plain_attention
 from groupwise.models.loading import (
@@ -49,7 +48,7 @@ from groupwise.models.loading import (
     make_policy,
     read_blueprint,
 )
-from groupwise.models.passes import forward, packed_for
+from groupwise.models.passes import BatchPass, packed_for, packed_pass
 from groupwise.models.policy import Policy
 from groupwise.records import Sample
 
@@ -200,6 +199,12 @@ def head_scores(policy: Policy, hidden_MD: Tensor) -> Tensor:
     return score_M.to(torch.promote_types(score_M.dtype, torch.float32))
 
 
+def read_scores(passed: BatchPass) -> tuple[Tensor, Tensor]:
+    """Return no loss, and the head's number at each trained position (M,)."""
+    score_M = head_scores(passed.policy, passed.hidden_MD)
+    return score_M.new_zeros(()), score_M
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
     """A completion to score."""
@@ -210,7 +215,6 @@ class Answer:
     completion: np.ndarray
 
 
-@torch.no_grad()
 def score_tokens(
     policy: Policy, answers: Sequence[Answer], *, max_tokens_per_microbatch: int
 ) -> list[np.ndarray]:
@@ -228,12 +232,10 @@ def score_tokens(
         for answer in answers
     ]
     scores = [np.zeros(answer.completion.size) for answer in answers]
-    for batch in packed_for(policy, samples, max_tokens_per_microbatch):
-        score_M = head_scores(policy, forward(policy, batch).hidden_PD[batch.trained_M])
-        score_P = score_M.new_zeros(batch.layout.total)
-        score_P[batch.trained_M] = score_M
-        for index, values in unpack(batch, score_P, samples):
-            scores[index] = values[1:].astype(np.float64)
+    batches = packed_for(policy, samples, max_tokens_per_microbatch)
+    _, columns = packed_pass(policy, read_scores, batches).read(samples)
+    for index, score_n in columns:
+        scores[index] = score_n[1:].astype(np.float64)
     return scores
 
 

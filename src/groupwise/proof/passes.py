@@ -18,17 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from groupwise.data.packing import unpack
 from groupwise.distributed import fsdp
 from groupwise.models.attention import PackedAttention, plain_attention
 from groupwise.models.backbone import layers
 from groupwise.models.layers import MODELS, class_name, stack_of
-from groupwise.models.passes import forward, packed_for
+from groupwise.models.passes import BatchPass, packed_for, packed_pass
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import head_scores, reads_tokens
-from groupwise.ops.in_place_gradients import summed_in_place
-from groupwise.ops.linear_cross_entropy import chosen_logprobs
-from groupwise.ops.operations import operations
 from groupwise.ops.query import Query
 from groupwise.records import Sample
 
@@ -100,31 +96,26 @@ def run_pass(policy: Policy, samples: Sequence[Sample], *, gradients: bool) -> P
     """Compute texts as a run does: all in one stream, prompts shared, fused, gradients of head and
     embedding summed in place.
     """
-    model, scores, values = policy.model, reads_tokens(policy), [np.zeros(0) for _ in samples]
-    with (
-        torch.set_grad_enabled(gradients),
-        operations().fused_modules(model, keep=not policy.sharded),
-        summed_in_place(gradients and not policy.sharded),
-    ):
-        for batch in packed_for(
-            policy, samples, sum(sample.prompt.size + sample.completion.size for sample in samples)
-        ):
-            rows_M = batch.trained_M
-            hidden_MD = forward(policy, batch).hidden_PD[rows_M]
-            if scores:
-                value_M = head_scores(policy, hidden_MD)
-            else:
-                with policy.precision():
-                    value_M, _ = chosen_logprobs(
-                        hidden_MD, policy.head, batch.target_P[rows_M], batch.temperature_P[rows_M]
-                    )
-            if gradients and value_M.requires_grad:
-                (batch.weight_P[rows_M].to(value_M) * value_M.square()).sum().backward()
-            value_P = value_M.new_zeros(batch.layout.total)
-            value_P[rows_M] = value_M.detach()
-            for index, column in unpack(batch, value_P, samples):
-                values[index] = column[samples[index].weight > 0].astype(np.float64)
+    size = sum(sample.prompt.size + sample.completion.size for sample in samples)
+    result = packed_pass(policy, _squares, packed_for(policy, samples, size), learn=gradients)
+    values = [np.zeros(0) for _ in samples]
+    _, columns = result.read(samples)
+    for index, column in columns:
+        values[index] = column[samples[index].weight > 0].astype(np.float64)
     return PassResults(values, take_gradients(policy) if gradients else {})
+
+
+def _squares(passed: BatchPass) -> tuple[Tensor, Tensor]:
+    """Return the weighted sum of the squares of a batch's log-probs or scores, and these (M,)."""
+    if reads_tokens(passed.policy):
+        value_M = head_scores(passed.policy, passed.hidden_MD)
+    else:
+        value_M = passed.head(fused=False).logp_M
+    weight_M = passed.batch.weight_P[passed.rows_M].to(value_M)
+    loss = (weight_M * value_M.square()).sum()
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        loss.requires_grad_()  # a model that ignores its adapter: the comparison refuses it
+    return loss, value_M
 
 
 class ComparedAttention(PackedAttention):

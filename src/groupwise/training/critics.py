@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from groupwise.config.settings import CriticSettings, OptimizerSettings
+from groupwise.models.passes import BatchPass
 from groupwise.models.policy import Policy
 from groupwise.records import RolloutGroup
 from groupwise.training.optimizer import Optimizer
-from groupwise.training.passes import BatchPass
 
 NEW_HEAD, BACKBONE = 5e-3, 1e-5
 """Default learning rates of a new head, and of a backbone of its own."""

@@ -22,11 +22,12 @@ from torch import Tensor
 from groupwise.algorithms.parts import fact
 from groupwise.algorithms.table import Algorithm
 from groupwise.models.moe import router_coefficient
+from groupwise.models.passes import BatchPass
 from groupwise.models.policy import Policy
 from groupwise.records import Sample
 from groupwise.training.critics import Critic
 from groupwise.training.loss_terms import BatchRows, loss_terms
-from groupwise.training.passes import BatchPass, score, seen_by, update
+from groupwise.training.passes import score, seen_by, update
 from groupwise.training.samples import entropy_tokens, with_forking, with_gradient
 from groupwise.training.teachers import Teacher
 

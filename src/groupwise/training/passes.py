@@ -7,30 +7,20 @@ for every objective; the loss of a batch differs (`training.loss`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.data.packing import unpack
 from groupwise.distributed import comm
 from groupwise.errors import MemoryExceeded, out_of_memory
 from groupwise.models.moe import balanced
-from groupwise.models.passes import ForwardOutput, forward, packed_for, reshard
+from groupwise.models.passes import BatchLoss, BatchPass, packed_for, packed_pass, reshard
 from groupwise.models.policy import Policy
-from groupwise.ops.in_place_gradients import summed_in_place
-from groupwise.ops.linear_cross_entropy import (
-    FusedLoss,
-    PositionSupport,
-    WholeLoss,
-    chosen_logprobs,
-)
-from groupwise.ops.operations import operations
+from groupwise.ops.linear_cross_entropy import FusedLoss, WholeLoss
 from groupwise.records import Batch, Sample
 from groupwise.training.optimizer import Optimizer, StepStats
 from groupwise.utils.terminal import logger
@@ -39,61 +29,6 @@ log = logger(__name__)
 
 
 UNMOVED = StepStats(grad_norm=0.0, lr=0.0, skipped=False)
-
-
-class BatchPass:
-    """A packed batch on its way through a policy: what a loss reads of it.
-
-    M trained positions   D width
-    """
-
-    def __init__(self, policy: Policy, batch: Batch) -> None:
-        self.policy, self.batch = policy, batch
-        self.rows_M = batch.trained_M
-
-    @cached_property
-    def outputs(self) -> ForwardOutput:
-        """What the model gives for all positions."""
-        return forward(self.policy, self.batch)
-
-    @cached_property
-    def hidden_MD(self) -> Tensor:
-        """Final hidden states at the trained positions."""
-        return self.outputs.hidden_PD[self.rows_M]
-
-    @property
-    def router_loss(self) -> Tensor | float:
-        """`ForwardOutput.router_loss`."""
-        return self.outputs.router_loss
-
-    def precision(self) -> AbstractContextManager[Any]:
-        """The region in which the products of model and head run."""
-        return self.policy.precision()
-
-    def head(self, *, fused: bool, entropy: bool = False) -> FusedLoss | WholeLoss:
-        """The log-probs (and entropies) of the trained tokens, chunk by chunk; each chunk is to be
-        given its loss.
-
-        fused: a token's loss depends on no other token, so that the head's gradient is taken while
-            its logits are at hand.  The loss is differentiated as it is returned, multiplied by
-            nothing: an update then sums one gradient of the head in place."""
-        batch, rows_M = self.batch, self.rows_M
-        inputs = (
-            self.hidden_MD,
-            self.policy.head,
-            batch.target_P[rows_M],
-            batch.temperature_P[rows_M],
-            support_of(batch),
-        )
-        with self.precision():
-            if fused and torch.is_grad_enabled():
-                return FusedLoss(*inputs, entropy=entropy, as_is=True)
-            return WholeLoss(*chosen_logprobs(*inputs, entropy=entropy))
-
-
-BatchLoss = Callable[[BatchPass], tuple[Tensor, Tensor]]
-"""Gives the weighted loss of a batch, a differentiable scalar, and for the log a number per trained
-position (M,), or two (M, 2): log-probs and entropies."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -142,35 +77,18 @@ def update(
     while True:
         for optimizer in optimizers:
             optimizer.clear()  # of what a pass that was interrupted, or did not fit, has left
-        columns: list[tuple[Batch, Tensor]] = []
-        positions = 0
-        total = torch.zeros(
-            (), dtype=torch.promote_types(policy.dtype, torch.float32), device=policy.device
-        )
         try:
-            with (
-                torch.set_grad_enabled(learn),  # whatever the program around has set
-                operations().fused_modules(policy.model, keep=not policy.sharded),
-                summed_in_place(learn and not policy.sharded),
-            ):
-                batches = batches_of(
-                    policy, samples, max_tokens_per_microbatch, whole_groups=whole_groups
-                )
-                for batch in balanced(policy, batches) if learn else batches:
-                    value, seen_M = loss(BatchPass(policy, batch))
-                    if learn:
-                        value.backward()
-                    total += value.detach()
-                    seen_P = seen_M.new_zeros(batch.layout.total, *seen_M.shape[1:])
-                    seen_P[batch.trained_M] = seen_M.detach()
-                    columns.append((batch, seen_P))
-                    positions += sum(batch.layout.length)
+            batches = batches_of(
+                policy, samples, max_tokens_per_microbatch, whole_groups=whole_groups
+            )
+            result = packed_pass(
+                policy, loss, balanced(policy, batches) if learn else batches, learn=learn
+            )
             break
         except RuntimeError as error:
             smaller = _smaller(error, samples, max_tokens_per_microbatch)
         # Out of the handler, which would keep the failed pass alive through its traceback.
-        value = seen_M = seen_P = batch = batches = None
-        columns.clear()
+        batches = None
         if policy.device.type == "cuda":
             torch.cuda.empty_cache()
         log.warning(
@@ -183,7 +101,8 @@ def update(
     reshard(policy)
     seen = [np.zeros(sample.completion.size) for sample in samples]
     entropy = list(seen)
-    parts = comm.gather([(*_read_back(total, columns, samples), positions)])
+    positions = sum(sum(batch.layout.length) for batch, _ in result.columns)
+    parts = comm.gather([(*result.read(samples), positions)])
     for index, values in (pair for _, pairs, _ in parts for pair in pairs):
         seen[index] = values
         if values.ndim == 2:
@@ -199,22 +118,6 @@ def update(
         stats=stats[0] if stats else UNMOVED,
         max_tokens_per_microbatch=max_tokens_per_microbatch,
     )
-
-
-def _read_back(
-    total: Tensor, columns: Sequence[tuple[Batch, Tensor]], samples: Sequence[Sample]
-) -> tuple[float, list[tuple[int, np.ndarray]]]:
-    """Return the loss of a pass, and by the index of its sample what was seen of each completion.
-
-    One copy reads all of it, so that a GPU is waited for once.
-    """
-    flat = torch.cat([total[None], *(seen_P.flatten() for _, seen_P in columns)]).cpu()
-    seen: list[tuple[int, np.ndarray]] = []
-    place = 1
-    for batch, seen_P in columns:
-        seen += unpack(batch, flat[place : place + seen_P.numel()].view(seen_P.shape), samples)
-        place += seen_P.numel()
-    return float(flat[0]), seen
 
 
 def _smaller(error: RuntimeError, samples: Sequence[Sample], max_tokens_per_microbatch: int) -> int:
@@ -269,17 +172,6 @@ def batches_of(
         whole_groups=whole_groups,
         world=comm.world(),
         even=policy.sharded,
-    )
-
-
-def support_of(batch: Batch) -> PositionSupport | None:
-    """The support of a batch's trained rows, if any rollout of it was truncated by top-k, top-p or
-    min-p.
-    """
-    return (
-        None
-        if batch.support is None
-        else PositionSupport(ids_E=batch.support[0], begin_M=batch.support[1])
     )
 
 

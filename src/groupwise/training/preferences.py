@@ -26,12 +26,13 @@ from groupwise.algorithms.losses import segment_mean, segment_sum
 from groupwise.config.settings import PairSettings, RewardModelSettings
 from groupwise.data.encoding import Pair, Solution
 from groupwise.errors import ConfigError
+from groupwise.models.passes import BatchPass
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import Pooling, head_scores, pool_weights, readout
 from groupwise.ops.linear_cross_entropy import chosen_logprobs
 from groupwise.records import Batch, RolloutGroup, Sample, alike
 from groupwise.training.offline import Objective
-from groupwise.training.passes import Assessment, BatchPass, score, seen_by
+from groupwise.training.passes import Assessment, score, seen_by
 from groupwise.utils.statistics import proportion
 
 PAIR_HEADLINES = {"held-out loss": "loss", "pair accuracy": "accuracy", "margin": "margin"}

@@ -21,7 +21,7 @@ from torch import Tensor
 from groupwise.data.packing import unpack
 from groupwise.distributed import comm
 from groupwise.errors import ConfigError
-from groupwise.models.passes import forward, packed_for
+from groupwise.models.passes import BatchPass, packed_for
 from groupwise.models.policy import Policy
 from groupwise.models.recurrence import PLACE
 from groupwise.ops.distillation import head_divergence
@@ -94,21 +94,18 @@ class Teacher:
         # Frequencies that depend on the length are the policy's own affair: it may share prompts
         # where the teacher may not.
         if not indices or not (hinted or self.policy.switches):
-            return self._hidden(batch)[batch.trained_M]
+            with self._fused():
+                return BatchPass(self.policy, batch).hidden_MD
         read = self.read([samples[index] for index in indices])
-        (other,) = packed_for(self.policy, read, UNBOUNDED)
-        teacher_rows = predicting_rows(other, read)
+        (hinted_batch,) = packed_for(self.policy, read, UNBOUNDED)
+        teacher_rows = predicting_rows(hinted_batch, read)
         row_P = np.zeros(batch.layout.total, np.int64)
         for index, row_n in predicting_rows(batch, samples).items():
             trained_n = samples[index].weight != 0
             row_P[row_n[trained_n]] = teacher_rows[indices.index(index)][trained_n]
         row_M = torch.from_numpy(row_P).to(self.policy.device)[batch.trained_M]
-        return self._hidden(other)[row_M]
-
-    def _hidden(self, batch: Batch) -> Tensor:
-        """Return the final hidden states (P, E) of a batch."""
         with self._fused():
-            return forward(self.policy, batch).hidden_PD
+            return BatchPass(self.policy, hinted_batch).outputs.hidden_PD[row_M]
 
     def _fused(self) -> Any:
         """Return the region in which the teacher's modules compute fused."""
