@@ -151,11 +151,9 @@ def evaluate(
         raise ConfigError(f"say what to evaluate on: data or task ({task!r}), not both")
     rows = None if data is None else objects.data_keys({"path": data})["path"]
     keys = None if environment is None else objects.environment_keys(environment, None)
-    named = (
-        None
-        if rewards is None
-        else tuple(RewardSettings(**entry) for entry in objects.reward_entries(rewards))
-    )
+    named = None
+    if rewards is not None:
+        named = tuple(RewardSettings(**entry) for entry in objects.reward_entries(rewards))
     replaced = {
         "data": data is not None or task is not None,
         "rewards": named is not None,
@@ -249,9 +247,10 @@ def _origin(path: str, overrides: Sequence[str], parts: Sequence[str]) -> Origin
     read = replace(
         origin.recipe, model=ModelSettings(), critic=CriticSettings(), teacher=TeacherSettings()
     )
-    now = {
-        key: content for key, content in inputs_of(read).items() if key.partition(".")[0] in parts
-    }
+    now = {}
+    for key, content in inputs_of(read).items():
+        if key.partition(".")[0] in parts:
+            now[key] = content
     warn_of_changed_inputs(origin.folder, now)
     return origin
 
@@ -270,18 +269,14 @@ def _data_of(
     if data is not None or task is not None:
         # All rows of a file are held-out rows; the same rows, to train on, are not read.
         known = DataSettings() if run is None else run.data
-        source = (
-            {"eval_path": data, "path": data}
-            if data is not None
-            else {"eval_path": None, "path": None}
-        )
         alone = replace(
             known,
             task=task,
             task_args=task_args or {},
             eval_fraction=0.0,
             eval_limit=None,
-            **source,
+            path=data,
+            eval_path=data,
         )
         return replace(
             alone,
@@ -290,7 +285,8 @@ def _data_of(
             limit=1 if task is not None else None,
         )
     if run is None:
-        if wrong := wrong_model(path):
+        wrong = wrong_model(path)
+        if wrong:
             raise ConfigError(wrong)
         raise ConfigError(
             f"no run made {path}, so nothing says what to evaluate it on: give data=FILE or"
@@ -347,9 +343,13 @@ def _about(origin: Origin | None, recipe: Recipe, rewards: Sequence[str]) -> str
         f"rewards {', '.join(rewards)}",
         f"at most {counted(sampling.max_new_tokens, 'token')}",
     ]
-    parts += ["chat template"] if settings.chat else []
-    parts += [f"template {settings.template!r}"] if settings.template else []
-    parts += [f"temperature {sampling.temperature:g}"] if sampling.temperature != 1.0 else []
-    return "; ".join(parts) + (
-        "" if origin is None else f" (the recipe is {Path(origin.folder) / 'config.yaml'})"
-    )
+    if settings.chat:
+        parts.append("chat template")
+    if settings.template:
+        parts.append(f"template {settings.template!r}")
+    if sampling.temperature != 1.0:
+        parts.append(f"temperature {sampling.temperature:g}")
+    text = "; ".join(parts)
+    if origin is None:
+        return text
+    return f"{text} (the recipe is {origin.folder / 'config.yaml'})"

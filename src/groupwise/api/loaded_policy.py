@@ -306,7 +306,8 @@ class LoadedPolicy(Policy):
                 ours: prompt[name] for ours, name in self.data.columns.items() if name in prompt
             }
             return {**prompt, **theirs}
-        if (format := self.data.template) is None:
+        format = self.data.template
+        if format is None:
             return {"prompt": prompt}
         named = [name for _, name, _, _ in string.Formatter().parse(format) if name]
         names = ["instruction"] if format == "alpaca" else list(dict.fromkeys(named))
@@ -438,7 +439,9 @@ def model_folder(path: str) -> str:
 
     Raises ConfigError or CheckpointError if there is none.
     """
-    if wrong := None if expanded(path).is_dir() else wrong_model(path):
-        raise ConfigError(wrong)
+    if not expanded(path).is_dir():
+        wrong = wrong_model(path)
+        if wrong:
+            raise ConfigError(wrong)
     path = checkpoint_folder(path)
     return str(policy_folder(path)) if expanded(path).is_dir() else path

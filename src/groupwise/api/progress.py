@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 
 from rich.console import Console
 from rich.live import Live
@@ -33,12 +34,9 @@ def safe(text: str, limit: int | None = None, style: str = "") -> Text:
     """Model-written text for rich: no markup is read in it, control characters are escapes, at most
     `limit` characters.
     """
-    cut = (
-        text
-        if limit is None or len(text) <= limit
-        else text[:limit] + f"... ({len(text):,} characters)"
-    )
-    return Text(escaped(cut), style=style)
+    if limit is not None and len(text) > limit:
+        text = f"{text[:limit]}... ({len(text):,} characters)"
+    return Text(escaped(text), style=style)
 
 
 MINUTE = 60.0
@@ -58,11 +56,9 @@ def make_console(*, quiet: bool = False) -> Console:
     when nobody reads it.
     """
     console = _Output(highlight=False, quiet=quiet)
-    return (
-        console
-        if console.is_terminal or console.is_jupyter
-        else _Output(highlight=False, quiet=quiet, width=WIDE)
-    )
+    if console.is_terminal or console.is_jupyter:
+        return console
+    return _Output(highlight=False, quiet=quiet, width=WIDE)
 
 
 # ---------------------------------------------------------------- what is shown
@@ -165,7 +161,9 @@ class Progress:
         for label, value in rows:
             table.add_row(Text(label, style="dim"), safe(str(value)))
         if not self._quiet and self._plain:
-            for line in [*([self._title] if self._title else []), *aligned(rows)]:
+            if self._title:
+                self.console.print(safe(self._title), soft_wrap=True)
+            for line in aligned(rows):
                 self.console.print(safe(line), soft_wrap=True)
         elif not self._quiet:
             self.console.print(table)
@@ -193,7 +191,8 @@ class Progress:
         """
         self._history.append(dict(step.metrics))
         self._numbers.append(step.number)
-        self._last = step if step.groups or self._last is None else self._last
+        if step.groups or self._last is None:
+            self._last = step
         if self._quiet:
             return
         now = self._now()
@@ -221,14 +220,13 @@ class Progress:
         if len(self._ticks) > 1 and step.number < self._steps:
             each = (self._ticks[-1] - self._ticks[0]) / (len(self._ticks) - 1)
             parts.append(f"left {duration(each * (self._steps - step.number))}")
-        parts += [
-            f"{one.column} {one.shown(metrics[one.name])}" for one in columns if one.name in metrics
-        ]
-        if step.evaluation:
-            shown = {name.removeprefix("eval/"): value for name, value in step.evaluation.items()}
-            parts += [
-                f"eval {name} {value:.3f}" for name, value in shown.items() if "/" not in name
-            ]
+        for column in columns:
+            if column.name in metrics:
+                parts.append(f"{column.column} {column.shown(metrics[column.name])}")
+        for name, value in (step.evaluation or {}).items():
+            figure = name.removeprefix("eval/")
+            if "/" not in figure:
+                parts.append(f"eval {figure} {value:.3f}")
         return safe("  ".join(parts))
 
     def stop(self) -> None:
@@ -251,10 +249,9 @@ class Progress:
             self._sample(self._last)
 
     def _table(self, rows: Plan) -> Table:
-        first = (
-            1 if self._numbers[0] == 0 and len(self._numbers) > 1 else 0
-        )  # step 0 is an evaluation
-        history, numbers = self._history[first:], self._numbers[first:]
+        history, numbers = self._history, self._numbers
+        if numbers[0] == 0 and len(numbers) > 1:  # step 0 is an evaluation
+            history, numbers = history[1:], numbers[1:]
         size = min(RECENT, max(len(history) // 2, 1))
         begin, end = slice(None, size), slice(-size, None)
         spans = [begin, end] if len(history) > 1 else [end]  # two columns never show the same steps
@@ -267,36 +264,36 @@ class Progress:
         table.add_column("")
         for span in spans:
             first, last = numbers[span][0], numbers[span][-1]
-            table.add_column(
-                f"step {first}" if first == last else f"steps {first}-{last}", justify="right"
-            )
-        columns = (
-            COLUMNS if any("reward" in metrics for metrics in history[end]) else (LOSS, *COLUMNS)
-        )
-        for column in columns:
-            figures = [
-                [metrics[column.name] for metrics in history[span] if column.name in metrics]
-                for span in spans
-            ]
-            if all(figures):
-                table.add_row(
-                    column.column, *(column.shown(sum(values) / len(values)) for values in figures)
-                )
+            steps = f"step {first}" if first == last else f"steps {first}-{last}"
+            table.add_column(steps, justify="right")
+        rewarded = any("reward" in metrics for metrics in history[end])
+        for column in COLUMNS if rewarded else (LOSS, *COLUMNS):
+            means = []
+            for span in spans:
+                values = [
+                    metrics[column.name] for metrics in history[span] if column.name in metrics
+                ]
+                if values:
+                    means.append(column.shown(sum(values) / len(values)))
+            if len(means) == len(spans):
+                table.add_row(column.column, *means)
         for label, value in [("time", duration(self._now() - self._began)), *rows]:
             table.add_row(safe(label), *[""] * (len(spans) - 1), safe(str(value)))
         return table
 
     def _sample(self, step: Step) -> None:
-        scored = [
-            (float(reward), rollout)
-            for group in step.groups
-            for reward, rollout in zip(group.reward, group.rollouts, strict=True)
-        ]
-        scored = [pair for pair in scored if not math.isnan(pair[0])]
+        scored = []
+        for group in step.groups:
+            for reward, rollout in zip(group.reward, group.rollouts, strict=True):
+                if not math.isnan(reward):
+                    scored.append((float(reward), rollout))
         if not scored:
             return
-        best, worst = max(scored, key=lambda pair: pair[0]), min(scored, key=lambda pair: pair[0])
-        chosen = [("best", best)] + ([("worst", worst)] if worst[0] < best[0] else [])
+        reward_of = itemgetter(0)
+        chosen = [("best", max(scored, key=reward_of))]
+        worst = min(scored, key=reward_of)
+        if worst[0] < chosen[0][1][0]:
+            chosen.append(("worst", worst))
         for label, (reward, rollout) in chosen:
             about = f"reward {reward:g}, {counted(len(rollout), 'token')}, {rollout.finish}"
             self.console.print(Text(f"{label} of step {step.number}: {about}", style="dim"))

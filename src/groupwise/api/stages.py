@@ -105,10 +105,11 @@ def _standing(recipe: Recipe) -> tuple[Path, int | None, str | None]:
         return folder, None, None
     if recipe.steps is not None and recipe.steps > step:
         more = f"; it continues to step {recipe.steps}"
-    elif wrong := unfinished(folder):
-        more = f", but {wrong}: it is made again from the last checkpoint"
     else:
-        return folder, step, None
+        wrong = unfinished(folder)
+        if not wrong:
+            return folder, step, None
+        more = f", but {wrong}: it is made again from the last checkpoint"
     if not checkpoint.exists(folder):
         raise CheckpointError(
             f"{folder} finished at step {step}{more.replace(' it ', ' that ')}, and there is none;"
@@ -163,11 +164,9 @@ def closing_table(
         ):
             if judged is not None:
                 figures = judged.summary()
-                same = (
-                    (judged.verdict, judged.k, *judged.by_function)
-                    if isinstance(judged, Evaluation)
-                    else (stages[stage].objective,)
-                )
+                same: tuple[object, ...] = (stages[stage].objective,)
+                if isinstance(judged, Evaluation):
+                    same = (judged.verdict, judged.k, *judged.by_function)
                 rows = tables.setdefault(same, [])
                 if judged is outcome.after or not rows:
                     rows.append((label, figures))

@@ -95,13 +95,16 @@ def make_runtime(settings: EnvironmentSettings) -> ToolRuntime | None:
     factory, arguments = settings.factory, dict(settings.args)
     if settings.openenv is not None:
         factory, arguments = "openenv", {"url": settings.openenv, **arguments}
-    factories = factory if isinstance(factory, Mapping) else {"": factory} if factory else {}
+    factories = factory or {}
+    if not isinstance(factories, Mapping):
+        factories = {"": factories}
     factories = {name: FACTORIES.get(spec, spec) for name, spec in factories.items()}
     named = {f"tools.{place}": tool for place, tool in enumerate(settings.tools)}
     named |= {f"factory.{name}".rstrip("."): spec for name, spec in factories.items()}
     objects: dict[str, Any] = {}
     for key, spec in named.items():
-        if (made := object_of(spec, f"environment.{key}")) is not None:
+        made = object_of(spec, f"environment.{key}")
+        if made is not None:
             objects[str(spec)] = made
     return ToolRuntime(
         settings.tools,
@@ -169,16 +172,16 @@ def _harness(settings: EnvironmentSettings) -> Harness:
     function: Callable[..., Any] = object_of(named, "environment.harness")
     if function is None:
         function = imported(f"harness {named!r}", named, callable_only=True)
-    return FunctionHarness(
-        functools.partial(function, **settings.args) if settings.args else function
-    )
+    if settings.args:
+        function = functools.partial(function, **settings.args)
+    return FunctionHarness(function)
 
 
 def with_own_reward(recipe: Recipe, runtime: ToolRuntime | None) -> Recipe:
     """The recipe with the environment's own reward, where it gives one and no reward is named."""
-    gives = recipe.environment.asks or (
-        runtime is not None and any(kind.rewarded for kind in runtime.kinds.values())
-    )
+    gives = recipe.environment.asks
+    if runtime is not None:
+        gives = gives or any(kind.rewarded for kind in runtime.kinds.values())
     if recipe.rewards or not gives:
         return recipe
     return replace(recipe, rewards=(RewardSettings(function="environment"),))
@@ -216,34 +219,25 @@ def environment_lines(recipe: Recipe, runtime: ToolRuntime | None) -> Lines:
         return []
     lines = []
     for kind in runtime.kinds.values():
-        name = (
-            f"{kind.name} ({kind.title})" if kind.name else kind.title if kind.resets else "tools"
-        )
-        acts = (
-            ", ".join(map(name_of, kind.schemas))
-            + (", " if kind.schemas and kind.steps else "")
-            + ("step" * kind.steps)
-        )
-        lines.append(
-            ("environment", f"{name}: {acts}" + ("; gives a reward" if kind.rewarded else ""))
-        )
-        if kind.rewarded and not any(reward.function == "environment" for reward in recipe.rewards):
-            lines.append(
-                (
-                    "warning",
-                    (
-                        f"the reward of {name} is not used: name it, rewards: [{{function:"
-                        " environment}]"
-                    ),
-                )
-            )
-    lines.append(
-        (
-            "episodes",
-            (
-                f"at most {turns} and {settings.episode_timeout:g} s without sampling; a call "
-                f"{settings.tool_timeout:g} s; an answer {settings.max_observation_tokens:,} tokens"
-            ),
-        )
+        name = "tools"
+        if kind.name:
+            name = f"{kind.name} ({kind.title})"
+        elif kind.resets:
+            name = kind.title
+        acts = list(map(name_of, kind.schemas))
+        if kind.steps:
+            acts.append("step")
+        text = f"{name}: {', '.join(acts)}"
+        if kind.rewarded:
+            text += "; gives a reward"
+        lines.append(("environment", text))
+        functions = [reward.function for reward in recipe.rewards]
+        if kind.rewarded and "environment" not in functions:
+            remedy = "name it, rewards: [{function: environment}]"
+            lines.append(("warning", f"the reward of {name} is not used: {remedy}"))
+    limits = (
+        f"at most {turns} and {settings.episode_timeout:g} s without sampling; a call "
+        f"{settings.tool_timeout:g} s; an answer {settings.max_observation_tokens:,} tokens"
     )
+    lines.append(("episodes", limits))
     return lines

@@ -23,7 +23,8 @@ def unfinished(folder: Path) -> str | None:
     need only be there, JSON must be JSON.
     """
     run = RunFiles(folder)
-    if not (names := run.known(f"{FINAL}/")):
+    names = run.known(f"{FINAL}/")
+    if not names:
         place = run.folder / FINAL  # written before there were checksums
         whole = (place / "config.json").is_file() and any(
             file.stat().st_size for file in place.glob("*.safetensors")
@@ -48,7 +49,8 @@ def check_final(model: Path) -> None:
     """
     run = RunFiles(model.parent)
     for name in run.known(f"{model.name}/"):
-        if (wrong := _altered(run, name)) is None:
+        wrong = _altered(run, name)
+        if wrong is None:
             continue
         if not name.endswith(EDITED):
             raise RunError(f"{wrong}; the training command makes it again from the last checkpoint")

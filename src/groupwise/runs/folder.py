@@ -111,13 +111,14 @@ def standing(run: RunFiles) -> tuple[str, str]:
     if in_use(run.folder):
         return "live", ""
     with suppress(RunError):
-        if (attempts := attempts_of(run)) and isinstance(why := attempts[-1].get("ended"), str):
+        attempts = attempts_of(run)
+        why = attempts[-1].get("ended") if attempts else None
+        if isinstance(why, str):
             return "failed", why
     return "stopped", ""
 
 
 def list_runs(root: Path) -> list[Path]:
     """The run folders under `root` (runs, and the stages of runs), sorted by name."""
-    return sorted(
-        path.parent for path in {*Path(root).glob(f"*/{CONFIG}"), *Path(root).glob(f"*/*/{CONFIG}")}
-    )
+    recipes = [*Path(root).glob(f"*/{CONFIG}"), *Path(root).glob(f"*/*/{CONFIG}")]
+    return sorted(path.parent for path in recipes)

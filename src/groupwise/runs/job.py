@@ -68,12 +68,10 @@ class Learner:
         """Return each optimizer and what the names of its tensors begin with, by its key in
         `numbers`.
         """
-        policys = {"optimizer": ("", self.optimizer)}
-        return (
-            policys
-            if self.critic is None
-            else policys | {"critic": ("critic_optimizer.", self.critic.optimizer)}
-        )
+        optimizers = {"optimizer": ("", self.optimizer)}
+        if self.critic is not None:
+            optimizers["critic"] = ("critic_optimizer.", self.critic.optimizer)
+        return optimizers
 
     def moving(self) -> dict[str, Module]:
         """Models beside the policy whose weights change and which only a checkpoint holds."""
@@ -92,22 +90,20 @@ class Learner:
 
     def weights(self) -> dict[str, Tensor]:
         """The weights of `moving`."""
-        models = self.moving().items()
-        return {
-            f"{key}.{name}": parameter.detach()
-            for key, model in models
-            for name, parameter in model.named_parameters()
-        }
+        weights = {}
+        for key, model in self.moving().items():
+            for name, parameter in model.named_parameters():
+                weights[f"{key}.{name}"] = parameter.detach()
+        return weights
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds beside the policy: the optimizers' tensors, and `weights`;
         sharded or whole, as they are here.
         """
-        tensors = {
-            f"{prefix}{name}": t
-            for prefix, one in self.optimizers().values()
-            for name, t in one.tensors().items()
-        }
+        tensors = {}
+        for prefix, optimizer in self.optimizers().values():
+            for name, tensor in optimizer.tensors().items():
+                tensors[f"{prefix}{name}"] = tensor
         return tensors | self.weights()
 
     def restore(
@@ -379,11 +375,10 @@ def make_learner(
     policy = hold(recipe, blueprint, language_model, resume)
     anchor = None
     if algorithm.needs.reference:
-        anchor = (
-            without_adapter(policy)
-            if recipe.model.lora is not None
-            else reference_of(recipe, policy, reference)
-        )
+        if recipe.model.lora is not None:
+            anchor = without_adapter(policy)
+        else:
+            anchor = reference_of(recipe, policy, reference)
     assert recipe.steps is not None
     learning = recipe.steps - (recipe.critic.pretrain if algorithm.needs.critic else 0)
     updates = learning * recipe.group.updates_per_rollout * recipe.group.minibatches
@@ -435,15 +430,16 @@ def _meter(
     critic: Critic | None,
     teacher: Teacher | None,
 ) -> Meter:
+    of_critic = of_teacher = None
+    if critic is not None and not critic.shared:
+        of_critic = Shape.of_policy(critic.policy)
+    if teacher is not None and teacher.servers is None:
+        of_teacher = Shape.of_policy(teacher.policy)
     return Meter(
         policy=Shape.of_policy(policy),
-        critic=None if critic is None or critic.shared else Shape.of_policy(critic.policy),
+        critic=of_critic,
         values=critic is not None and critic.shared,
-        teacher=(
-            None
-            if teacher is None or teacher.servers is not None
-            else Shape.of_policy(teacher.policy)
-        ),
+        teacher=of_teacher,
         updates=recipe.group.updates_per_rollout,
         diverging=algorithm.divergence is not None,
         recompute=recipe.model.gradient_checkpointing,
@@ -507,8 +503,13 @@ def _proofs(
         proofs.append(("critic", prove(critic.policy, longest=longest, recompute=again)))
     if teacher is not None and recipe.teacher.path is not None:
         proofs.append(("teacher", prove(teacher.policy, longest=longest, train=False)))
-    lines = [(whose, *proof.line) for whose, proof in proofs]
-    return [(label, f"{whose} {text}" if len(lines) > 1 else text) for whose, label, text in lines]
+    if len(proofs) == 1:
+        return [proofs[0][1].line]
+    lines = Lines()
+    for whose, proof in proofs:
+        label, text = proof.line
+        lines.append((label, f"{whose} {text}"))
+    return lines
 
 
 def _dataset_job(prepared: Prepared, reference: Path | None, resume: Path | None) -> Job:

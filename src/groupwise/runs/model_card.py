@@ -40,11 +40,9 @@ def base_of(recipe: Recipe) -> tuple[str, tuple[str, ...]]:
         if path is None:
             family = "?" if recipe.model.scratch is None else recipe.model.scratch.family
             return f"{RANDOM} ({family})", tuple(reversed(way))
-        place = (
-            str(run_folder(recipe).parent / path.removeprefix(STAGE))
-            if path.startswith(STAGE)
-            else path
-        )
+        place = path
+        if path.startswith(STAGE):
+            place = str(run_folder(recipe).parent / path.removeprefix(STAGE))
         origin = None if path.startswith(LIVE) else origin_of(place)
         if origin is None:
             return _under_adapter(path), tuple(reversed(way))
@@ -76,7 +74,6 @@ def card(recipe: Recipe, plan: Lines, after: Judged | None) -> str:
     lines = [
         "---",
         "library_name: transformers",
-        *([f"base_model: {published}"] if published else []),
         "tags: [groupwise]",
         "---",
         "",
@@ -95,6 +92,8 @@ def card(recipe: Recipe, plan: Lines, after: Judged | None) -> str:
         "## Held-out results",
         "",
     ]
+    if published:
+        lines.insert(2, f"base_model: {published}")
     if after is None:
         lines += ["Not evaluated: the recipe holds out nothing."]
     else:

@@ -146,10 +146,8 @@ class Prepared:
     def warnings(self) -> list[str]:
         """What to know before training, for whoever does not read the plan."""
         lost = self.rows.report.left_out
-        return [
-            *([lost] if lost else []),
-            *(text for label, text in self.plan if label == "warning"),
-        ]
+        warnings = [lost] if lost else []
+        return warnings + [text for label, text in self.plan if label == "warning"]
 
     def close(self) -> None:
         """End everything that was started; each of it, also if another one raises."""
@@ -342,11 +340,9 @@ def _read_dataset(
         _try_rewards(recipe, None, blueprint, wrong)
     wrong.settle()
     assert rows is not None
-    prompts = (
-        load_prompts(recipe, blueprint, runtime, train=False)
-        if recipe.rewards and kind.samples
-        else None
-    )
+    prompts = None
+    if recipe.rewards and kind.samples:
+        prompts = load_prompts(recipe, blueprint, runtime, train=False)
     judged, tokens = prompts or rows, mean_length(rows)
     counts = len(judged.held_out), tokens, len(judged.validation)
     lines, steps = offline_plan(recipe, len(rows.train), *counts, rows.report.left_out)
@@ -354,13 +350,9 @@ def _read_dataset(
 
 
 def _data_key(recipe: Recipe) -> str:
-    return (
-        "data.path"
-        if recipe.data.path is not None
-        else "data.task"
-        if recipe.data.task is not None
-        else "data"
-    )
+    if recipe.data.path is not None:
+        return "data.path"
+    return "data" if recipe.data.task is None else "data.task"
 
 
 def _with_room(recipe: Recipe, blueprint: Blueprint, wrong: Findings) -> Recipe:
@@ -453,12 +445,10 @@ def _make_rewards(
     """
     if algorithm is not None and not recipe.rewards and not algorithm.needs.reward:
         return no_rewards()
-    columns = (
-        []
-        if prompts is None
-        else columns_of(prompts.held_out if algorithm is None else prompts.train)
-    )
-    if prompts is None or not (columns if algorithm is None else recipe.rewards or not awaited):
+    if prompts is None or (algorithm is not None and awaited and not recipe.rewards):
+        return None
+    columns = columns_of(prompts.held_out if algorithm is None else prompts.train)
+    if algorithm is None and not columns:
         return None
     return build_rewards(
         recipe.rewards, columns=columns, tokenizer=blueprint.tokenizer, verdict=recipe.verdict
@@ -486,9 +476,9 @@ def _check_credit(
 
 def hint_lines(text: str | None, prompts: Sequence[Prompt]) -> Lines:
     """For the plan: the rows that get no hint.  Raises ConfigError if none gets one."""
-    without = (
-        [] if text is None else [prompt.id for prompt in prompts if not hint_of(text, prompt.row)]
-    )
+    if text is None:
+        return []
+    without = [prompt.id for prompt in prompts if not hint_of(text, prompt.row)]
     if len(without) == len(prompts):
         columns = ", ".join(columns_of(prompts)) or "none"
         raise ConfigError(
@@ -509,11 +499,6 @@ def hint_lines(text: str | None, prompts: Sequence[Prompt]) -> Lines:
 
 def longest_of(recipe: Recipe, prompts: Data[Prompt]) -> int:
     """Tokens of the longest text of prompt and completion."""
-    sizes = (
-        prompt.tokens.size
-        for part in (prompts.train, prompts.held_out, prompts.validation)
-        for prompt in part
-    )
-    return max(sizes, default=1) + max(
-        recipe.rollout.max_new_tokens, recipe.eval.max_new_tokens or 0
-    )
+    every = [*prompts.train, *prompts.held_out, *prompts.validation]
+    longest = max((prompt.tokens.size for prompt in every), default=1)
+    return longest + max(recipe.rollout.max_new_tokens, recipe.eval.max_new_tokens or 0)

@@ -102,6 +102,9 @@ def environment() -> dict[str, Any]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             versions[package] = None
+    cores = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
     facts: dict[str, Any] = {
         "time": time.time(),
         "command": redacted_command(sys.argv),
@@ -109,14 +112,12 @@ def environment() -> dict[str, Any]:
         "git": _commit(Path(__file__).parent),
         "platform": platform.platform(),
         "cpu": _cpu(),
-        "cores": (
-            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        ),
+        "cores": cores,
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     }
-    if (
-        torch := sys.modules.get("torch")
-    ) is not None:  # only if the run uses it: importing it here would cost seconds
+    # Only if the run uses it: importing it here would cost seconds.
+    torch = sys.modules.get("torch")
+    if torch is not None:
         facts["torch_threads"] = torch.get_num_threads()
         facts["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         if not facts["gpus"]:
@@ -131,10 +132,10 @@ def _cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor()
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
-        platform.machine(),
-    )
+    for line in lines:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def _commit(folder: Path) -> str | None:
@@ -150,9 +151,9 @@ def _commit(folder: Path) -> str | None:
         ).stdout
 
     try:
-        return git("rev-parse", "HEAD").strip() + (
-            "+" if git("status", "--porcelain", "--untracked-files=no").strip() else ""
-        )
+        commit = git("rev-parse", "HEAD").strip()
+        changed = git("status", "--porcelain", "--untracked-files=no").strip()
+        return f"{commit}+" if changed else commit
     except (OSError, subprocess.SubprocessError):
         return None
 
