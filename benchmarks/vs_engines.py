@@ -1,4 +1,4 @@
-"""Generated tokens per processor second: the native engine, transformers' generate, its continuous batching, and vLLM.
+"""Generated tokens per processor second, on a GPU per second: the native engine, `generate`, continuous batching, and vLLM.
 
     python benchmarks/vs_engines.py --shape M --dtype bfloat16
     python benchmarks/vs_engines.py --shape S --vllm-python path/to/vllm-env/bin/python
@@ -27,6 +27,16 @@ from _machine import median, save, significant
 from _workload import Workload, add_options, model_folder, workload
 
 
+def now(work: Workload) -> float:
+    """Processor seconds; of a GPU seconds, once it has done what it was given."""
+    if work.device == "cpu":
+        return time.process_time()
+    import torch
+
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def _native(work: Workload, folder: Path) -> Callable[[], dict[str, float]]:
     import torch
     from _ours import Scheduled, load, prompts_of
@@ -40,11 +50,11 @@ def _native(work: Workload, folder: Path) -> Callable[[], dict[str, float]]:
 
     def run() -> dict[str, float]:
         engine.set_version(engine.version + 1)
-        start = time.process_time()
+        start = now(work)
         groups = list(
             engine.generate(prompts_of(work), group_size=work.group, sampling=Sampling(max_new_tokens=work.completion), seed=0)
         )
-        spent = time.process_time() - start
+        spent = now(work) - start
         rollout = groups[0][0]
         ids = torch.tensor([[*rollout.prompt.tokens.tolist(), *rollout.tokens.tolist()]], device=policy.device)
         with torch.no_grad(), plain_attention(policy.model) as model, policy.precision():
@@ -59,14 +69,14 @@ def _native(work: Workload, folder: Path) -> Callable[[], dict[str, float]]:
 def _inputs(work: Workload) -> Any:
     import torch
 
-    return torch.from_numpy(work.prompt_ids()).repeat_interleave(work.group, 0)
+    return torch.from_numpy(work.prompt_ids()).repeat_interleave(work.group, 0).to(work.device)
 
 
 def _model(work: Workload, folder: Path) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, work.dtype)).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, work.dtype)).to(work.device).eval()
 
 
 def _generate(work: Workload, folder: Path) -> Callable[[], dict[str, float]]:
@@ -80,9 +90,9 @@ def _generate(work: Workload, folder: Path) -> Callable[[], dict[str, float]]:
 
     @torch.no_grad()
     def run() -> dict[str, float]:
-        start = time.process_time()
+        start = now(work)
         model.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=config, logits_processor=schedule)
-        return {"tokens": int(work.schedule().sum()), "seconds": time.process_time() - start}
+        return {"tokens": int(work.schedule().sum()), "seconds": now(work) - start}
 
     return run
 
@@ -97,11 +107,11 @@ def _continuous(work: Workload, folder: Path) -> Callable[[], dict[str, float]]:
     config = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=work.completion, eos_token_id=-1, pad_token_id=1)
 
     def run() -> dict[str, float]:
-        start = time.process_time()
+        start = now(work)
         outputs = model.generate_batch(
             _inputs(work).tolist(), generation_config=config, continuous_batching_config=batching, progress_bar=False
         )
-        return {"tokens": sum(len(o.generated_tokens) for o in outputs.values()), "seconds": time.process_time() - start}
+        return {"tokens": sum(len(o.generated_tokens) for o in outputs.values()), "seconds": now(work) - start}
 
     return run
 
@@ -126,8 +136,8 @@ VLLM = """
 import json, sys, time
 from vllm import LLM, SamplingParams
 if __name__ == "__main__":
-    model, dtype, length, rounds, prompts = json.loads(sys.argv[1])
-    llm = LLM(model=model, dtype=dtype, skip_tokenizer_init=True, enforce_eager=True)
+    model, dtype, length, rounds, prompts, options = json.loads(sys.argv[1])
+    llm = LLM(model=model, dtype=dtype, skip_tokenizer_init=True, **options)
     sampling = SamplingParams(temperature=1.0, max_tokens=length, min_tokens=length, ignore_eos=True, logprobs=0, detokenize=False)
     for _ in range(rounds + 1):
         start = time.perf_counter()
@@ -138,14 +148,19 @@ if __name__ == "__main__":
 
 
 def vllm(python: str, work: Workload, folder: Path, rounds: int) -> list[dict[str, float]]:
-    """vLLM's CPU build in its own environment; wall seconds times threads (its workers are processes of their own)."""
-    request = [str(folder), work.dtype, work.completion, rounds, _inputs(work).tolist()]
+    """vLLM in its own environment: of its CPU build wall seconds times threads (its workers are processes of their own).
+
+    On a GPU wall seconds, with its CUDA graphs, and with half of the memory: the other engines are loaded too.
+    """
+    on_cpu = work.device == "cpu"
+    options = {"enforce_eager": True} if on_cpu else {"gpu_memory_utilization": 0.5}
+    request = [str(folder), work.dtype, work.completion, rounds, _inputs(work).tolist(), options]
     environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
     done = subprocess.run([python, "-c", VLLM, json.dumps(request)], env=environment, capture_output=True, text=True, check=False)
     found = [json.loads(line.split(" ", 1)[1]) for line in done.stdout.splitlines() if line.startswith("RESULT")]
     if not found:
         raise SystemExit(f"vLLM failed:\n{done.stderr[-2000:]}")
-    return [one | {"seconds": one["seconds"] * work.threads} for one in found[1:]]
+    return [one | {"seconds": one["seconds"] * (work.threads if on_cpu else 1)} for one in found[1:]]
 
 
 def main() -> None:
@@ -194,8 +209,9 @@ def main() -> None:
         else:
             print("vllm: left out (no environment with vLLM's CPU build was named: --vllm-python)")
     medians = {name: median(values) for name, values in rates.items()}
+    unit = "processor second" if base.device == "cpu" else "second"
     for name, value in medians.items():
-        print(f"{name:28s}{value:10.0f} tokens per processor second")
+        print(f"{name:28s}{value:10.0f} tokens per {unit}")
     print(f"largest difference of the native engine's log-probs from the model's own forward pass: {far:.2g}")
     pairs = {"generate": "native", "continuous batching, full": "native, full", "vllm, full": "native, full"}
     ratios = {other: significant(medians[ours] / medians[other]) for other, ours in pairs.items() if other in medians}
