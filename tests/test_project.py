@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -13,7 +14,9 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from groupwise.config.bundled import bundled_recipes, header
@@ -157,3 +160,40 @@ def test_the_former_name_of_a_rollout_group_warns() -> None:
 
     with pytest.warns(DeprecationWarning, match="RolloutGroup"):
         assert gw.Scored is gw.RolloutGroup
+
+
+def test_the_container_copies_what_is_there_and_needs_nothing_else() -> None:
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line.startswith("COPY")]
+    assert lines
+    for line in lines:
+        for name in line.split()[1:-1]:
+            assert (ROOT / name).exists(), name
+    version = re.search(r"^ARG PYTHON=(.*)$", text, flags=re.MULTILINE)
+    assert version is not None and version[1] in ("3.11", "3.12")
+    assert re.search(r"^torch==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), flags=re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_container_is_built_and_trains(tmp_path: Path) -> None:
+    builder = next((name for name in ("docker", "podman") if shutil.which(name)), None)
+    if builder is None or subprocess.run([builder, "info"], capture_output=True).returncode:
+        pytest.skip("no builder of containers works on this machine")
+    subprocess.run([builder, "build", "-q", "-t", "groupwise-test", str(ROOT)], check=True, timeout=1800)
+    command = [builder, "run", "--rm", "groupwise-test", "train", "demo", "--dry-run"]
+    subprocess.run(command, check=True, timeout=600)
+
+
+def test_the_workflow_runs_what_continuous_integration_runs() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
+    job = workflow["jobs"]["test"]
+    assert job["steps"][-1] == {"run": ".ci/run"} and (ROOT / ".ci/run").exists()
+    for version in job["strategy"]["matrix"]["python"]:
+        assert SpecifierSet(project()["requires-python"]).contains(f"{version}.0")
+
+
+def test_pages_and_pip_name_the_same_pythons() -> None:
+    asked = SpecifierSet(project()["requires-python"])
+    assert asked.contains("3.11.0") and asked.contains("3.12.9") and not asked.contains("3.13.0")
+    for page in ("docs/install.md", "docs/first-hour.md"):
+        assert "Python 3.11 or 3.12" in (ROOT / page).read_text(encoding="utf-8")

@@ -48,6 +48,7 @@ COMMANDS = {
     "trust": "allow the code that a run folder of another machine or user names",
     "replay": "recompute a recorded step, unchanged or with a change",
     "explain": "show one step of an algorithm in numbers",
+    "completion": "print the script by which a shell completes commands, options and keys",
     "serve": "start a vLLM server that samples for training",
     "install-vllm": "install vLLM into a separate environment",
 }
