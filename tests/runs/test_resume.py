@@ -15,7 +15,7 @@ from finished import final_weights, untimed_metrics
 from groupwise.config.recipes import load_recipe
 from groupwise.runs.run import train
 
-RULES = [{"function": "accuracy"}, {"function": "repetition", "args": {"n": 2, "penalty": -1.0}}]
+RULES = [{"function": "accuracy"}, {"function": "repetition", "args": {"n": 1}}]
 TWICE = {"prompts_per_step": 4, "updates_per_rollout": 2, "minibatches": 2}
 PPO = {"objective": "ppo", "steps": 4, "rewards": RULES, "group": {**TWICE, "group_size": 2, "beta": 0.05, "kl": "k3"}}
 TAUGHT = {"objective": "distill", "steps": 4, "rewards": [], "group": {"group_size": 2, "updates_per_rollout": 2}}
