@@ -2,8 +2,9 @@
 none of the network.
 
 For one GPU, which training and sampling then share in turn: while the trainer computes, vLLM sleeps
-where its platform can (its weights wait in host memory, its keys and values are given up).  Both
-must live in one environment, with vLLM's own torch."""
+where its platform can: it gives up its weights, its keys and its values (level 2).  The policy's
+weights are sent into it when it samples again, and only then is its cache made anew, so that the
+cache never lies beside gradients.  Both must live in one environment, with vLLM's own torch."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
@@ -74,6 +75,7 @@ class Colocated:
             "kv_cache_memory_bytes": cache,
         }
         self._label, self._llm, self._sleeps, self._awake = "", None, False, True
+        self._policy = policy
 
     def connect(self, policy: Policy, _: float = 0.0) -> None:
         """Start vLLM.  Raises EngineError if it cannot sample for this policy."""
@@ -110,7 +112,8 @@ class Colocated:
         from groupwise_vllm import Bucket
 
         name = str(self.facts[0]["dtype"])
-        self._wake()
+        if not self._awake:
+            self._llm.wake_up(tags=["weights"])
         self._llm.reset_prefix_cache()
         self._llm.collective_rpc("start_weight_update")
         for names, shapes, flat in buckets(policy, getattr(torch, name)):
@@ -121,15 +124,22 @@ class Colocated:
                 )
             )
         self._llm.collective_rpc("finish_weight_update")
-        self._label = label
+        if not self._awake:
+            self._llm.wake_up(tags=["kv_cache"])
+            self._awake = True
+        self._policy, self._label = policy, label
 
     def answers(self, bodies: Mapping[str, Any]) -> Iterator[Answer]:
-        """The answers to requests, each as soon as it is complete."""
+        """The answers to requests, each as soon as it is complete.
+
+        A vLLM that slept since the last `send` is sent the same weights again.
+        """
         assert self._llm is not None, "connect first"
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        self._wake()
+        if not self._awake:
+            self.send(self._policy, self._label)
         engine, left = self._llm.llm_engine, set(bodies)
         try:
             for name, body in bodies.items():
@@ -150,13 +160,8 @@ class Colocated:
             if left:
                 engine.abort_request(list(left))
             if self._sleeps:
-                self._llm.sleep(level=1)
+                self._llm.sleep(level=2)
                 self._awake = False
-
-    def _wake(self) -> None:
-        if self._llm is not None and not self._awake:
-            self._llm.wake_up()
-            self._awake = True
 
     def _choice(self, completion: Any) -> dict[str, Any]:
         """A completion as a server would tell it."""
