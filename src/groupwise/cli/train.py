@@ -13,14 +13,14 @@ from groupwise.errors import ConfigError
 
 EXAMPLES = (
     (
-        "groupwise train demo                                            a bundled recipe; the same"
-        " command resumes it"
+        "groupwise train demo                                              a bundled recipe; the"
+        " same command resumes it"
     ),
     (
-        "groupwise train my.yaml steps=200 optimizer.lr=1e-5 --dry-run   the plan of your recipe,"
+        "groupwise train my.yaml steps=200 optimizer.lr=1e-5 --dry-run     the plan of your recipe,"
         " with two changes"
     ),
-    ("groupwise train my.yaml --seeds 3 --sweep optimizer.lr=1e-6,3e-6 six runs, side by side"),
+    "groupwise train my.yaml --seeds 3 --sweep optimizer.lr=1e-6,3e-6  six runs, side by side",
 )
 REPORT = "report.html"
 """What a finished run's report is called, in its folder."""
