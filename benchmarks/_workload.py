@@ -185,10 +185,12 @@ def model_folder(work: Workload, parent: Path) -> Path:
         hidden=work.hidden,
         layers=work.layers,
         heads=work.heads,
-        kv_heads=work.kv_heads if work.family != "gpt2" else None,
         context=context,
     )
-    model = scratch_model(settings, vocabulary=work.vocab, eos_ids=(0,), pad_id=1, seed=work.seed, inner=work.inner)
+    shared = work.kv_heads if work.family != "gpt2" else None
+    model = scratch_model(
+        settings, vocabulary=work.vocab, eos_ids=(0,), pad_id=1, seed=work.seed, inner=work.inner, kv_heads=shared
+    )
     vocabulary = {EOS: 0, PAD: 1, **{f"w{i}": i for i in range(FIRST, work.vocab)}}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

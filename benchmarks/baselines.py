@@ -163,7 +163,7 @@ def rejection(
         rewards,
         data.held_out,
         k=grpo.eval.k,
-        sampling=Sampling(temperature=grpo.eval.temperature, max_new_tokens=limit),
+        sampling=Sampling(max_new_tokens=limit),
         seed=sft.seed,
     )
     rewards.close()

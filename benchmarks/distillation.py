@@ -78,7 +78,7 @@ def imitate(run: Path) -> Result:
             steps=steps,
         )
     )
-    judged = Sampling(temperature=distill.eval.temperature, max_new_tokens=limit)
+    judged = Sampling(max_new_tokens=limit)
     engine = NativeEngine(student, max_rows=distill.rollout.max_rows)
     found = evaluate(engine, rewards, data.held_out, k=distill.eval.k, sampling=judged, seed=distill.seed)
     rewards.close()

@@ -230,8 +230,7 @@ def tiny_policy() -> Callable[..., Policy]:
     ) -> Policy:
         tokenizer = tokenizer or make_tokenizer("arithmetic")
         shape = {"hidden": 32, "layers": 2, "heads": 4, "context": 96} | scratch
-        if family != "gpt2":
-            shape.setdefault("kv_heads", 2)
+        kv_heads = shape.pop("kv_heads", 2)
         model = scratch_model(
             ScratchSettings(family=family, **shape),  # type: ignore[arg-type]
             vocabulary=len(tokenizer),
@@ -239,6 +238,7 @@ def tiny_policy() -> Callable[..., Policy]:
             pad_id=tokenizer.pad_token_id,
             bos_id=tokenizer.bos_token_id,
             seed=seed,
+            kv_heads=None if family == "gpt2" else kv_heads,
         ).to(dtype)
         if dtype == torch.float64:
             exact_norms(model)

@@ -206,12 +206,11 @@ def test_what_weights_of_ones_own_give_is_checked(text: str, message: str, resol
         algorithm.token_weights(np.array([1, 2, 0]), np.array([0, 0, 1]))
 
 
-@pytest.mark.parametrize("kind", ["credit", "ratio", "surrogate", "weights", "filter"])
+@pytest.mark.parametrize("kind", ["credit", "ratio", "surrogate", "weights"])
 def test_a_part_with_other_arguments_is_refused_before_the_first_step(kind: str, resolved: Callable) -> None:
     text = "def f(one, two, three):\n    return one\n"
-    extra = {"dead_groups": "refill"} if kind == "filter" else {}
     with pytest.raises(ConfigError, match=rf"group.{kind}: the {kind} 'f' \(my_parts.py:1\) is called with .* and nothing else: "):
-        resolved(text, **{kind: "my_parts.py:f"}, **extra)
+        resolved(text, **{kind: "my_parts.py:f"})
 
 
 def test_a_part_may_be_a_partial_or_an_object(resolved: Callable, scored) -> None:

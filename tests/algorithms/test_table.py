@@ -15,7 +15,7 @@ from groupwise.algorithms.parts import describe, fact, options
 from groupwise.algorithms.table import ALGORITHMS, PARTS, Algorithm
 from groupwise.algorithms.user_parts import UserPart
 from groupwise.config.resolve import resolve
-from groupwise.config.settings import CriticSettings, GroupSettings
+from groupwise.config.settings import GroupSettings
 from groupwise.errors import ConfigError
 
 
@@ -288,11 +288,8 @@ def test_a_preset_resolves_to_its_row(name):
     assert not chosen.needs.entropy
 
 
-def test_the_value_loss_is_a_recipe_s_also_where_nobody_names_a_critic():
-    for objective, credit in (("ppo", None), ("grpo", "gae")):
-        group = GroupSettings(credit=credit)
-        assert resolve(objective, group, 8) == resolve(objective, group, 8, CriticSettings())
-    assert resolve("ppo", GroupSettings(), 8, CriticSettings(clip=None, coefficient=0.5)).extra[0] == losses.ValueLoss(None, 0.5)
+def test_a_credit_that_asks_a_critic_brings_the_value_loss_of_ppo():
+    assert resolve("grpo", GroupSettings(credit="gae"), 8).extra == ALGORITHMS["ppo"].extra == (losses.ValueLoss(0.2, 0.1),)
 
 
 def test_what_learns_from_no_advantages_drops_no_group_for_having_none():

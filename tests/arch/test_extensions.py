@@ -42,9 +42,9 @@ def credit(groups):
 class Engine(InProcess):
     """Draws by the native engine, and counts."""
 
-    def __init__(self, policy, *, max_rows, keep_special_tokens, note="none", environment=None):
-        calls.append(("engine", max_rows, note, environment is not None))
-        self.inner = NativeEngine(policy, max_rows=max_rows, keep_special_tokens=keep_special_tokens, environment=environment)
+    def __init__(self, policy, *, max_rows, environment=None):
+        calls.append(("engine", max_rows, environment is not None))
+        self.inner = NativeEngine(policy, max_rows=max_rows, environment=environment)
 
     def generate(self, prompts, *, group_size, sampling, seed):
         self.inner.set_version(self.version)
@@ -125,7 +125,7 @@ def keys(name: str) -> dict[str, object]:
         "model": {"scratch": {"hidden": 32, "layers": 1, "heads": 2, "context": 512}},
         "data": {"task": f"{name}_alone:Doubling", "task_args": {"most": 6}},
         "rewards": [{"function": f"{name}_alone:reward", "args": {"bonus": 0.5}}],
-        "rollout": {"engine": {"name": f"{name}:Engine", "args": {"note": "mine"}}, "max_new_tokens": 4, "max_rows": 5},
+        "rollout": {"engine": f"{name}:Engine", "max_new_tokens": 4, "max_rows": 5},
         "group": {
             "prompts_per_step": 3,
             "group_size": 2,
@@ -140,7 +140,7 @@ def keys(name: str) -> dict[str, object]:
 def test_each_of_them_is_used_by_a_run(outside: str) -> None:
     (step,) = (step for step in train(make_recipe(keys(outside))) if step.number == 1)
     said = sys.modules[outside].calls
-    assert ("engine", 5, "mine", False) in said
+    assert ("engine", 5, False) in said
     assert ("generate", 3, 2) in said
     assert ("credit", 3) in said
     assert ("loss", 0.5) in said

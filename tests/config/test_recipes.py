@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 from groupwise.config.bundled import find_recipe, header
 from groupwise.config.recipes import (
+    WENT,
+    WERE,
     changes,
     dump,
     dump_stages,
@@ -384,10 +386,10 @@ def test_x6_secrets_are_redacted() -> None:
         assert word not in text.split("rewards:")[1].split("rollout:")[0], word
     assert "max_new_tokens: 256" in text
     assert "tokenizer: arithmetic" in text
-    assert redacted({"tokenizer": "x", "max_tokens": 3, "keep_special_tokens": True}) == {
+    assert redacted({"tokenizer": "x", "max_tokens": 3, "include_special_tokens": True}) == {
         "tokenizer": "x",
         "max_tokens": 3,
-        "keep_special_tokens": True,
+        "include_special_tokens": True,
     }
 
 
@@ -466,14 +468,30 @@ def test_a_run_that_recorded_keys_which_went_is_read_and_goes_on() -> None:
     """config.yaml holds every key, also those that did nothing."""
     recipe = one(GOOD)
     saved = yaml.safe_load(dump(recipe))
-    saved["model"]["dropout"] = saved["teacher"]["ema"] = 0.0
-    saved["group"]["mix"] = saved["teacher"]["demonstrations"] = None
+    for key in WENT:
+        *sections, last = key.split(".")
+        section = saved
+        for name in sections:
+            section = section[name]
+        section[last] = WERE.get(key)
     assert parse_recorded(yaml.safe_dump(saved), "config.yaml") == recipe
     assert changes(yaml.safe_dump(saved), recipe) == []
     saved["group"]["mix"], saved["teacher"]["ema"] = 0.25, 0.05
+    saved["critic"]["clip"], saved["optimizer"]["max_nonfinite_steps"] = None, 3
     assert parse_recorded(yaml.safe_dump(saved), "config.yaml") == recipe
     lines = changes(yaml.safe_dump(saved), recipe)
-    assert [line.partition(" -> no key")[0] for line in lines] == ["group.mix: 0.25", "teacher.ema: 0.05"]
+    assert [line.partition(" -> no key")[0] for line in lines] == [
+        "group.mix: 0.25",
+        "optimizer.max_nonfinite_steps: 3",
+        "critic.clip: null",
+        "teacher.ema: 0.05",
+    ]
+
+
+@pytest.mark.parametrize("key", WENT)
+def test_a_key_that_went_is_refused_with_what_to_do_instead(key: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"{key} is no key any more: {WENT[key]}")):
+        one(GOOD, f"{key}=1")
 
 
 @pytest.mark.parametrize("objective", ["distill", "sft"])

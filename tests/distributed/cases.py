@@ -67,14 +67,14 @@ LONGEST = 12
 def make(family: str, dtype: str, seed: int = 0, attention: str = "shared") -> Policy:
     """A random model that is sharper than an initial one; in float64 with norms that are float64 too."""
     tokenizer = make_tokenizer("arithmetic")
-    kv = {} if family == "gpt2" else {"kv_heads": 2}
     model = scratch_model(
-        ScratchSettings(family=family, hidden=32, layers=2, heads=4, context=96, **kv),  # type: ignore[arg-type]
+        ScratchSettings(family=family, hidden=32, layers=2, heads=4, context=96),  # type: ignore[arg-type]
         vocabulary=len(tokenizer),
         eos_ids=(tokenizer.eos_token_id,),  # type: ignore[arg-type]
         pad_id=tokenizer.pad_token_id,  # type: ignore[arg-type]
         bos_id=tokenizer.bos_token_id,  # type: ignore[arg-type]
         seed=seed,
+        kv_heads=None if family == "gpt2" else 2,
     )
     if dtype == "float64":
         model = model.to(torch.float64)
@@ -193,7 +193,7 @@ def online(
 
 def critic_of(kind: str, policy: Policy, family: str, dtype: str, mode: str | dict[str, Any], updates: int) -> Critic:
     """A head on the policy's backbone, or a backbone of its own, held as the policy is."""
-    settings, optimizer = CriticSettings(lr=1e-3, coefficient=0.5), OptimizerSettings(clip_norm=0.5)
+    settings, optimizer = CriticSettings(lr=1e-3), OptimizerSettings(clip_norm=0.5)
     if kind == "head":
         return Critic.on(policy, settings, optimizer, updates)
     causal = make(family, dtype, seed=2)

@@ -528,7 +528,6 @@ def test_a_step_that_returns_nonsense_is_a_failure(table: Callable[..., Any]) ->
         ({"tools": ("my_tools.py:ad",)}, "did you mean 'add'"),
         ({"tools": ("missing.py:add",)}, "there is no file missing.py"),
         ({"factory": "my_tools.py:add"}, "cannot be made: TypeError"),
-        ({"factory": "my_tools.py:Counter", "interface": "step"}, r"has no method step\(\)"),
         ({"factory": "my_tools.py:Idle"}, r"\(Idle\) has nothing that the policy can do: give it step"),
         ({"tools": (ADD,), "template": "headers"}, "no form that is known"),
     ],

@@ -356,7 +356,7 @@ class Case:
         else:
             found = rng.choice([{"harness": "fuzz_tools.py:harness"}, {"harness": ["true"]}, {"reasoning_gym": "chain_sum"}])
         if rng.random() < 0.3:
-            more: tuple[dict[str, Any], ...] = ({"max_turns": 1}, {"tool_timeout": 0.2}, {"past": "split"}, {"interface": "step"})
+            more: tuple[dict[str, Any], ...] = ({"max_turns": 1}, {"tool_timeout": 0.2}, {"past": "split"})
             found |= rng.choice([*more, {"args": {"x": 1}}, {"max_observation_tokens": 1}, {"runs": "thread"}])
         return found
 

@@ -180,7 +180,7 @@ class Raises:
 def nothing(*_, **__):
     return None
 
-def breaks(policy, max_rows, keep_special_tokens):
+def breaks(policy, max_rows):
     return {}["weights"]
 NUMBER = 3
 """
@@ -197,15 +197,9 @@ NUMBER = 3
         ({"rollout": {"engine": "mine.py:breaks"}}, "rollout.engine mine.py:breaks raised KeyError: 'weights' ("),
         ({"rollout": {"engine": "mine.py:NUMBER"}}, "rollout.engine: mine.py has no function 'NUMBER'"),
         ({"group": {"ratio": "mine.py:NUMBER"}}, "group.ratio: 'mine.py:NUMBER' is not a function but int"),
-        (
-            {"group": {"dead_groups": "refill", "filter": "mine.py:wordy"}},
-            "group.filter: wordy returned 'yes' (a str) for a group: it must return True or False",
-        ),
     ],
 )
-@pytest.mark.fault(
-    "K4e", "a task, engine, ratio or filter of one's own that is none", "ConfigError: what it is, and what it must be"
-)
+@pytest.mark.fault("K4e", "a task, engine or ratio of one's own that is none", "ConfigError: what it is, and what it must be")
 def test_code_of_ones_own_that_does_not_fit_is_refused(changes: dict, says: str, recipe: Callable) -> None:
     Path("mine.py").write_text(OWN_CODE)
     with pytest.raises(ConfigError) as caught:
@@ -258,14 +252,6 @@ def test_what_a_part_of_ones_own_reads_decides_about_critic_and_teacher(recipe: 
     assert main(["train", str(recipe("taught", group={"credit": "mine.py:taught"}, teacher={"hint": "x"})), "--dry-run"]) == 0
     with pytest.raises(ConfigError, match=r"(?s)critic: nothing that is learnt from.*teacher: nothing that is learnt from"):
         next(iter(train(load_recipe(recipe("rank", group={"credit": "mine.py:rank"}, **unread)))))
-
-
-def test_a_presets_own_refill_takes_a_filter(recipe: Callable) -> None:
-    Path("mine.py").write_text(OWN_CODE)
-    filtered = {"group": {"filter": "mine.py:wordy"}}
-    assert main(["train", str(recipe("dapo", objective="dapo", **filtered)), "--dry-run"]) == 0
-    with pytest.raises(ConfigError, match="only dead_groups: refill replaces any"):
-        next(iter(train(load_recipe(recipe("grpo", **filtered)))))
 
 
 def test_one_mistake_in_data_has_its_line(recipe: Callable, capsys: pytest.CaptureFixture[str]) -> None:

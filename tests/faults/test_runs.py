@@ -694,11 +694,11 @@ def test_every_setting_that_names_code_is_an_input(recipe: Callable, own_modules
         data=replace(found.data, task=named),
         rollout=replace(found.rollout, engine=replace(found.rollout.engine, name=named)),
         environment=replace(found.environment, factory={"one": named}, tools=(named,), harness=named),
-        group=replace(found.group, credit=named, surrogate={"name": named}, filter=named),
+        group=replace(found.group, credit=named, surrogate={"name": named}),
     )
     inputs = inputs_of(found)
     assert sorted(inputs) == [
-        "data.task", "environment.factory.one", "environment.harness", "environment.tools.0", "group.credit", "group.filter",
+        "data.task", "environment.factory.one", "environment.harness", "environment.tools.0", "group.credit",
         "group.surrogate.name", "objective", "rewards.0.function", "rewards.1.args.path", "rollout.engine.name",
     ]  # fmt: skip
     (tmp_path / "model" / "model.safetensors").write_text("bb")

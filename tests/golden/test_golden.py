@@ -53,7 +53,7 @@ def grpo_steps(policy: Policy, preset: str, **group: object) -> Iterator[Step]:
     prompts = (Prompt(id=f"0/{i}", tokens=rng.integers(6, 50, size=1 + i % 5), text="") for i in range(10_000))
     settings = GroupSettings(prompts_per_step=4, group_size=6, **group)  # type: ignore[arg-type]
     critic = CriticSettings(lr=1e-2)
-    algorithm = resolve(preset, settings, 8, critic=critic)
+    algorithm = resolve(preset, settings, 8)
     needs = algorithm.needs
     updates = STEPS * settings.updates_per_rollout * settings.minibatches
     other = frozen_copy(policy)

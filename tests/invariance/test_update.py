@@ -78,7 +78,7 @@ def critic_on(policy: Policy, algorithm: Algorithm) -> Critic | None:
     """A value head that says something, where the algorithm asks for one."""
     if not algorithm.needs.critic:
         return None
-    critic = Critic.on(policy, CriticSettings(coefficient=0.5, clip=0.05), OptimizerSettings(), 1)
+    critic = Critic.on(policy, CriticSettings(), OptimizerSettings(), 1)
     with torch.no_grad():
         critic.head.weight.copy_(torch.linspace(-0.3, 0.5, critic.head.weight.shape[1])[None])
         critic.head.bias.fill_(0.1)

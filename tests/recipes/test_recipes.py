@@ -128,12 +128,13 @@ def checkpoint(gsm8k: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = (row["question"] for row in read_rows(str(gsm8k / "test.jsonl")).first(200))
     tokenizer = make_tokenizer("bpe:500", texts)
     model = scratch_model(
-        ScratchSettings(family="qwen2", hidden=32, layers=2, heads=4, kv_heads=2, context=2048),
+        ScratchSettings(family="qwen2", hidden=32, layers=2, heads=4, context=2048),
         vocabulary=len(tokenizer),
         eos_ids=(tokenizer.eos_token_id,),
         pad_id=tokenizer.pad_token_id,
         bos_id=None,
         seed=0,
+        kv_heads=2,
     )
     folder = tmp_path_factory.mktemp("checkpoint")
     model.save_pretrained(folder)

@@ -374,8 +374,8 @@ from transformers import PreTrainedTokenizerFast
 
 torch.set_num_threads(1)
 dtype, vocabulary = sys.argv[1], int(sys.argv[2])
-settings = ScratchSettings(family="qwen2", hidden=256, layers=4, heads=4, kv_heads=2, context=128)
-model = scratch_model(settings, vocabulary=vocabulary, eos_ids=(0,), pad_id=1)
+settings = ScratchSettings(family="qwen2", hidden=256, layers=4, heads=4, context=128)
+model = scratch_model(settings, vocabulary=vocabulary, eos_ids=(0,), pad_id=1, kv_heads=2)
 words = {f"w{i}": i for i in range(vocabulary - 1)} | {"<eos>": vocabulary - 1}
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w1")), eos_token="<eos>")
 policy = make_policy(model, tokenizer, ModelSettings(dtype=dtype, device="cpu"))

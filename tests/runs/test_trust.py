@@ -175,7 +175,7 @@ def test_every_place_of_a_recipe_that_takes_code_is_known(write_recipe: Callable
     code = "evil:f"
     changes: dict[str, Any] = {
         "objective": code,
-        "group": {**dict.fromkeys((*KINDS, "filter"), code), "dead_groups": "refill"},
+        "group": {**dict.fromkeys(KINDS, code)},
         "rewards": [{"function": code}],
         "data": {"task": code},
         "rollout": {"engine": {"name": code}},
@@ -187,5 +187,5 @@ def test_every_place_of_a_recipe_that_takes_code_is_known(write_recipe: Callable
     found = dict(named_code(parse_recorded(yaml.safe_dump(tree), "config.yaml")))
     assert set(found) == {
         "objective", "data.task", "rollout.engine.name", "rewards.0.function", "model.trust_remote_code", "environment.tools.0",
-        "environment.factory.a", "environment.harness", *(f"group.{part}" for part in (*KINDS, "filter")),
+        "environment.factory.a", "environment.harness", *(f"group.{part}" for part in KINDS),
     }  # fmt: skip

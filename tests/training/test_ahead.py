@@ -178,9 +178,10 @@ def test_a_token_that_is_too_old_is_never_trained_on(run: Callable) -> None:
         list(steps)
 
 
-def test_refills_come_when_the_step_is_taken(run: Callable) -> None:
+def test_refills_come_when_the_step_is_taken(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamic sampling replaces what teaches nothing by what the newest weights draw."""
-    _, steps = run(PrefetchedRollouts(1, beside=True), Apart, dead_groups="refill", group_size=2, max_refills=5)
+    monkeypatch.setattr("groupwise.training.groups.MAX_REFILLS", 5)
+    _, steps = run(PrefetchedRollouts(1, beside=True), Apart, dead_groups="refill", group_size=2)
     found = list(steps)
     assert any(step.metrics["prompts"] > 2 for step in found)
     assert any(len(versions(step)) == 2 for step in found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -164,14 +165,14 @@ def states(policy: Policy, sample) -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_step_with_a_shared_backbone_is_the_paper_s(tiny_policy: Callable, groups: list[RolloutGroup]) -> None:
     """Value and gradient of `L_clip + c L_value`, after both policy and critic have moved, to 1e-10."""
     policy = tiny_policy(dtype=torch.float64, scale=2.0)
-    settings = CriticSettings(coefficient=0.3, clip=0.1)
-    algorithm = resolve("ppo", GroupSettings(group_size=4, beta=0.1), 12, settings)
-    critic = settled(Critic.on(policy, settings, OptimizerSettings(), 1))
+    algorithm = resolve("ppo", GroupSettings(group_size=4, beta=0.1), 12)
+    algorithm = replace(algorithm, extra=(losses.ValueLoss(clip=0.1, coefficient=0.3),))
+    critic = settled(Critic.on(policy, CriticSettings(), OptimizerSettings(), 1))
     critic.head.bias.fill_(start := -0.4)
     reference = tiny_policy(dtype=torch.float64, scale=1.9)
     scored = add_signals(groups, algorithm, reference=reference, critic=critic, max_tokens_per_microbatch=100)
     shift = float(critic.head.bias) - start
-    assert shift > settings.clip, "the first step moves the bias further than the loss lets a value go"
+    assert shift > 0.1, "the first step moves the bias further than the loss lets a value go"
     samples = weigh(scored, algorithm.credit(scored), algorithm)
     for sample in samples:  # values are those of the model's own states
         np.testing.assert_allclose(

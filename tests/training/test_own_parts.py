@@ -1,4 +1,4 @@
-"""Parts from a user's file in whole runs: a row of one's own, a filter of groups, and what is refused."""
+"""Parts from a user's file in whole runs: a row of one's own, a credit that has groups replaced, and what is refused."""
 
 from __future__ import annotations
 
@@ -20,9 +20,14 @@ from groupwise.algorithms.table import ALGORITHMS
 looked_at = []
 
 
-def not_the_first(group):
-    looked_at.append(group.prompt.id)
-    return len(set(looked_at)) > 2
+def not_the_first(groups):
+    # 0 for the first two prompts
+    advantages = []
+    for group in groups:
+        looked_at.append(group.prompt.id)
+        refused = group.prompt.id in list(dict.fromkeys(looked_at))[:2]
+        advantages.append([0.0 if refused else reward - 1.5 for reward in group.reward])
+    return advantages
 
 
 def surrogate(terms, *, width: float = 0.5):
@@ -74,9 +79,9 @@ def test_a_row_of_one_s_own_gets_its_critic(recipe: Callable) -> None:
 
 
 @pytest.mark.slow
-def test_a_filter_decides_which_groups_are_replaced(recipe: Callable) -> None:
+def test_a_credit_decides_which_groups_are_replaced(recipe: Callable) -> None:
     """The first two prompts are refused, so the first step draws two more; from then on everything is kept."""
-    first, second = recipe(group={"dead_groups": "refill", "filter": "PARTS:not_the_first"})
+    first, second = recipe(group={"dead_groups": "refill", "credit": "PARTS:not_the_first"})
     assert (first.metrics["prompts"], second.metrics["prompts"]) == (5, 3)
     assert len(first.groups) == 3
 
@@ -86,7 +91,6 @@ def test_a_filter_decides_which_groups_are_replaced(recipe: Callable) -> None:
     [
         ({"objective": "PARTS:NOT_ONE"}, "is not an Algorithm but dict"),
         ({"objective": "PARTS:MISSING"}, "has no 'MISSING'; there are: not_the_first, surrogate"),
-        ({"group": {"filter": "PARTS:not_the_first"}}, "only dead_groups: refill replaces any: set group.dead_groups: refill"),
     ],
 )
 def test_what_cannot_be_used_is_refused(changes: dict, said: str, recipe: Callable) -> None:

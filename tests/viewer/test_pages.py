@@ -219,7 +219,7 @@ def test_metrics_come_by_subject_and_the_first_ones_first(pages: Pages) -> None:
 def test_the_keys_that_a_recipe_sets_are_told_apart(trained: Path) -> None:
     shown = pages_of(trained).answer("config", {"run": "0"})
     assert {"objective", "name", "group.group_size", "optimizer.lr", "eval.at_start"} <= set(shown["set"])
-    assert not {"group.beta", "rollout.temperature", "save.keep", "eval.temperature"} & set(shown["set"])
+    assert not {"group.beta", "rollout.temperature", "save.keep", "eval.prompts"} & set(shown["set"])
     assert {"rewards.0.function", "rewards.0.timeout"} & shown["config"].keys() & set(shown["set"]) == {"rewards.0.function"}
 
 
@@ -438,7 +438,7 @@ def test_what_the_viewer_offers_to_change_may_be_changed() -> None:
         "group.surrogate={name: 'a:b'}",
         "rewards.0.function=evil.py:f",
         "model.path=/etc",
-        "group.filter=a:b",
+        "group.weights=a:b",
         "optimizer.lr=1",
         "group.surrogate.high=__import__('os')",
         "runs=/tmp",

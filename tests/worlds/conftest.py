@@ -98,7 +98,7 @@ class World:
 
     def critic(self, updates: int) -> Critic:
         """On the policy's backbone, or on that of `scorer`."""
-        settings, optimizer = CriticSettings(lr=self.lr, coefficient=0.5), OptimizerSettings(betas=(0.9, 0.99))
+        settings, optimizer = CriticSettings(lr=self.lr), OptimizerSettings(betas=(0.9, 0.99))
         if self.scorer is None:
             return Critic.on(self.policy, settings, optimizer, updates)
         return Critic.of(self.scorer, settings, optimizer, updates)

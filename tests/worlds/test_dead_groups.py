@@ -36,23 +36,24 @@ def test_refill_fills_the_step_with_live_groups(half_dead: Callable) -> None:
 
 
 def test_refill_stops_at_its_bound(half_dead: Callable) -> None:
-    """Nothing can ever be live: the step ends after 3 x (1 + 2) prompts and trains nothing, and the run goes on."""
+    """Nothing can ever be live: the step ends after 3 x (1 + 4) prompts and trains nothing, and the run goes on."""
     made = half_dead(lambda rollout: 1.0)
     before = {name: parameter.clone() for name, parameter in made.policy.model.named_parameters()}
-    steps = list(made.train("dapo", 3, prompts_per_step=3, group_size=4, max_refills=2))
+    steps = list(made.train("dapo", 3, prompts_per_step=3, group_size=4))
     for step in steps:
-        assert made.drawn == 3 * 9
-        assert step.metrics["prompts"] == 9
+        assert made.drawn == 3 * 15
+        assert step.metrics["prompts"] == 15
         assert step.metrics["groups/dead"] == 1.0
         assert step.metrics["tokens/trained"] == 0
         assert len(step.groups) == 3
     assert all(torch.equal(parameter, before[name]) for name, parameter in made.policy.model.named_parameters())
 
 
-def test_refill_trains_a_step_that_stays_short(half_dead: Callable) -> None:
+def test_refill_trains_a_step_that_stays_short(half_dead: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row of eight is live: 9 prompts hold one or two live groups, and these are trained."""
+    monkeypatch.setattr("groupwise.training.groups.MAX_REFILLS", 2)
     made = half_dead(lambda rollout: float(rollout.prompt.row["n"] != 0 or rollout.tokens[-1] % 2))
-    steps = list(made.train("dapo", 3, prompts_per_step=3, group_size=8, max_refills=2))
+    steps = list(made.train("dapo", 3, prompts_per_step=3, group_size=8))
     for step in steps:
         assert 1 <= len(step.groups) <= 2
         assert all(group.prompt.row["n"] == 0 for group in step.groups)

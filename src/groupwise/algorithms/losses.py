@@ -329,8 +329,7 @@ class ValueLoss(Term):
     """`0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)`: what a critic learns.
 
     V is the value now, V_old the value before the step's first update, after a new head's bias was
-    moved, R the return, NaN where nothing is to be learnt.  `resolve` sets both options to those of
-    a recipe's `critic`.
+    moved, R the return, NaN where nothing is to be learnt.
     """
 
     clip: MaybeNotNegative = 0.2

@@ -102,10 +102,6 @@ class Algorithm:
     """Nats of drift beyond which a completion with A < 0 is masked (`losses.off_policy_keep`)."""
     extra: tuple[Callable[..., Any], ...] = ()
     """Further terms of the loss of each token (`losses.Terms` -> loss_M)."""
-    keeps: Callable[[RolloutGroup], bool] | None = None
-    """Which groups are worth training, where others can be sampled instead (`dead_groups: refill`);
-    None: those that teach.
-    """
     correction: losses.Correction | None = None
     """Importance weight for an engine that computes other probabilities than the trainer; None:
     what sampled is what scores.
@@ -184,11 +180,8 @@ class Algorithm:
         or to every one that is not masked.
 
         The credit decides: GDPO learns from rewards that differ while their sum does not.  Where it
-        reads what is not known yet (a KL in the reward, values), the sum does.  `keeps`, where
-        there is one, decides alone.
+        reads what is not known yet (a KL in the reward, values), the sum does.
         """
-        if self.keeps is not None:
-            return self.keeps(group)
         if self.truncated == "mask" and all(rollout.truncated for rollout in group.rollouts):
             return False
         if not self.needs.reward:
@@ -630,7 +623,6 @@ PARTS: dict[str, dict[str, type[Part]]] = {
     "surrogate": _by_name(Surrogate, losses),
     "weights": _by_name(Weights, loss_weights),
     "divergence": _by_name(Divergence, losses),
-    "filter": {},
     "kl": _by_name(Kl, kl_estimators),
 }
 """What the parts of a recipe's `group` may name: those that the modules define."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import inspect
 import linecache
-import reprlib
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,7 +37,6 @@ INPUTS = {
     "surrogate": ("terms",),
     "weights": ("tokens_R", "prompt_R"),
     "divergence": ("log_q_CV", "log_p_CV"),
-    "filter": ("group",),
     "kl": ("logp_M", "reference_logp_M", "log_ratio_M"),
     "extra": ("terms",),
 }
@@ -305,18 +303,6 @@ def checked_weights(
     return weight_R
 
 
-def checked_verdict(part: Callable[..., Any], verdict: Any, group: RolloutGroup) -> bool:
-    """Return what a filter gave: True or False."""
-    if not isinstance(verdict, bool | np.bool_):
-        output = f"{reprlib.repr(verdict)} (a {type(verdict).__name__})"
-        message = (
-            f"group.filter: {name_of(part)} returned {output} for a group: it must return True or"
-            " False"
-        )
-        raise ConfigError(message, key="group.filter")
-    return bool(verdict)
-
-
 def checked_ratio(
     part: Callable[..., Any],
     output: Any,
@@ -416,7 +402,6 @@ CHECKS: Mapping[str, Callable[..., Any]] = {
     "surrogate": checked_surrogate,
     "weights": checked_weights,
     "divergence": checked_divergence,
-    "filter": checked_verdict,
     "kl": checked_kl,
     "extra": checked_term,
 }

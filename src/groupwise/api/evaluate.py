@@ -37,6 +37,7 @@ from groupwise.errors import ConfigError
 from groupwise.models.loading import make_policy
 from groupwise.proof.prove import prove
 from groupwise.proof.texts import NATIVE
+from groupwise.records import Sampling
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.checkpoint import step_of
 from groupwise.runs.environments import environment_of, with_environment_data
@@ -186,7 +187,7 @@ def evaluate(
         held_out, columns=columns, template=template, chat=chat, system=system, eval_limit=limit
     )
     model = model_folder(path)
-    how = _with(run.eval, k=k, temperature=temperature, max_new_tokens=max_new_tokens)
+    how = _with(run.eval, k=k, max_new_tokens=max_new_tokens)
     length = how.max_new_tokens or run.rollout.max_new_tokens
     if named is None:
         named, verdict = _judges_of(path, run), verdict or run.verdict
@@ -203,8 +204,10 @@ def evaluate(
         rollout=replace(run.rollout, engine=EngineSettings(), max_new_tokens=length),
         eval=how,
     )
-    names, evaluation = _evaluated(recipe, progress)
-    return EvalReport(path, _unfinished(path, model) + _about(origin, recipe, names), evaluation)
+    sampling = _with(eval_sampling(recipe), temperature=temperature)
+    names, evaluation = _evaluated(recipe, sampling, progress)
+    about = _about(origin, recipe, sampling, names)
+    return EvalReport(path, _unfinished(path, model) + about, evaluation)
 
 
 def _with(settings: Any, **changes: Any) -> Any:
@@ -213,7 +216,7 @@ def _with(settings: Any, **changes: Any) -> Any:
 
 
 def _evaluated(
-    recipe: Recipe, progress: Callable[[int, int], None] | None
+    recipe: Recipe, sampling: Sampling, progress: Callable[[int, int], None] | None
 ) -> tuple[Sequence[str], Evaluation]:
     """Return the names of the reward functions, and the evaluation of a recipe's model."""
     prepared = PreparedEvaluation.of(recipe)
@@ -226,7 +229,9 @@ def _evaluated(
         engine = NativeEngine(
             policy, max_rows=recipe.rollout.max_rows, environment=prepared.environment
         )
-        evaluation = evaluate_prompts(recipe, prepared.rewards, engine, prepared.prompts, progress)
+        evaluation = evaluate_prompts(
+            recipe, prepared.rewards, engine, prepared.prompts, sampling, progress
+        )
         return prepared.rewards.names, evaluation
 
 
@@ -333,9 +338,11 @@ def _unfinished(path: str, model: str) -> str:
     return f"the checkpoint of step {step_of(folder.parent)}, the run has not finished; "
 
 
-def _about(origin: Origin | None, recipe: Recipe, rewards: Sequence[str]) -> str:
+def _about(
+    origin: Origin | None, recipe: Recipe, sampling: Sampling, rewards: Sequence[str]
+) -> str:
     """What was asked, in one line."""
-    settings, sampling = recipe.data, eval_sampling(recipe)
+    settings = recipe.data
     source = settings.eval_path or settings.path or f"task {settings.task}"
     held = "" if settings.eval_path or settings.task else ", held out"
     parts = [

@@ -340,14 +340,53 @@ def _path(key: str) -> tuple[str | int, ...]:
 
 WENT = {
     "model.dropout": "nothing is dropped, because what is scored is what was sampled; leave it out",
+    "model.scratch.kv_heads": (
+        "each attention head has keys and values of its own; a checkpoint (model.path) has its"
+        " own number of them"
+    ),
+    "rollout.keep_special_tokens": (
+        "reward functions get texts without special tokens, and all tokens as completion_ids"
+    ),
+    "rollout.engine.args": "set them in the function that makes the engine",
+    "environment.interface": (
+        "an environment with a method step is stepped, any other is called by its tools; rename"
+        " the method"
+    ),
     "group.mix": "the policy alone samples; objective distill has a teacher without it",
+    "group.filter": (
+        "a credit of your own that gives 0 to all completions of a group has dead_groups replace it"
+    ),
+    "group.max_refills": "a step draws at most 4 times prompts_per_step further prompts",
+    "optimizer.max_nonfinite_steps": "the fifth skipped step in a row ends the run",
+    "critic.coefficient": (
+        "it is 0.1; a row of your own (objective: file.py:NAME) has another in"
+        " ValueLoss(coefficient=...)"
+    ),
+    "critic.clip": (
+        "it is 0.2; a row of your own (objective: file.py:NAME) has another in ValueLoss(clip=...)"
+    ),
     "teacher.demonstrations": "train on them in a stage of its own before, objective: sft",
     "teacher.ema": (
         "a teacher stays as it is; with teacher.hint and no path it is the policy before its first"
         " step, and stages renew it (teacher.path: stage:NAME)"
     ),
+    "eval.temperature": (
+        "it is 1 during training; `groupwise eval RUN --temperature T` has another"
+    ),
 }
-"""Keys that recipes had, and why they have them no more."""
+"""Keys that recipes had, and what is done in their place."""
+WERE: dict[str, Any] = {
+    "model.dropout": 0.0,
+    "rollout.keep_special_tokens": False,
+    "rollout.engine.args": {},
+    "group.max_refills": 4,
+    "optimizer.max_nonfinite_steps": 5,
+    "critic.coefficient": 0.1,
+    "critic.clip": 0.2,
+    "teacher.ema": 0.0,
+    "eval.temperature": 1.0,
+}
+"""What those keys were where a recipe named none, and what the constants are now; else null."""
 
 
 def _message(key: str, kind: str, value: Any, text: str = "") -> str:
@@ -441,7 +480,8 @@ def changes(old: str, new: Recipe) -> list[str]:
     root, _ = parse(old, "config.yaml")
     went: list[str] = []
     for key in WENT:
-        if value := root.get(_path(key)):
+        value = root.get(_path(key))
+        if root.holds(_path(key)) and value != WERE.get(key):
             went.append(f"{key}: {schema.show(value)} -> no key any more: {WENT[key]}")
     return went + [
         f"{key}: {schema.show(before.get(key))} -> {schema.show(after.get(key))}"

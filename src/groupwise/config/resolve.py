@@ -25,7 +25,7 @@ from groupwise.algorithms.parts import (
 )
 from groupwise.algorithms.table import ALGORITHMS, PARTS, Algorithm
 from groupwise.algorithms.user_parts import registered
-from groupwise.config.settings import CriticSettings, GroupSettings, Part
+from groupwise.config.settings import GroupSettings, Part
 from groupwise.errors import ConfigError
 from groupwise.utils.imports import imported
 from groupwise.utils.spelling import closest
@@ -38,13 +38,10 @@ SETTINGS = {"beta", "kl"}
 """Options of parts that are settings of their own."""
 
 
-def resolve(
-    objective: str, group: GroupSettings, max_new_tokens: int, critic: CriticSettings | None = None
-) -> Algorithm:
+def resolve(objective: str, group: GroupSettings, max_new_tokens: int) -> Algorithm:
     """The algorithm of a recipe: the row `objective` with the parts and numbers of `group`.
 
     max_new_tokens: the longest completion, for weights that divide by it.
-    critic: the critic's settings, whose `clip` and `coefficient` are the value loss's.
     Raises ConfigError for an unknown name, part or option, a value out of range, and settings that
     exclude each other.
 
@@ -55,7 +52,7 @@ def resolve(
     ('clipped(low=0.2, high=0.28)', 0.04, True)
     """
     row = row_of(objective)
-    algorithm = with_group(row, group, max_new_tokens, critic)
+    algorithm = with_group(row, group, max_new_tokens)
     for keys, message in conflicts(algorithm, row, group):
         raise ConfigError(message, key=keys[0])
     return with_checks(algorithm)
@@ -69,8 +66,6 @@ def with_checks(algorithm: Algorithm) -> Algorithm:
     parts: dict[str, Any] = {}
     for kind in KINDS:
         parts[kind] = registered(kind, getattr(algorithm, kind))
-    if algorithm.keeps is not None:
-        parts["keeps"] = registered("filter", algorithm.keeps)
     terms = []
     for term in algorithm.extra:
         if isinstance(term, TeacherDivergence):
@@ -110,9 +105,7 @@ def row_of(objective: str) -> Algorithm:
     return row
 
 
-def with_group(
-    row: Algorithm, group: GroupSettings, max_new_tokens: int, critic: CriticSettings | None = None
-) -> Algorithm:
+def with_group(row: Algorithm, group: GroupSettings, max_new_tokens: int) -> Algorithm:
     """A row with what `group` replaces.  Raises ConfigError for the first part that is wrong."""
     beta = row.beta if group.beta is None else group.beta
     estimator = {"kl": group.kl} if group.kl in KLS_IN_REWARD else {}
@@ -125,8 +118,7 @@ def with_group(
         surrogate=chosen("surrogate", group.surrogate, row.surrogate),
         weights=chosen("weights", group.weights, row.weights, {"length": max_new_tokens}),
         kl=chosen("kl", group.kl, row.kl),
-        extra=tuple(_extra(row, group, credit, critic)),
-        keeps=row.keeps if group.filter is None else chosen("filter", group.filter, None),
+        extra=tuple(_extra(row, group, credit)),
         beta=beta,
         dead_groups=group.dead_groups or row.dead_groups,
         truncated=group.truncated or row.truncated,
@@ -138,9 +130,7 @@ def with_group(
     )
 
 
-def _extra(
-    row: Algorithm, group: GroupSettings, credit: Callable, critic: CriticSettings | None
-) -> Iterator[Callable]:
+def _extra(row: Algorithm, group: GroupSettings, credit: Callable) -> Iterator[Callable]:
     """A row's extra terms with what a recipe replaces, and those that its other parts bring: the
     value loss that trains the critic of a credit, and the divergence that it names."""
     terms = list(row.extra)
@@ -152,8 +142,6 @@ def _extra(
     for term in terms:
         if isinstance(term, TeacherDivergence):
             yield replace(term, function=chosen("divergence", group.divergence, term.function))
-        elif isinstance(term, ValueLoss) and critic is not None:
-            yield replace(term, clip=critic.clip, coefficient=critic.coefficient)
         else:
             yield term
 
@@ -206,14 +194,6 @@ def conflicts(
             (
                 f"group.dead_groups: {row.name!r} learns from no advantages, so drop would leave"
                 " out every group: leave the key out"
-            ),
-        )
-    if group.filter is not None and algorithm.dead_groups != "refill":
-        yield (
-            ("group.filter", "group.dead_groups"),
-            (
-                "group.filter says which groups are replaced, and only dead_groups: refill replaces"
-                " any: set group.dead_groups: refill"
             ),
         )
 

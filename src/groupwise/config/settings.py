@@ -76,9 +76,7 @@ class ScratchSettings:
     layers: Positive = 2
     """Number of blocks."""
     heads: Positive = 4
-    """Attention heads, a divisor of `hidden`."""
-    kv_heads: Positive | None = None
-    """Key-value heads; default: `heads`."""
+    """Attention heads, a divisor of `hidden`.  Each has keys and values of its own."""
     context: Positive = 512
     """Longest sequence of prompt and completion."""
     tokenizer: str = "arithmetic"
@@ -304,8 +302,6 @@ class EngineSettings:
     """Importance weights `exp(trainer's log-prob - sampler's)` for completions of vLLM or older
     weights. null: none.
     """
-    args: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of an engine of your own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -327,8 +323,6 @@ class RolloutSettings:
     """Strings that end a completion."""
     max_rows: Positive = 256
     """Completions decoded at the same time."""
-    keep_special_tokens: bool = False
-    """Show special tokens to the reward functions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -342,14 +336,11 @@ class EnvironmentSettings:
     """
     factory: str | Mapping[str, str] | None = None
     """Makes an environment per episode: a built-in one, `file.py:Class` or `module:Class`, in TRL's
-    form (`reset(**row)`, public methods as tools, optional `get_reward()`) or with `reset` and
-    `step(text) -> (observation, reward, done)`.  With a mapping of names to classes the row's
-    column `environment` selects one."""
+    form (`reset(**row)`, public methods as tools, optional `get_reward()`) or, where it has a
+    method `step`, with `reset` and `step(text) -> (observation, reward, done)`.  With a mapping
+    of names to classes the row's column `environment` selects one."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the factory, or of the procedural data set."""
-    interface: Literal["tools", "step"] | None = None
-    """`tools`: the policy calls the environment's methods; `step`: the policy's text goes to
-    `step`. null: `step` if the environment has that method."""
     reasoning_gym: Name | None = None
     """Instead of `data` and `rewards`: a Reasoning Gym data set (`chain_sum`) with its scorer."""
     openenv: Name | None = None
@@ -444,12 +435,8 @@ class GroupSettings:
     has one."""
     dead_groups: Literal["exact", "drop", "refill"] | None = None
     """Groups with equal rewards: `exact` (counted in the denominators), `drop` (not counted),
-    `refill` (replaced by groups of other prompts).  Default: the preset's."""
-    filter: Part | None = None
-    """Your `file.py:function` that selects the groups that `dead_groups: refill` keeps: it takes a
-    scored group and returns true or false.  Default: groups with different rewards."""
-    max_refills: Positive = 4
-    """`refill` stops after this many times `prompts_per_step` additional prompts."""
+    `refill` (replaced by groups of other prompts, at most 4 times `prompts_per_step` in a step).
+    Default: the preset's."""
     truncated: Literal["keep", "mask"] | None = None
     """Train truncated completions, or mask them in the loss.  Default: the preset's."""
     entropy_bonus: float = 0.0
@@ -476,7 +463,8 @@ class GroupSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CriticSettings:
-    """The value function of `ppo`, or of any other preset with `group.credit: gae`."""
+    """The value function of `ppo`, or of any other preset with `group.credit: gae`.  Its loss has
+    the weight 0.1, and the updates of a step move a value by at most 0.2."""
 
     path: str | None = None
     """A separate backbone: a checkpoint, a reward model (with its head), or `stage:NAME`. null: a
@@ -484,10 +472,6 @@ class CriticSettings:
     lr: Annotated[float, Gt(0.0), Lt(1.0)] | None = None
     """Peak learning rate.  Other settings are those of `optimizer`.  Default: 5e-3 for a new head
     on the policy, 1e-5 for a separate backbone."""
-    coefficient: Annotated[float, Gt(0.0)] = 0.1
-    """Weight of the value loss."""
-    clip: Annotated[float, Gt(0.0)] | None = 0.2
-    """How far the updates of a step may move a value; null: no limit."""
     pretrain: Count = 0
     """First steps that train only the critic."""
 
@@ -514,7 +498,8 @@ class TeacherSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerSettings:
-    """AdamW, its schedule, and the size of micro-batches."""
+    """AdamW, its schedule, and the size of micro-batches.  A step whose loss or gradient is not
+    finite is skipped; the fifth in a row ends the run."""
 
     lr: Annotated[float, Gt(0.0), Lt(1.0)] = 1e-6
     """Peak learning rate."""
@@ -539,10 +524,6 @@ class OptimizerSettings:
     """Packed positions per forward and backward pass.  It changes memory and speed, not the update.
     null: in proportion to the model's size; on a GPU 16,384, or what its memory holds (see the
     plan)."""
-    max_nonfinite_steps: Positive = 5
-    """The run stops after this many consecutive skipped steps, whose loss or gradient is not
-    finite.
-    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -556,9 +537,7 @@ class EvalSettings:
     prompts: Positive | None = None
     """Number of held-out prompts during training; default: all."""
     k: Siblings = 8
-    """Sampled completions per prompt, for pass@k and sampled accuracy."""
-    temperature: Annotated[float, Gt(0.0)] = 1.0
-    """Temperature of those samples."""
+    """Sampled completions per prompt at temperature 1, for pass@k and sampled accuracy."""
     max_new_tokens: Positive | None = None
     """Longest completion; default: `rollout.max_new_tokens`."""
     batches: Positive | None = None

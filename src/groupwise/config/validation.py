@@ -303,8 +303,6 @@ def _scratch(recipe: Recipe, _: Sequence[str]) -> Findings:
             f" ({at}.hidden / heads)"
         )
         yield (f"{at}.heads", f"{at}.hidden"), message
-    if scratch.kv_heads is not None and scratch.heads % scratch.kv_heads:
-        yield f"{at}.kv_heads ({scratch.kv_heads}) must divide {at}.heads ({scratch.heads})"
     prompt, new = recipe.data.max_prompt_tokens or 1, recipe.rollout.max_new_tokens
     if is_online(recipe.objective) and prompt + new > scratch.context:
         longest = (
@@ -616,8 +614,6 @@ def _environment(recipe: Recipe, _: Sequence[str]) -> Findings:
             f"{at}.reasoning_gym has prompts and a scorer, and no completions for"
             f" {recipe.objective!r} to learn from"
         )
-    if environment.interface is not None and factory is None:
-        yield f"{at}.interface belongs to {at}.factory, which is not set"
     if environment.args and not environment.named(OWNERS):
         yield f"{at}.args are those of {', '.join(OWNERS)}, and none is set"
     if environment.openenv is not None and "url" in environment.args:
@@ -948,8 +944,6 @@ def _engine(engine: EngineSettings, at: str) -> Findings:
     ):
         if getattr(engine, name) != getattr(plain, name):
             yield f"{at}.{name} is for {other}; {engine.name} does not take it"
-    if engine.args and ":" not in engine.name:
-        yield f"{at}.args are for an engine of your own (module:function); {engine.name} takes none"
     if traits.own_weights and engine.correct != plain.correct and not engine.ahead:
         trained = f"{engine.name} samples with the weights that are trained"
         yield f"{at}.correct: {trained}: there is nothing to correct, unless it is ahead of them"

@@ -57,7 +57,7 @@ class Instance:
         """
         return getattr(self, what)(*request)
 
-    def describe(self, name: str, interface: str | None) -> dict[str, Any]:
+    def describe(self, name: str) -> dict[str, Any]:
         """What `runtime.EnvironmentKind` says of an environment.
 
         name: the environment's, for messages.   Raises ConfigError.
@@ -74,16 +74,13 @@ class Instance:
         if self._factory is not None:
             made = self._object = self._factory(**self._args)
             what = f"the environment {name!r} ({type(made).__name__})"
-            can_step = _has_method(made, "step")
             if not _has_method(made, "reset"):
                 raise ConfigError(f"{what} has no method reset()")
-            if interface == "step" and not can_step:
-                raise ConfigError(f"{what} has no method step()")
-            steps = can_step and interface != "tools"
+            steps = _has_method(made, "step")
             rewarded = steps or _has_method(made, "get_reward")
             facts |= {"title": type(made).__name__, "steps": steps, "rewarded": rewarded}
             if not steps:
-                functions += [(tool, getattr(made, tool)) for tool in _methods(made, interface)]
+                functions += [(tool, getattr(made, tool)) for tool in _methods(made)]
             self.end(False)
             if not functions and not steps:
                 raise ConfigError(
@@ -239,13 +236,12 @@ def _arguments(reset: Callable[..., Any], row: dict[str, Any], seed: int) -> dic
     return arguments
 
 
-def _methods(made: Any, interface: str | None) -> list[str]:
+def _methods(made: Any) -> list[str]:
     """Public methods of an environment's class that are tools.  Properties are not evaluated."""
     methods = []
     for name, member in inspect.getmembers(type(made)):
         is_method = inspect.isfunction(member) or inspect.ismethod(member)
-        is_reserved = name in RESERVED and not (name == "step" and interface == "tools")
-        if is_method and not is_reserved and not name.startswith("_"):
+        if is_method and name not in RESERVED and not name.startswith("_"):
             methods.append(name)
     return methods
 

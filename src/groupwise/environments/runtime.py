@@ -146,7 +146,6 @@ class ToolRuntime:
         factories: Mapping[str, str],
         args: Mapping[str, Any],
         *,
-        interface: str | None = None,
         runs: str = "process",
         objects: Mapping[str, Any] | None = None,
     ) -> None:
@@ -178,22 +177,20 @@ class ToolRuntime:
         self._lock = threading.Lock()
         try:
             self.kinds: Mapping[str, EnvironmentKind] = {
-                name: self._describe(name, interface) for name in factories or {"": ""}
+                name: self._describe(name) for name in factories or {"": ""}
             }
         except BaseException:
             self.close()
             raise
 
-    def _describe(self, name: str, interface: str | None) -> EnvironmentKind:
+    def _describe(self, name: str) -> EnvironmentKind:
         """What a fresh one says of itself.  Raises ConfigError."""
         worker, what = (
             self.start(name, 0),
             f"the environment {name or 'of the recipe'} cannot be made",
         )
         try:
-            facts = next(
-                worker.ask("describe", name or "environment", interface, seconds=DESCRIBE_SECONDS)
-            )
+            facts = next(worker.ask("describe", name or "environment", seconds=DESCRIBE_SECONDS))
         except Raised as error:
             raise ConfigError(
                 error.message if error.kind == ConfigError.__name__ else f"{what}: {error}"

@@ -76,7 +76,6 @@ TIMES = (
 FIXED = (
     "group.group_size",
     "group.prompts_per_step",
-    "group.max_refills",
     "group.reference_refresh",
     "group.reference_mix",
 )

@@ -27,6 +27,7 @@ def scratch_model(
     bos_id: int | None = None,
     seed: int = 0,
     inner: int | None = None,
+    kv_heads: int | None = None,
 ) -> PreTrainedModel:
     """A float32 model on the CPU with random weights drawn from `seed`; torch's global generator is
     left as it was.
@@ -35,7 +36,8 @@ def scratch_model(
         parameters.  All `eos_ids` stand in the generation config, which is where engines read them.
 
     vocabulary: number of token ids, rows of the embedding.   inner: width of a gated MLP, if it is
-        to be another than 8/3 of the model's.
+        to be another than 8/3 of the model's.   kv_heads: heads of keys and values that the
+        attention heads share; default: each has its own.
     Raises ConfigError if the widths do not divide, or an id lies outside the vocabulary;
     MemoryExceeded.
     """
@@ -51,6 +53,8 @@ def scratch_model(
     config = _config(settings, {"vocab_size": vocabulary, "tie_word_embeddings": True, **ids})
     if inner is not None:
         config.intermediate_size = inner
+    if kv_heads is not None:
+        config.num_key_value_heads = kv_heads
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
@@ -76,11 +80,6 @@ def _config(settings: ScratchSettings, common: dict[str, Any]) -> PretrainedConf
 
     family, width, last = settings.family, settings.hidden // settings.heads, settings.layers - 1
     if family == "gpt2":
-        if settings.kv_heads not in (None, settings.heads):
-            raise ConfigError(
-                "gpt2 has no grouped key-value heads: leave kv_heads out or set it to"
-                f" {settings.heads}"
-            )
         shape = {
             "n_embd": settings.hidden,
             "n_layer": settings.layers,
@@ -94,7 +93,7 @@ def _config(settings: ScratchSettings, common: dict[str, Any]) -> PretrainedConf
         "hidden_size": settings.hidden,
         "num_hidden_layers": settings.layers,
         "num_attention_heads": settings.heads,
-        "num_key_value_heads": settings.kv_heads or settings.heads,
+        "num_key_value_heads": settings.heads,
         "intermediate_size": 32 * -(-settings.hidden * 8 // (3 * 32)),
         "max_position_embeddings": settings.context,
     }
@@ -122,10 +121,6 @@ def _check(settings: ScratchSettings, vocabulary: int, ids: dict[str, int | None
     if settings.hidden % settings.heads:
         raise ConfigError(
             f"hidden ({settings.hidden}) must be a multiple of heads ({settings.heads})"
-        )
-    if settings.heads % (settings.kv_heads or settings.heads):
-        raise ConfigError(
-            f"heads ({settings.heads}) must be a multiple of kv_heads ({settings.kv_heads})"
         )
     if settings.family != "gpt2" and settings.hidden // settings.heads % 2:
         raise ConfigError(

@@ -157,7 +157,6 @@ def make_rollout(
     *,
     version: int | np.ndarray,
     support: tuple[np.ndarray, ...] | None = None,
-    keep_special_tokens: bool = False,
     trained: np.ndarray | None = None,
     episode: Episode | None = None,
 ) -> Rollout:
@@ -184,7 +183,7 @@ def make_rollout(
         finish=finish,
         eos_ids=policy.eos_ids,
         sampling=sampling,
-        text=str(policy.tokenizer.decode(ids, skip_special_tokens=not keep_special_tokens)),
+        text=str(policy.tokenizer.decode(ids, skip_special_tokens=True)),
         version=np.full(ids.size, version, dtype=np.int64),
         support=support,
         trained=trained,  # type: ignore[arg-type]

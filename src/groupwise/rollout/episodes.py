@@ -60,7 +60,6 @@ class Conversations(Generic[One]):
         streams: Iterable[One] = (),
         *,
         rows: int,
-        keep_special_tokens: bool = False,
         replied: Callable[[], None] = lambda: None,
     ) -> None:
         """streams: the completions that an environment answers.   rows: completions that the engine
@@ -74,7 +73,7 @@ class Conversations(Generic[One]):
             sampling,
             seed,
         )
-        self.rows, self.keep_special_tokens, self._replied = rows, keep_special_tokens, replied
+        self.rows, self._replied = rows, replied
         self.unbegun = deque(streams)
         """Completions whose conversations have not been begun."""
         self.listening: list[One] = []
@@ -190,7 +189,6 @@ class Conversations(Generic[One]):
             self.sampling,
             version=np.array(stream.version, np.int64),
             support=tuple(stream.support) if self.sampling.truncates else None,
-            keep_special_tokens=self.keep_special_tokens,
             trained=stream.trained(),
             episode=episode,
         )

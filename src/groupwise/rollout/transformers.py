@@ -63,7 +63,6 @@ class TransformersEngine(InProcess):
         policy: Policy,
         *,
         max_rows: int = 256,
-        keep_special_tokens: bool = False,
         environment: Environment | None = None,
     ) -> None:
         """environment: that answers the turns of completions; the caller closes it."""
@@ -71,7 +70,6 @@ class TransformersEngine(InProcess):
             raise EngineError(f"max_rows must be at least 1, got {max_rows}")
         self.policy = policy
         self.max_rows = max_rows
-        self.keep_special_tokens = keep_special_tokens
         self.environment = environment
 
     def generate(
@@ -125,7 +123,6 @@ class TransformersEngine(InProcess):
                 sampling,
                 version=self.version,
                 support=drawn.support[r] if sampling.truncates else None,
-                keep_special_tokens=self.keep_special_tokens,
             )
             for r, (prompt, index) in enumerate(rows)
         ]
@@ -140,9 +137,8 @@ class TransformersEngine(InProcess):
             for prompt in prompts
             for index in range(group_size)
         ]
-        how = {"rows": self.max_rows, "keep_special_tokens": self.keep_special_tokens}
         with Conversations(
-            policy, self.environment, sampling, seed, streams, **how
+            policy, self.environment, sampling, seed, streams, rows=self.max_rows
         ) as conversations:
             while conversations.unfinished:
                 conversations.begin()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from groupwise.algorithms.table import Algorithm
 from groupwise.config.settings import RolloutSettings, engine_traits
@@ -31,12 +32,7 @@ def _in_process(engine: Callable[..., Engine]) -> Make:
     def make(policy: Policy, settings: RolloutSettings, environment: Environment | None) -> Engine:
         if policy.sharded:
             return GatheredEngine(policy, lambda plain: make(plain, settings, environment))
-        return engine(
-            policy,
-            max_rows=settings.max_rows,
-            keep_special_tokens=settings.keep_special_tokens,
-            environment=environment,
-        )
+        return engine(policy, max_rows=settings.max_rows, environment=environment)
 
     return make
 
@@ -50,7 +46,6 @@ def _vllm(policy: Policy, settings: RolloutSettings, environment: Environment | 
         dtype=engine.dtype,
         in_flight=engine.ahead > 0,
         max_rows=settings.max_rows,
-        keep_special_tokens=settings.keep_special_tokens,
         environment=environment,
     )
 
@@ -68,32 +63,26 @@ def make_engine(
 ) -> Engine:
     """The rollout engine that a recipe names.   environment: who answers the policy.
 
-    One's own, `module:function`, is made by `function(policy, max_rows=...,
-    keep_special_tokens=..., **rollout.engine.args)`, with `environment` beside them in runs that
-    have an environment.
+    One's own, `module:function`, is made by `function(policy, max_rows=...)`, and by
+    `function(policy, max_rows=..., environment=...)` in runs that have an environment.
     Raises ConfigError if it cannot be imported, or does not take these arguments.
     """
     engine = settings.engine
     if engine.name in ENGINES:
         return ENGINES[engine.name](policy, settings, environment)
     make = imported("rollout.engine", engine.name, callable_only=True)
-    keywords = (
-        engine.args if environment is None else {**engine.args, "environment": environment}
-    )  # it need not know of any
+    keywords: dict[str, Any] = {"max_rows": settings.max_rows}
+    if environment is not None:  # without one an engine need not know of any
+        keywords["environment"] = environment
     try:
-        inspect.signature(make).bind(policy, max_rows=0, keep_special_tokens=False, **keywords)
+        inspect.signature(make).bind(policy, **keywords)
     except TypeError as error:
         raise ConfigError(
-            f"rollout.engine: {engine.name} cannot be called with (policy, max_rows,"
-            f" keep_special_tokens{''.join(f', {name}' for name in keywords)}): {error}"
+            f"rollout.engine: {engine.name} cannot be called with (policy, {', '.join(keywords)}):"
+            f" {error}"
         ) from None
     with own_code(f"rollout.engine {engine.name}"):
-        made = make(
-            policy,
-            max_rows=settings.max_rows,
-            keep_special_tokens=settings.keep_special_tokens,
-            **keywords,
-        )
+        made = make(policy, **keywords)
     demand_attributes(
         f"rollout.engine {engine.name}",
         made,

@@ -110,7 +110,6 @@ def make_runtime(settings: EnvironmentSettings) -> ToolRuntime | None:
         settings.tools,
         factories,
         arguments if factories else {},
-        interface=settings.interface,
         runs=settings.runs or ("thread" if objects else "process"),
         objects=objects,
     )

@@ -23,7 +23,7 @@ from groupwise.models.loading import Blueprint
 from groupwise.models.policy import Policy, without_adapter
 from groupwise.models.shape import Shape
 from groupwise.proof.prove import prove
-from groupwise.records import Prompt, Step
+from groupwise.records import Prompt, Sampling, Step
 from groupwise.rewards.compose import Rewards
 from groupwise.rollout.engine import Engine
 from groupwise.runs.engines import (
@@ -167,7 +167,9 @@ class Job(Learner):
         rewards = self.prepared.rewards
         if not asked or rewards is None or not rewards.names:
             return None
-        return evaluate_prompts(self.prepared.recipe, rewards, self.sampler, asked, self.watch)
+        recipe = self.prepared.recipe
+        sampling = eval_sampling(recipe)
+        return evaluate_prompts(recipe, rewards, self.sampler, asked, sampling, self.watch)
 
     @property
     def plan(self) -> Lines:
@@ -395,6 +397,7 @@ def evaluate_prompts(
     rewards: Rewards,
     engine: Engine,
     prompts: Sequence[Prompt],
+    sampling: Sampling,
     progress: Callable[[int, int], None] | None,
 ) -> Evaluation:
     """Evaluate a policy on prompts as the section `eval` of a recipe says.
@@ -406,7 +409,7 @@ def evaluate_prompts(
         rewards,
         prompts,
         k=recipe.eval.k,
-        sampling=eval_sampling(recipe),
+        sampling=sampling,
         seed=recipe.seed,
         columns=breakdown_of(recipe.data.task),
         progress=progress,

@@ -113,11 +113,9 @@ def sampling_of(settings: RolloutSettings) -> Sampling:
 
 
 def eval_sampling(recipe: Recipe) -> Sampling:
-    """The sampling of a recipe's evaluations: nothing is truncated."""
+    """Return the sampling of a recipe's evaluations: at temperature 1, nothing truncated."""
     length = recipe.eval.max_new_tokens or recipe.rollout.max_new_tokens
-    return Sampling(
-        temperature=recipe.eval.temperature, max_new_tokens=length, stop=recipe.rollout.stop
-    )
+    return Sampling(max_new_tokens=length, stop=recipe.rollout.stop)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -277,9 +275,7 @@ def _start_environment(
 
 def algorithm_of(recipe: Recipe) -> Algorithm:
     """The algorithm of an online recipe, as its engine's samples need it.  Raises ConfigError."""
-    algorithm = resolve(
-        recipe.objective, recipe.group, recipe.rollout.max_new_tokens, recipe.critic
-    )
+    algorithm = resolve(recipe.objective, recipe.group, recipe.rollout.max_new_tokens)
     return sampled_elsewhere(algorithm, recipe.rollout)
 
 

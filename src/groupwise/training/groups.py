@@ -44,6 +44,8 @@ IDLE_STEPS = 3
 """Steps in a row without a single reward, or without a single completion that is trained, after
 which a run ends.
 """
+MAX_REFILLS = 4
+"""Times `prompts_per_step` further prompts that `dead_groups: refill` draws for a step, at most."""
 Collected = tuple[list[RolloutGroup], int]
 """The groups of a step, and the number of prompts that were drawn for them."""
 Draw = Callable[[int], Sequence[Prompt]]
@@ -281,14 +283,14 @@ class SampledRollouts:
         and each gets all groups.
 
         With `dead_groups: refill` (dynamic sampling, 2503.14476) prompts whose rewards teach
-        nothing are replaced by further ones, at most `max_refills` x `prompts_per_step` of them; a
+        nothing are replaced by further ones, at most `MAX_REFILLS` x `prompts_per_step` of them; a
         step that stays short is trained as it is.
         prompts: drawn for it already.
         sampled: waits for what `sample` gives for them, where that has been begun already.
         """
         refill = self.algorithm.dead_groups == "refill"
         wanted = self.group.prompts_per_step
-        limit = wanted * (1 + self.group.max_refills) if refill else wanted
+        limit = wanted * (1 + MAX_REFILLS) if refill else wanted
         live: list[RolloutGroup] = []
         dead: list[RolloutGroup] = []
         prompts = prompts or self.prompts()

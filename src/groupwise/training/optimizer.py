@@ -20,6 +20,9 @@ from groupwise.distributed import comm, fsdp
 from groupwise.errors import ConfigError, Diverged
 from groupwise.utils.spelling import counted
 
+MAX_NONFINITE_STEPS = 5
+"""Skipped steps in a row, whose gradients are not finite, after which a run ends."""
+
 
 def learning_rate(settings: OptimizerSettings, step: int, total: int) -> float:
     """Learning rate of optimizer step `step` (from 0) of `total`: linear warm-up, then constant,
@@ -112,7 +115,7 @@ class Optimizer:
         that no token was routed to): it moves by its moments, as it would if what was skipped had
         been computed.
 
-        Skips an update whose gradient is not finite.  Raises Diverged after `max_nonfinite_steps`
+        Skips an update whose gradient is not finite.  Raises Diverged after `MAX_NONFINITE_STEPS`
         of them in a row."""
         lr = learning_rate(self.settings, self.taken, self.total)
         for group in self.adamw.param_groups:
@@ -139,7 +142,7 @@ class Optimizer:
             self.nonfinite += 1
         broken = [] if finite else self._broken()
         self.clear()
-        if self.nonfinite >= self.settings.max_nonfinite_steps:
+        if self.nonfinite >= MAX_NONFINITE_STEPS:
             first = ", ".join(broken) or "overflow of the norm"
             raise Diverged(
                 f"the gradient was not finite {counted(self.nonfinite, 'step')} in a row (first of"

@@ -325,14 +325,13 @@ def test_p15_the_checkpoints_generation_config_is_ignored(policy_of, prompts_of)
     assert policy.model.generation_config is before
 
 
-def test_special_tokens_are_shown_on_request(policy_of, prompts_of):
+def test_texts_have_no_special_tokens(policy_of, prompts_of):
     policy = policy_of("gpt2", sharpness=1.0)
-    sampling = Sampling(max_new_tokens=60)
-    hidden = run(policy, prompts_of(3), sampling, group_size=10)["p0"]
-    shown = run(policy, prompts_of(3), sampling, group_size=10, keep_special_tokens=True)["p0"]
-    ended = [(a.text, b.text) for a, b in zip(hidden, shown, strict=True) if a.finish is Finish.EOS]
+    rollouts = run(policy, prompts_of(3), Sampling(max_new_tokens=60), group_size=10)["p0"]
+    ended = [rollout for rollout in rollouts if rollout.finish is Finish.EOS]
     assert ended
-    assert all(b.endswith("<eos>") and "<eos>" not in a for a, b in ended)
+    for rollout in ended:
+        assert rollout.text + "<eos>" == policy.tokenizer.decode(rollout.tokens)
 
 
 def test_weights_that_are_not_finite_are_reported(policy_of, prompts_of):

@@ -61,7 +61,6 @@ class NativeEngine(InProcess):
         policy: Policy,
         *,
         max_rows: int,
-        keep_special_tokens: bool = False,
         environment: Environment | None = None,
     ) -> None:
         """max_rows: completions decoded at the same time.   environment: that answers their turns;
@@ -78,7 +77,6 @@ class NativeEngine(InProcess):
             )
         self.policy = policy
         self.max_rows = max_rows
-        self.keep_special_tokens = keep_special_tokens
         self.environment = environment
 
     @property

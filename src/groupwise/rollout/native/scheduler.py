@@ -60,7 +60,6 @@ class ModelRunner(Protocol):
 
     policy: Policy
     max_rows: int
-    keep_special_tokens: bool
     environment: Environment | None
     version: int
 
@@ -123,7 +122,6 @@ class Scheduler:
             seed,
             streams,
             rows=engine.max_rows,
-            keep_special_tokens=engine.keep_special_tokens,
         )
         self.weights = sum(parameter.numel() for parameter in self.policy.model.parameters())
         if sequences:

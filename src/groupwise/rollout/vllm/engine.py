@@ -67,7 +67,6 @@ class VllmEngine:
         servers: Sequence[str] = (),
         max_rows: int = 256,
         dtype: str | None = None,
-        keep_special_tokens: bool = False,
         in_flight: bool = False,
         colocated: bool = False,
         environment: Environment | None = None,
@@ -90,7 +89,7 @@ class VllmEngine:
                 " server then samples), or set rollout.engine to 'native'"
             )
         self.environment = environment
-        self.policy, self.keep_special_tokens, self.version = policy, keep_special_tokens, 0
+        self.policy, self.version = policy, 0
         self._own: OwnServer | None = None
         self._in_flight, self._pools = in_flight, set[RequestPool]()
         self._held: int | None = None
@@ -258,7 +257,6 @@ class VllmEngine:
                 seed,
                 streams.values(),
                 rows=sum(rows),
-                keep_special_tokens=self.keep_special_tokens,
                 replied=pool.wake,
             ) as conversations,
         ):
@@ -407,7 +405,6 @@ class VllmEngine:
                 sampling,
                 version=choice.version(self._run),
                 support=choice.support if sampling.truncates else None,
-                keep_special_tokens=self.keep_special_tokens,
             )
             for index, choice in enumerate(choices)
         )
