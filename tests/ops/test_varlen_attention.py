@@ -111,6 +111,17 @@ def test_only_what_the_kernel_knows_is_handed_to_it(changes: dict[str, Any], tak
     assert varlen.flash_takes(Query(0, *heads, 0.3)._replace(**changes)) is taken
 
 
+@pytest.mark.parametrize(("built", "capability", "expected"), [(True, (9, 0), True), (True, (7, 5), False), (False, (9, 0), False)])
+def test_gpus_before_ampere_and_builds_without_the_kernel_are_not_asked_for_it(
+    built: bool, capability: tuple[int, int], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: built)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    varlen.has_flash.cache_clear()
+    assert varlen.has_flash(torch.device("cuda", 0)) is expected
+    varlen.has_flash.cache_clear()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("groups", [[(5, [4, 1]), (0, [7]), (3, [6])], [(40, [30, 20, 25]), (33, [9, 8])], [(0, [300])]], ids=str)

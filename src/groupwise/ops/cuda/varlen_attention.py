@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -105,11 +106,22 @@ def _longest(ends: Sequence[int]) -> int:
 
 
 def flash_takes(query: Query) -> bool:
-    """Return True if the kernel takes such heads."""
+    """Return True if the kernel takes such heads on their device."""
     width = query.query_THD.shape[-1]
     if query.cap is not None or query.value_TKE.shape[-1] != width:
         return False
-    return query.query_THD.dtype in FLASH_TYPES and width in FLASH_WIDTHS
+    if query.query_THD.dtype not in FLASH_TYPES or width not in FLASH_WIDTHS:
+        return False
+    return has_flash(query.query_THD.device)
+
+
+@cache
+def has_flash(device: torch.device) -> bool:
+    """Return True if torch was built with the kernel, and the GPU is Ampere or newer."""
+    if device.type != "cuda":
+        return True  # the stand-ins of tests
+    built = torch.backends.cuda.is_flash_attention_available()
+    return built and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def varlen_attention(query: Query, ends: SequenceEnds) -> Tensor:
