@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def adapt(policy: Policy, lora: LoraSettings, *, base: str, seed: int = 0) -> Po
         config.modules_to_save = ["score"]  # for the file: peft would otherwise wrap it
     trained = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
     _name_bare_experts(model)
-    return replace(policy, adapter=Adapter(config=config, trained=trained))
+    return replace(policy, adapter=LoraAdapter(config=config, trained=trained))
 
 
 def _name_bare_experts(model: nn.Module) -> None:
@@ -253,6 +254,25 @@ def _is_adapted(module: nn.Module) -> bool:
 
 def _file_name(name: str) -> str:
     return PREFIX + name.replace(f".{ADAPTER}.", ".")
+
+
+class LoraAdapter(Adapter):
+    """A low-rank adapter by peft's layers."""
+
+    __slots__ = ()
+
+    def plain_model(self, model: PreTrainedModel) -> PreTrainedModel:
+        """See `Adapter.plain_model`."""
+        return model_without_layers(model, merge=False)
+
+    def added_weights(self, model: PreTrainedModel) -> dict[str, Callable[[], Tensor]]:
+        """See `Adapter.added_weights`."""
+        functions: dict[str, Callable[[], Tensor]] = {}
+        for name, module in model.named_modules():
+            layer: Any = module
+            if _is_adapted(layer):
+                functions[name] = partial(layer.get_delta_weight, ADAPTER)
+        return functions
 
 
 def model_without_layers(model: PreTrainedModel, *, merge: bool) -> PreTrainedModel:

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from groupwise.config.settings import ParallelSettings
@@ -40,6 +41,14 @@ class Adapter:
     """peft's configuration."""
     trained: tuple[str, ...]
     """Names of the trained parameters."""
+
+    def plain_model(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Return the model without the adapter's layers; it shares the weights under them."""
+        raise NotImplementedError
+
+    def added_weights(self, model: PreTrainedModel) -> dict[str, Callable[[], Tensor]]:
+        """Return functions that compute what is added to a weight, by names of linear layers."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -68,7 +68,7 @@ class TorchNorm:
         self.dtype = dtype
         width = weight.shape[-1]
         self.gain = self.weight.float() * width**0.5
-        self.floor = torch.tensor((width * eps) ** 0.5, device=weight.device)
+        self.floor = torch.tensor([(width * eps) ** 0.5], device=weight.device)
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         """Add `add` to `x` in place, then return its norm; an RMSNorm is computed in float32."""
@@ -122,8 +122,60 @@ class PreparedLayer:
     reach: Reach
 
 
+class Buffers:
+    """Memory of prepared weights, which stays where it is when they are prepared again: recorded
+    operations then read the new ones.
+
+    Tensors are recognised by the order in which they are prepared.
+    """
+
+    def __init__(self, *, copy_all: bool = False) -> None:
+        """copy_all: a weight that could be read where it is gets a copy all the same, because it
+        does not stay there.
+        """
+        self.copy_all = copy_all
+        self.tensors: list[Tensor] = []
+        self.addresses: list[int] = []
+        """Where the tensors of the last preparation lie, those included that are no copies."""
+        self._used = 0
+
+    def begin(self) -> None:
+        """Begin a preparation."""
+        self.addresses = []
+        self._used = 0
+
+    def read_in_place(self, weight: Tensor) -> Tensor:
+        """Take a weight as it is; it stays where it is."""
+        self.addresses.append(weight.data_ptr())
+        return weight
+
+    def copied(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Copy tensors, one behind the other along their first side, to the place that the same
+        tensors had before.
+        """
+        rows = [part.shape[0] for part in parts]
+        shape = (sum(rows), *parts[0].shape[1:])
+        if self._used < len(self.tensors) and self.tensors[self._used].shape != shape:
+            del self.tensors[self._used :]
+        if self._used == len(self.tensors):
+            self.tensors.append(parts[0].new_empty(shape, dtype=dtype))
+        buffer = self.tensors[self._used]
+        for place, part in zip(buffer.split(rows), parts, strict=True):
+            place.copy_(part)
+        self._used += 1
+        return self.read_in_place(buffer)
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the copies."""
+        return sum(tensor.numel() * tensor.itemsize for tensor in self.tensors)
+
+
 class DecodeOperations:
     """Makes the operations that one model is decoded with."""
+
+    buffers: Buffers | None = None
+    """Where prepared weights lie, if they stay for recorded operations."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         """dtype: the type of the products."""
@@ -133,21 +185,45 @@ class DecodeOperations:
         """Make a product with these weights, their outputs side by side; all have a bias, or
         none.
         """
-        # They are cast before they are joined: half the memory traffic in bfloat16.
-        lower = [weight_OI.detach().to(self.dtype) for weight_OI in weights_OI]
-        weight_OI = lower[0].contiguous() if len(lower) == 1 else torch.cat(lower)
-        bias_O = joined_bias(biases_O)
-        if bias_O is not None:
-            bias_O = bias_O.detach().to(self.dtype)
+        weight_OI = self.joined(weights_OI)
+        present = [bias_O for bias_O in biases_O if bias_O is not None]
+        bias_O = self.joined(present) if present else None
         return lambda x_RI: F.linear(x_RI, weight_OI, bias_O)
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """Join weights along their first side, in the type of the products; a single one that has
+        it is read where it is.
+        """
+        if self.buffers is None:
+            # They are cast before they are joined: half the memory traffic in bfloat16.
+            lower = [part.detach().to(self.dtype) for part in parts]
+            return lower[0].contiguous() if len(lower) == 1 else torch.cat(lower)
+        first = parts[0].detach()
+        as_it_is = len(parts) == 1 and first.dtype == self.dtype and first.is_contiguous()
+        if as_it_is and not self.buffers.copy_all:
+            return self.buffers.read_in_place(first)
+        return self.buffers.copied(parts, self.dtype)
+
+    def kept(self, table: Tensor) -> Tensor:
+        """Return a table that was computed of weights, in the place that it had before if prepared
+        weights stay.
+        """
+        return table if self.buffers is None else self.buffers.copied([table], table.dtype)
 
     def norm(self, weight: Tensor, eps: float, bias: Tensor | None = None) -> PreparedNorm:
         """Make a norm behind a residual sum, or of heads."""
-        return TorchNorm(weight, eps, bias, dtype=self.dtype)
+        norm = TorchNorm(weight, eps, bias, dtype=self.dtype)
+        if self.buffers is not None:
+            norm.weight, norm.gain = self.kept(norm.weight), self.kept(norm.gain)
+            norm.floor = self.kept(norm.floor)
+            norm.bias = None if norm.bias is None else self.kept(norm.bias)
+        return norm
 
     def rotary(self, cos_PW: Tensor, sin_PW: Tensor) -> PreparedRotary:
         """Make rotary embeddings from tables of all positions."""
-        return TorchRotary(cos_PW.float(), sin_PW.float())
+        rotary = TorchRotary(self.kept(cos_PW.float()), self.kept(sin_PW.float()))
+        rotary.rotation_PW = self.kept(rotary.rotation_PW)
+        return rotary
 
     def gated(self, inner_TI: Tensor) -> Tensor:
         """Return silu(gate) * up of a gate beside up, I = twice the result's."""

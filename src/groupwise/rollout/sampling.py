@@ -154,42 +154,65 @@ def _first_above(
     return index_R1[:, 0], (target_R1 - before_R1)[:, 0]
 
 
+class TruncatedDraw(NamedTuple):
+    """One token per row, drawn from the likeliest candidates."""
+
+    token_R: Tensor
+    logp_R: Tensor
+    support: RowSupport
+    enough_R: Tensor
+    """True where the candidates hold all tokens that could be drawn; elsewhere the draw is wrong.
+    """
+
+
+def draw_once(logits_RV: Tensor, uniform_R: Tensor, sampling: Sampling) -> TruncatedDraw:
+    """Draw as `draw` with truncation from the first candidates alone; nothing is read back."""
+    z_RV = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
+    if sampling.temperature != 1.0:
+        z_RV = z_RV / sampling.temperature
+    return _draw_among(_first_candidates(z_RV, sampling), z_RV, uniform_R, sampling)
+
+
+def _first_candidates(z_RV: Tensor, sampling: Sampling) -> int:
+    return min(z_RV.shape[1], max(CANDIDATES, 2 * sampling.top_k))
+
+
 def _draw_truncated(
     z_RV: Tensor, uniform_R: Tensor, sampling: Sampling
 ) -> tuple[Tensor, Tensor, RowSupport]:
-    size = z_RV.shape[1]
-    candidates = min(size, max(CANDIDATES, 2 * sampling.top_k))
-    while True:
-        z_RC, id_RC = z_RV.topk(candidates, sorted=True)
-        keep_RC, enough = _survivors(z_RC, z_RV, sampling)
-        if enough:
-            break
-        candidates = min(size, 8 * candidates)
+    candidates = _first_candidates(z_RV, sampling)
+    drawn = _draw_among(candidates, z_RV, uniform_R, sampling)
+    while not bool(drawn.enough_R.all()):
+        candidates = min(z_RV.shape[1], 8 * candidates)
+        drawn = _draw_among(candidates, z_RV, uniform_R, sampling)
+    return drawn.token_R, drawn.logp_R, drawn.support
+
+
+def _draw_among(
+    candidates: int, z_RV: Tensor, uniform_R: Tensor, sampling: Sampling
+) -> TruncatedDraw:
+    z_RC, id_RC = z_RV.topk(candidates, sorted=True)
+    keep_RC, enough_R = _survivors(z_RC, z_RV, sampling)
     p_RC = torch.softmax(z_RC.masked_fill(~keep_RC, -torch.inf), -1)
     place_R1 = _first_above(p_RC.cumsum(-1, dtype=torch.float64), uniform_R)[0][:, None]
-    kept_R = keep_RC.sum(-1)
-    return (
-        id_RC.gather(1, place_R1)[:, 0],
-        p_RC.gather(1, place_R1)[:, 0].log(),
-        RowSupport(id_RC, kept_R),
-    )
+    token_R = id_RC.gather(1, place_R1)[:, 0]
+    logp_R = p_RC.gather(1, place_R1)[:, 0].log()
+    return TruncatedDraw(token_R, logp_R, RowSupport(id_RC, keep_RC.sum(-1)), enough_R)
 
 
-def _survivors(z_RC: Tensor, z_RV: Tensor, sampling: Sampling) -> tuple[Tensor, bool]:
-    """Which candidates can be drawn, and whether the candidates hold all that can.
+def _survivors(z_RC: Tensor, z_RV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Which candidates can be drawn, and for which rows the candidates hold all that can.
 
     The rules and their order are those of transformers' warpers: top-k keeps ties with the k-th;
     top-p keeps a token if the tokens above it hold less than p of what top-k left; min-p compares
     with the likeliest.  Each cuts a tail off the candidates, because they are sorted.
     """
-    everything = z_RC.shape[1] == z_RV.shape[1]
     keep_RC = torch.ones_like(z_RC, dtype=torch.bool)
     lse_R1 = None
-    enough = everything
     if sampling.top_k > 0:
         k = min(sampling.top_k, z_RC.shape[1])
         keep_RC &= z_RC >= z_RC[:, k - 1 : k]
-        enough = enough or not bool(keep_RC[:, -1].any())
+        enough_R = ~keep_RC[:, -1]
         lse_R1 = z_RC.masked_fill(~keep_RC, -torch.inf).logsumexp(-1, keepdim=True)
     if sampling.top_p < 1.0:
         p_RC = (z_RC - (z_RV.logsumexp(-1, keepdim=True) if lse_R1 is None else lse_R1)).exp()
@@ -197,5 +220,7 @@ def _survivors(z_RC: Tensor, z_RV: Tensor, sampling: Sampling) -> tuple[Tensor, 
     if sampling.min_p > 0.0:
         keep_RC &= z_RC - z_RC[:, :1] >= math.log(sampling.min_p)
     if sampling.top_k == 0:
-        enough = enough or not bool(keep_RC[:, -1].any())
-    return keep_RC, enough
+        enough_R = ~keep_RC[:, -1]
+    if z_RC.shape[1] == z_RV.shape[1]:
+        enough_R = torch.ones_like(enough_R)
+    return keep_RC, enough_R

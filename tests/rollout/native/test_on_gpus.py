@@ -5,6 +5,7 @@ import itertools
 import warnings
 import weakref
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,12 +15,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from groupwise.config.settings import ModelSettings
+from groupwise.config.settings import LoraSettings, ModelSettings
 from groupwise.errors import EngineError
+from groupwise.models import lora
+from groupwise.models.lora import model_without_layers
+from groupwise.models.masks import copy_reach
+from groupwise.models.policy import without_adapter
 from groupwise.ops import operations as ops
 from groupwise.records import Finish, Sampling
-from groupwise.rollout.native import cuda_graphs, decode, kv_cache, scheduler
-from groupwise.rollout.native.engine import NativeEngine
+from groupwise.rollout import sampling as draws
+from groupwise.rollout.native import cuda_graphs, decode, kv_cache, scheduler, workspace
+from groupwise.rollout.native.engine import ModuleForward, NativeEngine
 from groupwise.rollout.native.forward import SpecialisedForward
 from groupwise.rollout.native.kv_cache import KVCache
 
@@ -27,7 +33,11 @@ FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "qwen3"]
 
 
 def sampled(policy, prompts, sampling, *, max_rows=64):
-    groups = NativeEngine(policy, max_rows=max_rows).generate(prompts, group_size=3, sampling=sampling, seed=3)
+    return drawn_by(NativeEngine(policy, max_rows=max_rows), prompts, sampling)
+
+
+def drawn_by(engine, prompts, sampling):
+    groups = engine.generate(prompts, group_size=3, sampling=sampling, seed=3)
     return {rollout.prompt.id + str(rollout.index): rollout for group in groups for rollout in group}
 
 
@@ -37,12 +47,20 @@ def same(left, right):
         assert a.tokens.tolist() == right[name].tokens.tolist()
         assert a.finish is right[name].finish
         np.testing.assert_allclose(a.behavior_logp, right[name].behavior_logp, rtol=0, atol=1e-4)
+        assert [ids.tolist() for ids in a.support or ()] == [ids.tolist() for ids in right[name].support or ()]
 
 
 @pytest.fixture
 def plain(monkeypatch):
     """No compiled kernels, as on a GPU."""
     monkeypatch.setattr(ops, "_chosen", ops.Operations())
+
+
+class ModuleEngine(NativeEngine):
+    """The native engine, always through the modules."""
+
+    def prepared(self, positions, workspace=None):
+        return ModuleForward(self.policy)
 
 
 class Recorder(TorchDispatchMode):
@@ -81,6 +99,7 @@ def as_on_a_gpu(patch):
     patch.setattr(kv_cache, "ALIGNS", ("cpu",))
     patch.setattr(cuda_graphs, "DEVICES", ("cpu",))
     patch.setattr(cuda_graphs, "recorded", Record)
+    patch.setattr(workspace, "most_bytes", lambda device: 1 << 30)
     patch.setitem(scheduler.TOKENS_PER_SYNC, "cpu", scheduler.TOKENS_PER_SYNC["cuda"])
 
 
@@ -89,6 +108,7 @@ def as_on_a_gpu(patch):
     [
         Sampling(max_new_tokens=30, temperature=0.8),
         Sampling(max_new_tokens=30, top_k=5),
+        Sampling(max_new_tokens=30, temperature=0.9, top_p=0.8, min_p=0.01),
         Sampling(max_new_tokens=20, temperature=0.0),
         Sampling(max_new_tokens=30, stop=("0", "3")),
     ],
@@ -109,8 +129,108 @@ def test_a_gpus_way_draws_what_a_cpus_draws(family, sampling, policy_of, prompts
     monkeypatch.setattr(cuda_graphs, "recorded", recorded)
     found = sampled(policy, prompts, sampling, max_rows=7)
     same(found, expected)
-    assert any(record.repeated > 1 for record in records) != sampling.truncates
+    assert any(record.repeated > 1 for record in records)
     assert {rollout.finish for rollout in found.values()} >= ({Finish.STOP} if sampling.stop else set())
+
+
+@pytest.fixture
+def records(monkeypatch):
+    """Decode as on a GPU; the records that are made."""
+    as_on_a_gpu(monkeypatch)
+    made = []
+
+    def recorded(step, beside):
+        made.append(Record(step))
+        return made[-1]
+
+    monkeypatch.setattr(cuda_graphs, "recorded", recorded)
+    return made
+
+
+@pytest.mark.parametrize("precision", ["float32", "autocast"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_later_rollouts_draw_new_weights_from_the_first_ones_records(family, precision, policy_of, prompts_of, plain, records):
+    setting = ModelSettings(device="cpu", dtype=precision)
+    policy = replace(policy_of(family, dtype=torch.float32, setting=setting, context=128, sharpness=2.0), eos_ids=())
+    prompts, sampling = prompts_of(9, 3, 14), Sampling(max_new_tokens=90, temperature=0.8)
+
+    class Engine(NativeEngine):
+        def limit(self, prompt, index, sampling):
+            return 70 + 5 * index
+
+    engine = Engine(policy, max_rows=7)
+    made = []
+    for version in range(3):
+        engine.set_version(version)
+        found = drawn_by(engine, prompts, sampling)
+        made.append(len(records))
+        same(found, drawn_by(Engine(policy, max_rows=7), prompts, sampling))
+        del records[made[0] :]
+        with torch.no_grad():
+            for parameter in policy.model.parameters():
+                parameter.mul_(1.1).add_(0.01)
+    assert made[0] > 1
+    assert made == made[:1] * 3
+
+
+def adapted(policy):
+    """The policy with an adapter that does something."""
+    policy = lora.adapt(policy, LoraSettings(rank=3), base="x", seed=0)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.3 * torch.randn_like(parameter))
+    return policy
+
+
+def plain_policy(policy, *, merge):
+    model = model_without_layers(policy.model, merge=merge)
+    copy_reach(policy.model, model)
+    return replace(policy, model=model, adapter=None)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_adapter_is_merged_into_what_a_gpu_decodes_with(family, policy_of, prompts_of, plain, records):
+    policy = adapted(policy_of(family, dtype=torch.float32, context=128, sharpness=1.5))
+    prompts, sampling = prompts_of(9, 3, 14), Sampling(max_new_tokens=30)
+    engine = NativeEngine(policy, max_rows=7)
+    assert engine.path == "specialised"
+    made = []
+    for version in range(3):
+        engine.set_version(version)
+        found = drawn_by(engine, prompts, sampling)
+        made.append(len(records))
+        same(found, sampled(plain_policy(policy, merge=True), prompts, sampling, max_rows=7))
+        same(found, drawn_by(ModuleEngine(policy, max_rows=7), prompts, sampling))
+        del records[made[0] :]
+        with torch.no_grad():
+            for name in policy.adapter.trained:
+                policy.model.get_parameter(name).mul_(1.2)
+    assert made[0] > 0
+    below = drawn_by(NativeEngine(without_adapter(policy), max_rows=7), prompts, sampling)
+    same(below, sampled(plain_policy(policy, merge=False), prompts, sampling, max_rows=7))
+
+
+def test_recorded_truncation_draws_again_where_candidates_were_too_few(policy_of, prompts_of, plain, monkeypatch):
+    monkeypatch.setattr(draws, "CANDIDATES", 4)
+    policy, prompts, sampling = (
+        policy_of("llama", dtype=torch.float32, context=128, sharpness=1.5),
+        prompts_of(9, 3, 14),
+        Sampling(max_new_tokens=30, top_p=0.9),
+    )
+    expected = sampled(policy, prompts, sampling)
+    again = []
+    drawn_behind = decode.TokenDecode._drawn_behind
+
+    def counted(self, hidden_RD, place_R, uniform_RT):
+        again.append(len(hidden_RD))
+        return drawn_behind(self, hidden_RD, place_R, uniform_RT)
+
+    monkeypatch.setattr(decode.TokenDecode, "_drawn_behind", counted)
+    as_on_a_gpu(monkeypatch)
+    same(sampled(policy, prompts, sampling), expected)
+    assert again
 
 
 def test_a_gpu_that_cannot_record_draws_all_the_same(policy_of, prompts_of, plain, monkeypatch):
@@ -127,7 +247,7 @@ def test_a_gpu_that_cannot_record_draws_all_the_same(policy_of, prompts_of, plai
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
-def test_memory_is_free_once_rollouts_are_there(device, policy_of, prompts_of, plain, monkeypatch):
+def test_memory_beyond_what_may_stay_is_free_once_rollouts_are_there(device, policy_of, prompts_of, plain, monkeypatch):
     """Training needs it next, and new weights are prepared when the old ones are gone: nobody waits for a garbage collection."""
     policy, prompts = policy_of("llama", dtype=torch.float32, context=128, sharpness=2.0), prompts_of(9, 3, 14)
     if device == "gpu":
@@ -137,6 +257,7 @@ def test_memory_is_free_once_rollouts_are_there(device, policy_of, prompts_of, p
             raise RuntimeError("no capture here")  # what repeats a step here would hold it; a CUDA graph does not
 
         monkeypatch.setattr(cuda_graphs, "recorded", fails)
+        monkeypatch.setattr(workspace, "most_bytes", lambda device: 0)
     used = []
 
     class Store(KVCache):
@@ -145,8 +266,8 @@ def test_memory_is_free_once_rollouts_are_there(device, policy_of, prompts_of, p
             used.append(weakref.ref(self))
 
     class Engine(NativeEngine):
-        def prepared(self, positions):
-            forward = super().prepared(positions)
+        def prepared(self, positions, workspace):
+            forward = super().prepared(positions, workspace)
             used.append(weakref.ref(forward))
             return forward
 
@@ -223,6 +344,7 @@ def test_weights_that_change_between_two_groups_draw_all_tokens_from_then_on(pol
         ("mistral", {"sliding_window": 8}, Sampling(max_new_tokens=9, temperature=0.0)),
         ("qwen3", {}, Sampling(max_new_tokens=9, temperature=0.7)),
         ("gpt2", {}, Sampling(max_new_tokens=9)),
+        ("llama", {}, Sampling(max_new_tokens=9, top_k=3, top_p=0.9, min_p=0.1)),
     ],
 )
 @pytest.mark.parametrize("precision", ["float32", "autocast"])
@@ -252,13 +374,14 @@ def test_a_token_on_a_gpu_waits_for_nothing(precision, family, options, sampling
         prompts, own = KVCache(4, 16, most_tokens=16), KVCache(12, 64, most_tokens=64)
         for layer in range(len(forward.layers)):
             prompts.layer(layer, torch.empty(1, forward.shared, forward.width, dtype=forward.dtype, device="meta"))
-        drawing = decode.TokenDecode(forward, sampling, prompts, own, device, vocabulary=policy.vocabulary)
+        graphs = cuda_graphs.CudaGraphs(prompts, own, device)
+        drawing = decode.TokenDecode(forward, sampling, prompts, own, device, vocabulary=policy.vocabulary, graphs=graphs)
         drawing.arrange([9, 16, 3, 4], [0, 0, 1, 1, 2, 3, 3, 3, 2, 2], list(range(rows)))
         newest_R, uniform_RT = torch.empty(rows, dtype=torch.int64, device="meta"), torch.empty(rows, 64, device="meta").double()
-        (first,) = drawing.draw(newest_R, uniform_RT, 1)  # who is where is written once for an arrangement
+        (first,) = drawing.draw_recorded(graphs, newest_R, uniform_RT, 1)  # who is where is written once for an arrangement
         assert drawing.graphs.draws
         with Crossings() as seen:
-            drawing.draw(first.token_R, uniform_RT, 7)
+            drawing.draw_recorded(graphs, first.token_R, uniform_RT, 7)
     assert not {name for name, crossings in seen.found.items() if crossings}
     assert seen.found.keys() >= {"aten._scaled_dot_product_efficient_attention.default"}
 

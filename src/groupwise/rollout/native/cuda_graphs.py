@@ -11,7 +11,7 @@ R rows (completions being decoded)   T tokens of a completion
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,6 +28,8 @@ DEVICES = ("cuda",)
 MANY = 64
 """Above so many rows sizes are its multiples; below, powers of two.  Rows that nobody reads cost
 less than another record: the weights are read once for all rows."""
+FEWEST_PLACES = 64
+"""Places of an entry that are read at least."""
 
 
 class NextToken(NamedTuple):
@@ -37,6 +39,21 @@ class NextToken(NamedTuple):
     logp_R: Tensor
     support: tuple[tuple[slice, RowSupport], ...] = ()
     """The tokens that truncated sampling drew from, for some rows at a time."""
+    enough_R: Tensor | None = None
+    """True where truncated sampling had enough candidates; None if it has seen to that."""
+    hidden_RD: Tensor | None = None
+    """Final hidden states, with `enough_R`."""
+
+    def of_first(self, count: int) -> NextToken:
+        """Copy the tokens of the first rows out of the buffers that are written next."""
+        support = []
+        for chunk, rows in self.support:
+            stop = min(chunk.stop, count)
+            kept = stop - chunk.start
+            if kept > 0:
+                copied = RowSupport(rows.ids_RC[:kept].clone(), rows.size_R[:kept].clone())
+                support.append((slice(chunk.start, stop), copied))
+        return NextToken(self.token_R[:count].clone(), self.logp_R[:count].clone(), tuple(support))
 
 
 DecodeStep = Callable[[Tensor, Decode, Tensor], NextToken]
@@ -89,6 +106,15 @@ def filled(count: int, most: int) -> int:
     return min(size, most)
 
 
+def places(tokens: int, most: int) -> int:
+    """The places of an entry that are read for so many tokens, at most `most`.
+
+    >>> [places(tokens, 150) for tokens in (1, 64, 65, 129)]
+    [64, 64, 128, 150]
+    """
+    return min(max(FEWEST_PLACES, 1 << (tokens - 1).bit_length()), most)
+
+
 class RecordedDraw:
     """The buffers of one size, and the graph that draws a token of every row in them.
 
@@ -96,15 +122,22 @@ class RecordedDraw:
     """
 
     def __init__(
-        self, prompts: KVCache, own: KVCache, device: torch.device, size: DecodeSize
+        self,
+        prompts: KVCache,
+        own: KVCache,
+        device: torch.device,
+        size: DecodeSize,
+        uniform_RT: Tensor,
     ) -> None:
-        """Make the buffers of a size.   prompts, own: the caches of prompts and completions."""
+        """Make the buffers of a size.   prompts, own: the caches of prompts and completions.
+        uniform_RT: the rows' uniform numbers, which all sizes share.
+        """
+        self.size = size
         self.attend = Decode(prompts, own, device, size)
         self.token_R = torch.zeros(size.rows, dtype=torch.int64, device=device)
-        self.logp_R = torch.zeros(size.rows, device=device)
-        self.uniform_RT = torch.zeros(
-            size.rows, own.most_tokens, dtype=torch.float64, device=device
-        )
+        self.drawn = NextToken(self.token_R, torch.zeros(size.rows, device=device))
+        """The tokens that were drawn last."""
+        self.uniform_RT = uniform_RT[: size.rows]
         self.tokens_drawn = 0
         """Tokens that every row has drawn in these buffers."""
         self.graph: Any = None
@@ -113,37 +146,50 @@ class RecordedDraw:
         """Draw a token of every row into the buffers: the operations that a graph repeats."""
         drawn = step(self.token_R, self.attend, self.uniform_RT)
         self.token_R.copy_(drawn.token_R)
-        self.logp_R.copy_(drawn.logp_R)
+        self.drawn = drawn
 
 
 class CudaGraphs:
-    """Records of draws, one for each size, as long as the caches stay where they are."""
+    """Records of draws, one for each size and way to draw, as long as the weights and the caches
+    stay where they are.
+    """
 
     def __init__(self, prompts: KVCache, own: KVCache, device: torch.device) -> None:
         """Begin without a record.   prompts, own: the caches of prompts and completions."""
         self.prompts, self.own, self.device = prompts, own, device
-        self.draws: dict[DecodeSize, RecordedDraw] = {}
+        self.draws: dict[tuple[DecodeSize, Hashable], RecordedDraw] = {}
         self.current: RecordedDraw | None = None
         """The draw of the live rows; None after they have changed."""
         self.capacity: tuple[int, ...] = ()
+        self.addresses: list[int] = []
+        self.uniform_RT = torch.empty(0)
+
+    def read_from(self, addresses: list[int]) -> None:
+        """Take the places of the prepared weights: records that read others are dropped."""
+        if addresses != self.addresses:
+            self.draws = {}
+            self.addresses = addresses
+        self.current = None
 
     def draw(
         self,
         step: DecodeStep,
+        way: Hashable,
         rows: LiveRows,
         newest_R: Tensor,
         uniform_RT: Tensor,
         tokens: int,
     ) -> list[NextToken]:
-        """Draw the next tokens of all rows, one after another, the host waiting for none."""
+        """Draw the next tokens of all rows, one after another, the host waiting for none.
+
+        way: names what `step` does with the logits.
+        """
         count = newest_R.shape[0]
-        self.own.reserve(count, min(max(rows.length_R) + tokens, self.own.most_tokens))
-        capacity = (*self.prompts.capacity, *self.own.capacity)
-        if capacity != self.capacity:
-            self.draws, self.current = {}, None  # their records read memory that is gone
-            self.capacity = capacity
-        if self.current is None:
-            self.current = self._draw_of(rows)
+        longest = min(max(rows.length_R) + tokens, self.own.most_tokens)
+        self.own.reserve(count, longest)
+        self._see_capacity()
+        if self.current is None or longest > self.current.size.tokens:
+            self.current = self._draw_of(rows, longest, way)
             self.current.attend.arrange(rows.prompt_length_P, rows.entry_R, rows.length_R)
             self.current.uniform_RT[:count, : uniform_RT.shape[1]] = uniform_RT
         draw = self.current
@@ -151,20 +197,34 @@ class CudaGraphs:
         drawn: list[NextToken] = []
         for _ in range(tokens):
             self._next(draw, step)
-            drawn.append(NextToken(draw.token_R[:count].clone(), draw.logp_R[:count].clone()))
+            drawn.append(draw.drawn.of_first(count))
         return drawn
 
-    def _draw_of(self, rows: LiveRows) -> RecordedDraw:
+    def _see_capacity(self) -> None:
+        """Drop all records if the caches have grown: they read memory that is gone."""
+        capacity = (*self.prompts.capacity, *self.own.capacity, self.own.most_tokens)
+        if capacity == self.capacity:
+            return
+        self.draws, self.current = {}, None
+        self.capacity = capacity
+        shape = (self.own.capacity[0], self.own.most_tokens)
+        self.uniform_RT = torch.zeros(shape, dtype=torch.float64, device=self.device)
+
+    def _draw_of(self, rows: LiveRows, longest: int, way: Hashable) -> RecordedDraw:
         """The draw of the size that these rows are filled up to."""
         count = len(rows.entry_R)
         size = DecodeSize(
             rows=filled(count, self.own.capacity[0]),
             prompts=filled(len(rows.prompt_length_P), self.prompts.capacity[0]),
             members=filled(rows.most_members, count),
+            prompt_tokens=places(max(rows.prompt_length_P), self.prompts.capacity[1]),
+            tokens=places(longest, self.own.capacity[1]),
         )
-        if size not in self.draws:
-            self.draws[size] = RecordedDraw(self.prompts, self.own, self.device, size)
-        return self.draws[size]
+        if (size, way) not in self.draws:
+            self.draws[size, way] = RecordedDraw(
+                self.prompts, self.own, self.device, size, self.uniform_RT
+            )
+        return self.draws[size, way]
 
     def _next(self, draw: RecordedDraw, step: DecodeStep) -> None:
         """Draw a token of every row.

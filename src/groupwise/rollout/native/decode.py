@@ -15,18 +15,17 @@ from torch import Tensor
 from groupwise.ops import decoding
 from groupwise.ops.linear_cross_entropy import chunk_rows, slices
 from groupwise.records import Sampling
-from groupwise.rollout.native import cuda_graphs
-from groupwise.rollout.native.cuda_graphs import CudaGraphs, LiveRows, NextToken
+from groupwise.rollout.native.cuda_graphs import CudaGraphs, LiveRows, NextToken, RecordedDraw
 from groupwise.rollout.native.decode_attention import Decode
-from groupwise.rollout.native.forward import RolloutForward, SpecialisedForward
+from groupwise.rollout.native.forward import RolloutForward
 from groupwise.rollout.native.kv_cache import KVCache
-from groupwise.rollout.sampling import RowSupport, draw
+from groupwise.rollout.sampling import RowSupport, TruncatedDraw, draw, draw_once
 
 
 class TokenDecode:
     """Draws tokens for the rows that live, by any forward pass, on any device.
 
-    It uses CUDA graphs where every step of the forward pass is known and sampling is not truncated.
+    It uses CUDA graphs where there are any.
     """
 
     def __init__(
@@ -38,17 +37,17 @@ class TokenDecode:
         device: torch.device,
         *,
         vocabulary: int,
+        graphs: CudaGraphs | None = None,
     ) -> None:
-        """prompts, own: the caches of prompts and completions."""
+        """prompts, own: the caches of prompts and completions.   graphs: their CUDA graphs, which
+        read the weights of `forward`, where there are any.
+        """
         self.forward = forward
         self.sampling = sampling
         self.attend = Decode(prompts, own, device)
         self.rows_at_once = chunk_rows(vocabulary, 4)
         self.rows = LiveRows([], [], [])
-        self.graphs: CudaGraphs | None = None
-        known = isinstance(forward, SpecialisedForward)
-        if known and not sampling.truncates and device.type in cuda_graphs.DEVICES:
-            self.graphs = CudaGraphs(prompts, own, device)
+        self.graphs = graphs
 
     def arrange(
         self, prompt_length_P: Sequence[int], entry_R: Sequence[int], length_R: Sequence[int]
@@ -74,8 +73,10 @@ class TokenDecode:
         """
         graphs = self._usable_graphs()
         if graphs is not None:
-            drawn = graphs.draw(self._step, self.rows, newest_R, uniform_RT, tokens)
-            self.rows = self.rows.after(tokens)
+            drawn = self.draw_recorded(graphs, newest_R, uniform_RT, tokens)
+            if self.sampling.truncates:
+                assert tokens == 1 and graphs.current is not None
+                drawn = [self._with_enough(graphs.current, drawn[0], uniform_RT)]
             return drawn
         drawn = []
         for _ in range(tokens):
@@ -84,11 +85,58 @@ class TokenDecode:
             drawn.append(next_token)
         return drawn
 
+    def draw_recorded(
+        self, graphs: CudaGraphs, newest_R: Tensor, uniform_RT: Tensor, tokens: int
+    ) -> list[NextToken]:
+        """Draw the next tokens by CUDA graphs.  Truncated sampling may have had too few
+        candidates.
+        """
+        sampling = self.sampling
+        way = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        step = self._step_of_candidates if sampling.truncates else self._step
+        drawn = graphs.draw(step, way, self.rows, newest_R, uniform_RT, tokens)
+        self.rows = self.rows.after(tokens)
+        return drawn
+
+    def _with_enough(
+        self, recorded: RecordedDraw, first_draw: NextToken, uniform_RT: Tensor
+    ) -> NextToken:
+        """Draw from more candidates where the first were too few."""
+        count = first_draw.token_R.shape[0]
+        enough_R, hidden_RD = recorded.drawn.enough_R, recorded.drawn.hidden_RD
+        assert enough_R is not None and hidden_RD is not None
+        if bool(enough_R[:count].all()):
+            return first_draw
+        return self._drawn_behind(hidden_RD[:count], recorded.attend.drawn_R[:count], uniform_RT)
+
     def _step(self, token_R: Tensor, attend: Decode, uniform_RT: Tensor) -> NextToken:
         """Draw one token of every row."""
         hidden_RD = self.forward.hidden(token_R, attend.next(), attend)
-        uniform_R = uniform_RT.gather(1, attend.drawn_R[:, None])[:, 0]
+        return self._drawn_behind(hidden_RD, attend.drawn_R, uniform_RT)
+
+    def _drawn_behind(self, hidden_RD: Tensor, place_R: Tensor, uniform_RT: Tensor) -> NextToken:
+        """Draw a token of every row.   place_R: which token of its completion each draws."""
+        uniform_R = uniform_RT.gather(1, place_R[:, None])[:, 0]
         return self._sample(lambda chunk: self.forward.logits(hidden_RD[chunk]), uniform_R)
+
+    def _step_of_candidates(self, token_R: Tensor, attend: Decode, uniform_RT: Tensor) -> NextToken:
+        """Draw one token of every row from the first candidates, without reading anything back."""
+        hidden_RD = self.forward.hidden(token_R, attend.next(), attend)
+        uniform_R = uniform_RT.gather(1, attend.drawn_R[:, None])[:, 0]
+        draws: list[TruncatedDraw] = []
+        supports: list[tuple[slice, RowSupport]] = []
+        for chunk in slices(0, uniform_R.shape[0], self.rows_at_once):
+            logits_CV = self.forward.logits(hidden_RD[chunk])
+            drawn = draw_once(logits_CV, uniform_R[chunk], self.sampling)
+            draws.append(drawn)
+            supports.append((chunk, drawn.support))
+        return NextToken(
+            torch.cat([drawn.token_R for drawn in draws]),
+            torch.cat([drawn.logp_R for drawn in draws]),
+            tuple(supports),
+            torch.cat([drawn.enough_R for drawn in draws]),
+            hidden_RD,
+        )
 
     def first(self, sources: Sequence[Tensor], uniform_R: Tensor) -> NextToken:
         """Draw the first tokens of rows, behind final hidden states (D,): equal objects have their

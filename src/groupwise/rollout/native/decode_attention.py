@@ -142,6 +142,10 @@ class DecodeSize(NamedTuple):
     prompts: int
     members: int
     """Rows of a prompt."""
+    prompt_tokens: int = 0
+    """Places that are read of a prompt."""
+    tokens: int = 0
+    """Places that are read of a row."""
 
 
 class Decode(KeepingAttend):
@@ -160,8 +164,8 @@ class Decode(KeepingAttend):
         device: torch.device,
         size: DecodeSize | None = None,
     ) -> None:
-        """size: rows, prompts and rows of a prompt that are computed, at least those that there
-        are; None: those that there are.
+        """size: rows, prompts, rows of a prompt and places that are computed, at least those that
+        there are; None: those that there are.
         """
         if on_aligned_device(device):
             assert prompts.most_tokens % ALIGNED == 0 and own.most_tokens % ALIGNED == 0
@@ -187,7 +191,7 @@ class Decode(KeepingAttend):
         if self.size is None:
             self.longest_prompt = self._places(max(prompt_length_P))
         else:
-            self.longest_prompt = self.prompts.capacity[1]
+            self.longest_prompt = self.size.prompt_tokens
         self._index: dict[int, tuple[Tensor, Tensor]] = {}
 
     def _write_columns(self, rows_P: Sequence[Sequence[int]]) -> None:
@@ -248,8 +252,8 @@ class Decode(KeepingAttend):
             self.longest = max(self.length_R)
             self.places = self._places(self.longest)
             self.own.reserve(len(self.length_R), self.places)
-        else:  # of what a graph repeats the capacity is there, and all of it is read
-            self.longest = self.places = self.own.capacity[1]
+        else:  # what a graph repeats reads the same places at every token
+            self.longest = self.places = self.size.tokens
             self._index = {}
         self._own_bias: dict[Reach, Tensor | None] = {}
         self._prompt_bias: dict[tuple[Reach, int], Tensor | None] = {}

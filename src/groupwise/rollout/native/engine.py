@@ -5,6 +5,7 @@ computed once.
 - `scheduler.py` says which sequences decode next, and ends them.
 - `sequences.py` holds the sequences and the prompt cache; `kv_cache.py` their keys and values.
 - `decode.py` draws tokens, on a GPU by `cuda_graphs.py`; `decode_attention.py` attends.
+- `workspace.py` holds what a GPU keeps between two calls; `adapters.py` merges adapters there.
 
 All live rows go through the model as one flat stream: its linear layers see (R, D), whatever
 prompts and lengths the rows have.
@@ -15,7 +16,9 @@ R rows (completions being decoded)   V vocabulary   D model width   T tokens
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -29,8 +32,16 @@ from groupwise.ops.decoding import Decoder
 from groupwise.ops.linear_cross_entropy import head_logits
 from groupwise.records import Prompt, Rollout, Sampling
 from groupwise.rollout.engine import InProcess, check_request, completion_limit, fitting
-from groupwise.rollout.native.forward import RolloutForward, SpecialisedForward, is_known
+from groupwise.rollout.native import cuda_graphs
+from groupwise.rollout.native.adapters import PlainWeights, plain_weights
+from groupwise.rollout.native.forward import (
+    RolloutForward,
+    SpecialisedForward,
+    is_hooked,
+    is_known,
+)
 from groupwise.rollout.native.scheduler import Scheduler
+from groupwise.rollout.native.workspace import Workspace
 
 
 class ModuleForward:
@@ -78,19 +89,60 @@ class NativeEngine(InProcess):
         self.policy = policy
         self.max_rows = max_rows
         self.environment = environment
+        self._lock = threading.Lock()
+        self._workspace: Workspace | None = None
+        """What the last call of `generate` has left for the next."""
 
     @property
     def path(self) -> str:
         """`specialised` where `forward.py` knows every step of the model, else `module`."""
-        return "specialised" if is_known(self.policy) else "module"
+        return "specialised" if self._known_weights() is not None else "module"
 
-    def prepared(self, positions: int) -> RolloutForward:
-        """A way through the weights as they are now, for sequences of up to `positions` tokens."""
-        return (
-            SpecialisedForward(self.policy, positions)
-            if is_known(self.policy)
-            else ModuleForward(self.policy)
-        )
+    @cached_property
+    def _plain_weights(self) -> PlainWeights:
+        """The weights and the adapter, taken apart."""
+        return plain_weights(self.policy)
+
+    def _known_weights(self) -> PlainWeights | None:
+        """The weights of a model whose every step is known, else None."""
+        if self.policy.adapter is not None:
+            if self.policy.device.type not in cuda_graphs.DEVICES or self.policy.switches:
+                return None
+            if any(is_hooked(module) for module in self.policy.model.modules()):
+                return None
+            weights = self._plain_weights
+        else:
+            weights = PlainWeights(self.policy, {})
+        return weights if is_known(weights.policy) else None
+
+    def prepared(self, positions: int, workspace: Workspace | None = None) -> RolloutForward:
+        """A way through the weights as they are now, for sequences of up to `positions` tokens.
+
+        workspace: where they lie, on a device that keeps them.
+        """
+        weights = self._known_weights()
+        if weights is None:
+            return ModuleForward(self.policy)
+        if workspace is None:
+            return SpecialisedForward(self.policy, positions)
+        return workspace.prepared(positions)
+
+    def _take_workspace(self) -> Workspace | None:
+        """The memory that is kept, or new; None on a device that records nothing, and for a model
+        whose steps are not known.
+        """
+        if self.policy.device.type not in cuda_graphs.DEVICES:
+            return None
+        weights = self._known_weights()
+        if weights is None:
+            return None
+        with self._lock:
+            workspace, self._workspace = self._workspace, None
+        return Workspace(weights) if workspace is None else workspace
+
+    def close(self) -> None:
+        """Free the memory that was kept."""
+        self._workspace = None
 
     def limit(self, prompt: Prompt, index: int, sampling: Sampling) -> int:
         """Longest completion of one row in tokens.  Benchmarks override it to fix a schedule of
@@ -107,14 +159,17 @@ class NativeEngine(InProcess):
         completions may have drawn a few tokens more than the group's last.
         """
         check_request(self.policy, prompts, group_size, sampling)
+        workspace = self._take_workspace()
         with fitting(self.max_rows):
-            scheduler = Scheduler(self, prompts, group_size, sampling, seed)
+            scheduler = Scheduler(self, prompts, group_size, sampling, seed, workspace)
         with scheduler.conversations:
             while scheduler.unfinished:
                 with fitting(self.max_rows), self._sampling():
                     finished = scheduler.advance()
                 # Outside: whoever receives the group computes in its own mode.
                 yield from finished
+        if workspace is not None and workspace.may_stay:
+            self._workspace = workspace
 
     @contextlib.contextmanager
     def _sampling(self) -> Iterator[None]:

@@ -4,11 +4,12 @@ without their modules.
 Decoding a few rows through a small or medium model is bound by how fast matrices are read and by
 the work around the products.  Here the weights are prepared once per `generate`
 (`ops.decoding.DecodeOperations`), and projections of the same input are joined.  Where there is a
-decoder for all of it, one call draws several tokens of all rows.  Nothing can be stale: the
-prepared weights are dropped with the call, and prepared again when the engine's version changes.
+decoder for all of it, one call draws several tokens of all rows.  Nothing can be stale: weights are
+prepared at every call, and again when the engine's version changes.  On a GPU they are copied to
+where they were before (`workspace.py`).
 
-Only a model whose every step is known runs here.  Another class, adapters, hooks or other
-activations take the modules.
+Only a model whose every step is known runs here.  Another class, hooks or other activations take
+the modules, and on a CPU adapters too; on a GPU they are merged (`adapters.py`).
 
 T positions of a stream   D model width   N outputs of a layer's first product   H query heads
 W head width   V vocabulary   O, I sides of a matrix
@@ -17,7 +18,7 @@ Of a DeltaNet: K key width   V value width   D channels of its convolution
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -42,9 +43,16 @@ from groupwise.models.layers import (
 from groupwise.models.masks import reach_of
 from groupwise.models.policy import Policy
 from groupwise.models.recurrence import delta_rule, is_numbered
-from groupwise.ops.decoding import Decoder, PreparedLayer, PreparedNorm, PreparedRotary
+from groupwise.ops.decoding import (
+    Buffers,
+    Decoder,
+    PreparedLayer,
+    PreparedNorm,
+    PreparedRotary,
+)
 from groupwise.ops.operations import operations
 from groupwise.ops.query import EVERYTHING, Query
+from groupwise.rollout.native.adapters import PlainWeights
 
 
 class RolloutForward(Protocol):
@@ -83,15 +91,16 @@ def is_known(policy: Policy) -> bool:
     )
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """True for a module that does more than its class says."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return bool(hooks) or ("forward" in vars(module) and not is_numbered(module))
+
+
 def _altered(module: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
     """True for a module that does more than its class says, or holds parameters of another type, on
     another device, or that are not plain tensors (sharded, quantised)."""
-    hooks = (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or ("forward" in vars(module) and not is_numbered(module))
-    )
-    return bool(hooks) or any(
+    return is_hooked(module) or any(
         type(parameter) is not nn.Parameter
         or parameter.dtype != dtype
         or parameter.device != device
@@ -239,8 +248,19 @@ class _DeltaNet:
 class SpecialisedForward:
     """A `RolloutForward` of a policy that `is_known`."""
 
-    def __init__(self, policy: Policy, positions: int) -> None:
-        """The weights as they are now, for up to `positions` tokens."""
+    def __init__(
+        self,
+        policy: Policy,
+        positions: int,
+        *,
+        buffers: Buffers | None = None,
+        adapters: Mapping[nn.Module, Callable[[], Tensor]] | None = None,
+    ) -> None:
+        """The weights as they are now, for up to `positions` tokens.
+
+        buffers: where they lie, if they are to stay there.   adapters: see `PlainWeights.adapters`.
+        """
+        self.weights = PlainWeights(policy, adapters or {})
         stack = stack_of(policy.model)
         assert stack is not None
         self.embedding_VD, self.position_PD = stack.embedding_VD, stack.position_PD
@@ -251,6 +271,11 @@ class SpecialisedForward:
         inner = matrix_of(mlp.inputs[0])[0].shape[0]
         widths = (self.width // 2 if attention.rotary else self.width, inner)
         self.operations = operations().decode_operations(tables, widths, dtype=self.dtype)
+        self.operations.buffers = buffers
+        if buffers is not None:
+            buffers.begin()
+            for table in tables:
+                buffers.read_in_place(table)
         self.activation = self.operations.gated if mlp.gated else self.operations.gelu
         self.rotary: PreparedRotary | None = None
         if stack.rotary is not None:
@@ -269,6 +294,11 @@ class SpecialisedForward:
         self.norm = self._norm(stack.norm)
         self.head = self.operations.product([policy.head.weight_VD], [policy.head.bias_V])
         self.decoder = self._decoder()
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of a token's keys and values."""
+        return 2 * len(self.layers) * self.shared * self.width * self.dtype.itemsize
 
     def _rotate(self, cos_PN: Tensor, sin_PN: Tensor) -> None:
         """Prepare rotary embeddings of whole heads.
@@ -308,13 +338,13 @@ class SpecialisedForward:
 
     def _product(self, *linears: nn.Module) -> Any:
         """Make one product of linear layers side by side."""
-        return self.operations.product(*_matrices(linears))
+        return self.operations.product(*self.weights.matrices(linears))
 
     def _columns(
         self, mixer: Attention | DeltaNet
     ) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
         """Weights and biases of a layer's first product."""
-        weights, biases = _matrices(mixer.inputs)
+        weights, biases = self.weights.matrices(mixer.inputs)
         if isinstance(mixer, DeltaNet):
             return weights, biases
         weights = self._ordered(weights, mixer.gated)
@@ -380,9 +410,3 @@ class SpecialisedForward:
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """See `RolloutForward`."""
         return self.head(hidden_RD)
-
-
-def _matrices(linears: Sequence[nn.Module]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The weights (O, I) and biases of linear layers."""
-    pairs = [matrix_of(linear) for linear in linears]
-    return [weight for weight, _ in pairs], [bias for _, bias in pairs]

@@ -75,6 +75,11 @@ class LayerCache:
         """Keys and values as they lie."""
         return self.key_EKTD, self.value_EKTD
 
+    @property
+    def bytes(self) -> int:
+        """Memory of the slabs."""
+        return self.key_EKTD.nbytes + self.value_EKTD.nbytes
+
     def blocks(self, tokens: int) -> int:
         """Blocks that so many tokens fill."""
         return -(-tokens // self.block)
@@ -184,6 +189,18 @@ class KVCache:
         if place not in self.states:
             self.states[place] = like.new_zeros(self.capacity[0], *like.shape[1:])
         return self.states[place]
+
+    @property
+    def bytes(self) -> int:
+        """Memory of all keys and values."""
+        return sum(slab.bytes for slab in self.layers.values())
+
+    def use_again(self, needed: KVCache) -> None:
+        """Drop all entries, and be at least as large as a cache that is needed."""
+        self.live = 0
+        self.states = {}
+        self.most_tokens = max(self.most_tokens, needed.most_tokens)
+        self.reserve(*needed.capacity)
 
     def reserve(self, entries: int, tokens: int) -> None:
         """Grow, by doubling, to hold so much."""

@@ -32,9 +32,10 @@ from groupwise.rollout import sampling as draws
 from groupwise.rollout.episodes import Conversations, Groups
 from groupwise.rollout.native.cuda_graphs import NextToken
 from groupwise.rollout.native.decode import TokenDecode
-from groupwise.rollout.native.forward import RolloutForward
+from groupwise.rollout.native.forward import RolloutForward, SpecialisedForward
 from groupwise.rollout.native.kv_cache import KVCache, whole
 from groupwise.rollout.native.sequences import LiveSequences, Prefix, PromptCache, Sequence
+from groupwise.rollout.native.workspace import Workspace
 from groupwise.rollout.stopping import Stopping
 
 FIRST_TOKENS = 64
@@ -63,7 +64,7 @@ class ModelRunner(Protocol):
     environment: Environment | None
     version: int
 
-    def prepared(self, positions: int) -> RolloutForward:
+    def prepared(self, positions: int, workspace: Workspace | None) -> RolloutForward:
         """See `NativeEngine.prepared`."""
         ...
 
@@ -91,9 +92,14 @@ class Scheduler:
         group_size: int,
         sampling: Sampling,
         seed: int,
+        workspace: Workspace | None = None,
     ) -> None:
-        """Put `group_size` sequences for each prompt into the queue."""
+        """Put `group_size` sequences for each prompt into the queue.
+
+        workspace: memory to decode in, on a device that keeps it.
+        """
         self.engine = engine
+        self.workspace = workspace
         self.policy = engine.policy
         self.environment = engine.environment
         self.device = engine.policy.device
@@ -154,11 +160,13 @@ class Scheduler:
             most_of_prompt = self.policy.context
         places = min(self.engine.max_rows, len(sequences))
         entries = min(prompts, math.ceil(places / group_size))
-        self.prompts = PromptCache(
-            KVCache(entries, whole(longest_prompt), most_tokens=whole(most_of_prompt))
-        )
+        prompt_cache = KVCache(entries, whole(longest_prompt), most_tokens=whole(most_of_prompt))
         first_tokens = min(whole(longest_own), FIRST_TOKENS)
-        self.rows = LiveSequences(KVCache(places, first_tokens, most_tokens=whole(most_own)))
+        own_cache = KVCache(places, first_tokens, most_tokens=whole(most_own))
+        if self.workspace is not None:
+            prompt_cache, own_cache = self.workspace.caches(prompt_cache, own_cache)
+        self.prompts = PromptCache(prompt_cache)
+        self.rows = LiveSequences(own_cache)
 
     def advance(self) -> list[tuple[Rollout, ...]]:
         """Decode until a group is complete; return all that are."""
@@ -221,12 +229,15 @@ class Scheduler:
         if self.prepared_version is not None:
             before = type(self.forward)
             del self.forward, self.decode  # before others are made: there may be no memory for both
-        self.forward = self.engine.prepared(self.positions)
+        self.forward = self.engine.prepared(self.positions, self.workspace)
         # The ways order the numbers of a key differently: keys of one cannot be read by the other.
         if self.prompts.prefixes and type(self.forward) is not before:
             raise EngineError(
                 "the model was altered (hooks, adapters) while its completions were being decoded"
             )
+        graphs = None
+        if self.workspace is not None and isinstance(self.forward, SpecialisedForward):
+            graphs = self.workspace.graphs_of(self.forward)
         self.decode = TokenDecode(
             self.forward,
             self.sampling,
@@ -234,6 +245,7 @@ class Scheduler:
             self.rows.store,
             self.device,
             vocabulary=self.policy.vocabulary,
+            graphs=graphs,
         )
         self.places = self.engine.max_rows
         if self.environment is not None and self.forward.decoder is not None:

@@ -1,0 +1,86 @@
+"""What a GPU keeps between two calls of `NativeEngine.generate`: prepared weights, caches, and the
+CUDA graphs that read them.
+
+To record a graph takes as long as to draw several tokens, and an update changes numbers, not
+places.  So new weights are copied to where the old ones were, and the caches are as long as the
+longest completion from the beginning where that fits.  Memory that is kept is missing in the
+update: nothing stays that is larger than a share of the device's memory.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from groupwise.ops.decoding import Buffers
+from groupwise.rollout.native.adapters import PlainWeights
+from groupwise.rollout.native.cuda_graphs import CudaGraphs
+from groupwise.rollout.native.forward import SpecialisedForward
+from groupwise.rollout.native.kv_cache import KVCache
+
+SHARE = 8
+"""The kept memory is at most this part of the device's."""
+
+
+def most_bytes(device: torch.device) -> int:
+    """Most memory that is kept."""
+    return torch.cuda.get_device_properties(device).total_memory // SHARE
+
+
+class Workspace:
+    """Prepared weights, caches and graphs, which one call of `generate` at a time uses."""
+
+    prompts: KVCache
+    own: KVCache
+
+    def __init__(self, weights: PlainWeights) -> None:
+        """Begin empty."""
+        self.weights = weights
+        self.device = weights.policy.device
+        self.most_bytes = most_bytes(self.device)
+        self.buffers = Buffers(copy_all=bool(weights.adapters))
+        self.graphs: CudaGraphs | None = None
+        self._positions = 0
+
+    def prepared(self, positions: int) -> SpecialisedForward:
+        """Prepare the weights as they are now, for at least so many positions.
+
+        The number of positions grows by doubling, for tables of all of them stay too.  Where the
+        frequencies of rotary embeddings change with it, it is as it is.
+        """
+        if self.weights.policy.switches:
+            self._positions = positions
+        elif positions > self._positions:
+            self._positions = 1 << (positions - 1).bit_length()
+        policy, adapters = self.weights.policy, self.weights.adapters
+        return SpecialisedForward(policy, self._positions, buffers=self.buffers, adapters=adapters)
+
+    def caches(self, prompts: KVCache, own: KVCache) -> tuple[KVCache, KVCache]:
+        """Return the kept caches without an entry, at least as large as these; at first, these."""
+        if self.graphs is None:
+            self.prompts, self.own = prompts, own
+            self.graphs = CudaGraphs(prompts, own, self.device)
+        else:
+            self.prompts.use_again(prompts)
+            self.own.use_again(own)
+        return self.prompts, self.own
+
+    def graphs_of(self, forward: SpecialisedForward) -> CudaGraphs:
+        """Return the graphs that draw by these weights.  Completions get their longest length at
+        once where that fits.
+        """
+        assert self.graphs is not None, "caches first"
+        longest = self.own.most_tokens
+        if self.own.capacity[0] * longest * forward.cache_bytes <= self.most_bytes:
+            self.own.reserve(1, longest)
+        self.graphs.read_from(self.buffers.addresses)
+        return self.graphs
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the weights and the caches."""
+        return self.buffers.bytes + self.prompts.bytes + self.own.bytes
+
+    @property
+    def may_stay(self) -> bool:
+        """True if its memory is little enough to be kept during an update."""
+        return self.bytes <= self.most_bytes
