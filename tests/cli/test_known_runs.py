@@ -316,7 +316,12 @@ def test_the_card_names_the_model_that_nobody_of_ours_trained(there: Path, tmp_p
 
 # ---------------------------------------------------------------- the examples of --help
 
-ELSEWHERE = {"serve": "it needs vLLM in an environment of its own", "install-vllm": "it fetches 2.5 GB", "get": "it fetches 93 MB"}
+ELSEWHERE = {
+    "serve": "it needs vLLM in an environment of its own",
+    "install-vllm": "it fetches 2.5 GB",
+    "get": "it fetches 93 MB",
+    "push": "it uploads to a hub",
+}
 """Commands whose examples no test runs, and why."""
 
 
@@ -337,7 +342,8 @@ def shop(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
         Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path("trl.yaml").write_text("num_generations: 4\nmax_steps: 3\n")
     Path("elsewhere").mkdir()
-    shutil.copytree(RUN, "runs/theirs")
+    for name in ("theirs", "base", "mine", "mine-lr=1e-6-seed=0", "mine-lr=3e-6-seed=0"):
+        shutil.copytree(RUN, f"runs/{name}")
     monkeypatch.setattr("builtins.input", lambda _: "")
     return Path.cwd()
 

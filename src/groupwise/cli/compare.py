@@ -8,7 +8,7 @@ from groupwise.errors import ConfigError
 
 EXAMPLES = (
     "groupwise compare 'runs/mine-lr=1e-6-*' 'runs/mine-lr=3e-6-*'   two settings, several seeds",
-    "groupwise compare runs/base runs/mine --metric eval/sampled     two runs",
+    "groupwise compare runs/base runs/mine --metric eval/reward      two runs",
 )
 
 
