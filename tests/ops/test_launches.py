@@ -21,6 +21,8 @@ BUDGETS: dict[str, dict[str, int]] = {
     "layer of Qwen3": {"forward": 80, "forward bytes": 40_469, "backward": 90, "backward bytes": 68_497},
     "layer of Qwen3 computed again": {"forward": 80, "forward bytes": 40_469, "backward": 161, "backward bytes": 100_223},
     "layer of Qwen3 with an adapter": {"forward": 136, "forward bytes": 67_524, "backward": 144, "backward bytes": 95_858},
+    "decoded token, layer of Qwen2": {"launches": 37, "crossings": 0},
+    "decoded token, layer of Qwen3": {"launches": 42, "crossings": 0},
     "chunk of the head": {"launches": 37, "bytes a logit": 122},
     "update": {"micro-batches": 3, "to the device in passes": 0, "to the device": 30, "to the host": 2},
 }
