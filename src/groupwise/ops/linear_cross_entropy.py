@@ -336,9 +336,11 @@ class _Visits:
         (vocabulary, deep), count = head.weight_VD.shape, target_M.shape[0]
         if not hidden_MD.is_cuda and tiled(self.weight_VD.dtype):
             self.hidden_MD = F.pad(self.hidden_MD, (0, 0, 0, filled(count) - count))
-        self.chunks = slices(
-            0, count, chunk_rows(vocabulary, self.weight_VD.dtype.itemsize, deep, numbers)
-        )
+        rows = chunk_rows(vocabulary, self.weight_VD.dtype.itemsize, deep, numbers)
+        reader = self.reader(self.weight_VD)
+        if reader is not None:
+            rows = max(rows, reader.least_rows)
+        self.chunks = slices(0, count, rows)
         # float32 (float64 for float64 models), filled as the rows are measured; entropies stay 0
         # unless asked for.
         self.lse_M, self.logp_M, self.entropy_M = torch.zeros(

@@ -2,7 +2,8 @@
 
 `Operations` computes everything with torch's public operations, on any device.  The package
 `groupwise-cpu` subclasses it and overrides the methods that it has kernels for.
-`operations()` is the only place that asks whether the package is installed.
+`ops/triton` does so for CUDA devices.  `operations()` is the only place that asks which of them are
+there.
 
 A method that answers None says that torch's operations are to be used, as the caller writes them.
 
@@ -15,8 +16,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from importlib.metadata import version
-from typing import Any, Protocol
+from importlib.util import find_spec
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -63,8 +66,44 @@ class BlockedAttention(Protocol):
         ...
 
 
+class DecodedRows(NamedTuple):
+    """Rows that draw their next token: which prompt each is behind, and how long all are."""
+
+    length_R: Tensor
+    """Own tokens, the new one included."""
+    position_R: Tensor
+    """Positions of the new tokens."""
+    first_R: Tensor | None
+    """The first position that each new token sees; None: all before it."""
+    entry_R: Tensor
+    """The prompt of each row."""
+    place_R: Tensor
+    """The place of each row among those of its prompt."""
+    member_PN: Tensor
+    """The rows of each prompt, up to N; others there may be any."""
+    end_P: Tensor
+    """Tokens of prompts."""
+    most_own: int
+    """No row has more own tokens than this, which takes no look at the device."""
+    most_prompt: int
+    """No prompt has more tokens than this."""
+
+
+DecodeAttention = Callable[
+    [Query, tuple[Tensor, Tensor], tuple[Tensor, Tensor], DecodedRows], Tensor
+]
+"""Attends with one new token for each row: query, the rows' own keys and values (entries, K,
+tokens, D), those of prompts, rows -> (R, H, E).
+
+The new key and value are written into the rows' own.
+"""
+
+
 class LogitsReader(Protocol):
     """Reads a chunk of logits in one pass, for what takes torch many."""
+
+    least_rows: int
+    """Rows that a chunk has at least, where there are as many."""
 
     def measure(
         self,
@@ -177,6 +216,20 @@ class Operations:
         """Return a sampler of tokens from such logits; None: torch's operations sample."""
         return None
 
+    def block_kernels(self, *tensors: Tensor, width: int | None = None) -> Any:
+        """Return kernels of what lies between the products of such tensors, without gradients;
+        None: torch's operations compute it.
+
+        width: what has to be whole vectors instead of the rows.
+        """
+        return None
+
+    def decode_attention(self, query: Query) -> DecodeAttention | None:
+        """Return the attention of new tokens over such keys and values, token by token; None:
+        torch's operations attend.
+        """
+        return None
+
     def blocked_attention(self, key_TKW: Tensor) -> BlockedAttention | None:
         """Return the attention that reads such keys, and values like them, block by block; None:
         they lie token by token.
@@ -213,10 +266,22 @@ def absence() -> str | None:
     return _reason
 
 
+CUDA = "groupwise.ops.triton.operations"
+"""The module of kernels for CUDA devices.  Nothing imports it where there is none."""
+
+
 def _choose() -> tuple[Operations, str | None]:
-    """Load the package, or say why it is not used."""
+    """Load what computes faster here, or say why there is nothing for CPUs."""
     if os.environ.get(SWITCH, "on") == "off":
         return Operations(), f"{SWITCH}=off"
+    chosen, reason = _for_cpus()
+    if torch.cuda.is_available() and find_spec("triton") is not None:
+        chosen = import_module(CUDA).TritonOperations(chosen)
+    return chosen, reason
+
+
+def _for_cpus() -> tuple[Operations, str | None]:
+    """Load the package, or say why it is not used."""
     try:
         import groupwise_cpu  # pyright: ignore[reportMissingImports]
 

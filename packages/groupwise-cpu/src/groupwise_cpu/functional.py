@@ -3,9 +3,9 @@ written out.
 
 Each saves less for the backward pass than a composition of torch's operations does (of an MLP a
 third less: what is between its products is made again), and makes fewer passes over the
-activations: one, where there are compiled kernels (package groupwise-cpu).
+activations: one, where there are kernels (`Operations.block_kernels`).
 
-Each is an autograd Function that computes by compiled kernels where they take its tensors, else by
+Each is an autograd Function that computes by kernels where they take its tensors, else by
 torch's operations.  Gradients of weights are added to `.grad` in place, and the down projection of
 an MLP is deferred behind what it saves (`LastProduct`).
 
@@ -26,8 +26,8 @@ from torch.nn import functional as F
 
 from groupwise.ops.autograd import first_derivative, unchanged, version
 from groupwise.ops.in_place_gradients import gradient_of, summing
+from groupwise.ops.operations import operations
 from groupwise_cpu import compiled
-from groupwise_cpu.compiled import operations
 from groupwise_cpu.matmul import add_product, product
 
 BLOCK_NUMBERS = 1 << 16
@@ -79,9 +79,9 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        ctx.compiled = one_pass(x, weight_D, dtype)
-        if ctx.compiled:
-            out, scale_T = operations.rms_norm(x, weight_D, eps, dtype)
+        ctx.kernels = norm_kernels(x, weight_D, dtype)
+        if ctx.kernels is not None:
+            out, scale_T = ctx.kernels.rms_norm(x, weight_D, eps, dtype)
             ctx.save_for_backward(x, weight_D, scale_T)
             return out
         # What is returned is no view, for those who get it may change it in place.
@@ -105,15 +105,13 @@ class RMSNorm(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weight_D, scale_T = ctx.saved_tensors
-        if ctx.compiled:
-            return (
-                *operations.rms_norm_backward(grads[0].contiguous(), x_TD, weight_D, scale_T),
-                None,
-                None,
-            )
+        needs_weight = ctx.needs_input_grad[1]  # a norm under an adapter is frozen
+        if ctx.kernels is not None:
+            inputs = ctx.kernels.rms_norm_backward(grads[0].contiguous(), x_TD, weight_D, scale_T, needs_weight)
+            return (*inputs, None, None)
         grad_out_TD, wide_D = grads[0].flatten(0, -2), weight_D.to(scale_T.dtype)
         grad_x_TD, grad_weight_D = torch.empty_like(x_TD), None
-        if ctx.needs_input_grad[1]:  # a norm under an adapter is frozen
+        if needs_weight:
             grad_weight_D = torch.zeros_like(wide_D)
         for rows in blocks(x_TD):
             grad_TD = grad_out_TD[rows].to(scale_T.dtype)
@@ -128,11 +126,16 @@ class RMSNorm(torch.autograd.Function):
         return grad_x_TD.view_as(grads[0]), grad_weight_D, None, None
 
 
-def one_pass(x_TD: Tensor, weight_D: Tensor, dtype: torch.dtype) -> bool:
-    """True if the compiled norm rounds where transformers does: a weight in bfloat16 multiplies
-    what has been rounded already.
+def norm_kernels(x_TD: Tensor, weight_D: Tensor, dtype: torch.dtype) -> Any:
+    """Return kernels whose norm rounds where transformers does, or None: a weight in a lower
+    precision multiplies what has been rounded already.
     """
-    return weight_D.dtype == torch.float32 and dtype in compiled.TYPES and x_TD.is_contiguous() and compiled.fits(x_TD, weight_D)
+    if dtype not in compiled.TYPES or not x_TD.is_contiguous():
+        return None
+    kernels = operations().block_kernels(x_TD, weight_D)
+    if kernels is None or weight_D.dtype == torch.float32 or kernels.rounds_first:
+        return kernels
+    return None
 
 
 def rotary(x_HTW: Tensor, cos_TW: Tensor, sin_TW: Tensor) -> Tensor:
@@ -165,9 +168,12 @@ def _rotated(x_HTW: Tensor, cos_TW: Tensor, sin_TW: Tensor, sign: float) -> Tens
     whole vectors.
     """
     half = x_HTW.shape[-1] // 2
-    if x_HTW.shape[0] == 1 and cos_TW.dtype == torch.float32 and compiled.fits(x_HTW, cos_TW, width=half):
+    kernels = None
+    if x_HTW.shape[0] == 1 and cos_TW.dtype == torch.float32:
+        kernels = operations().block_kernels(x_HTW, cos_TW, width=half)
+    if kernels is not None:
         cos_TW, sin_TW = (table.contiguous().view(-1, table.shape[-1]) for table in (cos_TW, sin_TW))
-        return operations.rotary(x_HTW[0].transpose(0, 1), cos_TW, sin_TW, sign).transpose(0, 1)[None]
+        return kernels.rotary(x_HTW[0].transpose(0, 1), cos_TW, sin_TW, sign).transpose(0, 1)[None]
     # Widened first: products of two types at once are slow.
     wide_HTW = x_HTW.to(torch.promote_types(x_HTW.dtype, cos_TW.dtype))
     out_HTW = wide_HTW * cos_TW
@@ -298,14 +304,16 @@ def _open_backward(grad_TI: Tensor, *inner: Tensor) -> tuple[Tensor, tuple[Tenso
     if len(inner) == 2:
         opened_TI, grad_up_TI = _gate_gradients(grad_TI, *inner)
         return opened_TI, (grad_TI, grad_up_TI)
-    if compiled.fits(*inner):
-        return operations.gelu_backward(grad_TI, *inner), (grad_TI,)
+    kernels = operations().block_kernels(*inner)
+    if kernels is not None:
+        return kernels.gelu_backward(grad_TI, *inner), (grad_TI,)
     return _gelu(*inner), (torch.ops.aten.gelu_backward(grad_TI, *inner, approximate="tanh"),)
 
 
 def _gated(gate_TI: Tensor, up_TI: Tensor) -> Tensor:
-    if compiled.fits(gate_TI):
-        return operations.gated(gate_TI, up_TI)
+    kernels = operations().block_kernels(gate_TI)
+    if kernels is not None:
+        return kernels.gated(gate_TI, up_TI)
     inner_TI = torch.empty_like(gate_TI)
     for rows in blocks(gate_TI):
         torch.mul(F.silu(gate_TI[rows]), up_TI[rows], out=inner_TI[rows])
@@ -314,8 +322,9 @@ def _gated(gate_TI: Tensor, up_TI: Tensor) -> Tensor:
 
 def _gate_gradients(grad_TI: Tensor, gate_TI: Tensor, up_TI: Tensor) -> tuple[Tensor, Tensor]:
     """`silu(gate) * up` again, and the gradient of `up`; `grad` becomes the gradient of `gate`."""
-    if compiled.fits(gate_TI):
-        return operations.gated_backward(grad_TI, gate_TI, up_TI)
+    kernels = operations().block_kernels(gate_TI)
+    if kernels is not None:
+        return kernels.gated_backward(grad_TI, gate_TI, up_TI)
     inner_TI, grad_up_TI = torch.empty_like(gate_TI), torch.empty_like(gate_TI)
     for rows in blocks(gate_TI):
         gate, up, grad = gate_TI[rows], up_TI[rows], grad_TI[rows]
@@ -337,7 +346,8 @@ def blocks(x_TI: Tensor) -> list[slice]:
 
 
 def _gelu(inner_TI: Tensor) -> Tensor:
-    return operations.gelu(inner_TI) if compiled.fits(inner_TI) else F.gelu(inner_TI, approximate="tanh")
+    kernels = operations().block_kernels(inner_TI)
+    return F.gelu(inner_TI, approximate="tanh") if kernels is None else kernels.gelu(inner_TI)
 
 
 def worth_linear(weight: Tensor) -> bool:

@@ -66,6 +66,10 @@ class CpuOperations(Operations):
         """See `Operations`."""
         return draw_tokens if compiled.draws(logits_RV) else None
 
+    def block_kernels(self, *tensors: Tensor, width: int | None = None) -> CompiledBlockKernels | None:
+        """See `Operations`."""
+        return CompiledBlockKernels() if compiled.fits(*tensors, width=width) else None
+
     def blocked_attention(self, key_TKW: Tensor) -> CompiledBlockedAttention | None:
         """See `Operations`."""
         return CompiledBlockedAttention() if compiled.fits(key_TKW) else None
@@ -81,8 +85,48 @@ class CpuOperations(Operations):
         return PackedOperations(dtype)
 
 
+class CompiledBlockKernels:
+    """Compiled kernels of what lies between a block's products."""
+
+    rounds_first = False
+    """A weight in a lower precision multiplies what is not rounded yet."""
+
+    def rms_norm(self, x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the norm of rows, and `1 / sqrt(mean(x^2) + eps)` of each."""
+        return compiled.operations.rms_norm(x, weight_D, eps, dtype)
+
+    def rms_norm_backward(
+        self, grad: Tensor, x: Tensor, weight_D: Tensor, scale_T: Tensor, needs_weight: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients of `x` and of the weight, which costs no pass of its own."""
+        return compiled.operations.rms_norm_backward(grad, x, weight_D, scale_T)
+
+    def rotary(self, x_THW: Tensor, cos_TW: Tensor, sin_TW: Tensor, sign: float) -> Tensor:
+        """Return heads rotated by the angles of their positions; -1 rotates back."""
+        return compiled.operations.rotary(x_THW, cos_TW, sin_TW, sign)
+
+    def gated(self, gate_TI: Tensor, up_TI: Tensor) -> Tensor:
+        """Return silu(gate) * up."""
+        return compiled.operations.gated(gate_TI, up_TI)
+
+    def gated_backward(self, grad_TI: Tensor, gate_TI: Tensor, up_TI: Tensor) -> tuple[Tensor, Tensor]:
+        """Return silu(gate) * up and the gradient of up; `grad` becomes the gradient of gate."""
+        return compiled.operations.gated_backward(grad_TI, gate_TI, up_TI)
+
+    def gelu(self, x_TI: Tensor) -> Tensor:
+        """Return GELU's tanh form."""
+        return compiled.operations.gelu(x_TI)
+
+    def gelu_backward(self, grad_TI: Tensor, x_TI: Tensor) -> Tensor:
+        """Return GELU's tanh form again; `grad` becomes the gradient of x."""
+        return compiled.operations.gelu_backward(grad_TI, x_TI)
+
+
 class CompiledLogitsReader:
     """Reads logits in one pass of the compiled kernel."""
+
+    least_rows = 1
+    """More rows make no product faster on a CPU."""
 
     def measure(
         self,

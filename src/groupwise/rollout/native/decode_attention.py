@@ -27,7 +27,7 @@ from torch import Tensor
 from groupwise.errors import EngineError
 from groupwise.models.attention import PackedAttention
 from groupwise.ops.attention import ALIGNED, behind, bias_of, part
-from groupwise.ops.operations import BlockedAttention, operations
+from groupwise.ops.operations import BlockedAttention, DecodedRows, operations
 from groupwise.ops.query import EVERYTHING, Query, Reach
 from groupwise.ops.recurrence import Recurrence, Segments
 from groupwise.records import Layout
@@ -255,6 +255,7 @@ class Decode(KeepingAttend):
         else:  # what a graph repeats reads the same places at every token
             self.longest = self.places = self.size.tokens
             self._index = {}
+        self._first: dict[Reach, Tensor | None] = {}
         self._own_bias: dict[Reach, Tensor | None] = {}
         self._prompt_bias: dict[tuple[Reach, int], Tensor | None] = {}
         return self.position_R
@@ -280,6 +281,9 @@ class Decode(KeepingAttend):
                 self._rows = prompt.blocked.rows(self._rows_P, self.prompt_length_P)
             within = query._replace(reach=reach)
             return prompt.blocked.decode(within, own.slab, prompt.slab, self._rows, self._length_R)
+        attention = operations().decode_attention(query)
+        if attention is not None:
+            return attention(query, own.slab, prompt.slab, self._decoded_rows(reach))
         own.append(self.longest - 1 if self._uniform else self._length_R - 1, key_RKD, value_RKE)
         query_RKQD = query_RHD.reshape(rows, shared, heads // shared, width)
         own_RKQD, own_lse_RKQ = self._over_own(query_RKQD, own, query, reach)
@@ -287,6 +291,25 @@ class Decode(KeepingAttend):
         # Softmax over the union: each part weighs in with its share of the sum of exponentials.
         share_RKQ1 = torch.sigmoid(prompt_lse_RKQ - own_lse_RKQ)[..., None].to(own_RKQD.dtype)
         return torch.lerp(own_RKQD, prompt_RKQD, share_RKQ1).reshape(rows, heads, -1)
+
+    def _decoded_rows(self, reach: Reach) -> DecodedRows:
+        """Describe the rows for an attention of all tokens that a query sees."""
+        if reach not in self._first:
+            first_R = None
+            if reach != EVERYTHING:
+                first_R = torch.as_tensor(reach.first(self.position_R))
+            self._first[reach] = first_R
+        return DecodedRows(
+            length_R=self._length_R,
+            position_R=self.position_R,
+            first_R=self._first[reach],
+            entry_R=self._entry_R,
+            place_R=self._place_R,
+            member_PN=self._member_PN,
+            end_P=self._end_P,
+            most_own=self.places,
+            most_prompt=self.longest_prompt,
+        )
 
     def _over_own(
         self, query_RKQD: Tensor, own: LayerCache, query: Query, reach: Reach

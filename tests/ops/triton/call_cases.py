@@ -1,0 +1,150 @@
+"""Where the Triton kernels are called: a model trained and sampled with them, and what a GPU is asked with them and without.
+
+Run by `test_kernels.py`, as `kernel_cases.py` is."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import launch_counts
+import pytest
+import torch
+from launches import MEMORY, VIEWS
+from planted import TOKENIZER
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from triton_launches import launches_heard
+
+from groupwise.config.settings import ModelSettings
+from groupwise.data.packing import pack
+from groupwise.models.loading import make_policy
+from groupwise.models.passes import forward
+from groupwise.models.policy import Policy
+from groupwise.ops import operations as operations_module
+from groupwise.ops.linear_cross_entropy import chosen_logprobs
+from groupwise.ops.operations import Operations
+from groupwise.ops.triton.operations import TritonOperations
+from groupwise.records import Sampling
+from groupwise.rollout.native.decode_attention import Decode, DecodeSize
+from groupwise.rollout.native.forward import SpecialisedForward
+from groupwise.rollout.native.kv_cache import KVCache
+from groupwise.rollout.sampling import draw
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+MODELS = {"qwen2": (Qwen2ForCausalLM, Qwen2Config), "qwen3": (Qwen3ForCausalLM, Qwen3Config)}
+needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="counts what the interpreter launches")
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, *, triton: bool) -> None:
+    """Compute with the kernels, or with all that is there without them."""
+    rest = operations_module._for_cpus()[0]
+    monkeypatch.setattr(operations_module, "_chosen", TritonOperations(rest, DEVICE) if triton else rest)
+
+
+class Launched(TorchDispatchMode):
+    """Counts torch's operations that launch a kernel, and the interpreter's launches, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")[-1]
+        if name not in VIEWS and name not in MEMORY:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def heard(counter: Launched) -> Any:
+    """Have the interpreter's launches counted, where it is the interpreter."""
+    if not INTERPRETED:
+        return nullcontext()
+    return launches_heard(lambda name, _: counter.names.append(name))
+
+
+def policy_of(kind: str, layers: int) -> Policy:
+    """A random model in float32."""
+    torch.manual_seed(0)
+    model, config = MODELS[kind]
+    made = model(config(vocab_size=launch_counts.VOCABULARY, num_hidden_layers=layers, **launch_counts.WIDE))
+    policy = make_policy(made.to(DEVICE), TOKENIZER, ModelSettings(device=DEVICE, dtype="float32"))
+    return replace(policy, vocabulary=launch_counts.VOCABULARY)
+
+
+def sampled(kind: str, layers: int, *, fixed: bool, steps: int) -> tuple[list[torch.Tensor], list[str]]:
+    """Log-probs of tokens that rows of two prompts draw, and what the last token launches."""
+    policy = policy_of(kind, layers)
+    device, size = torch.device(DEVICE), DecodeSize(4, 2, 2) if fixed else None
+    logps = []
+    with torch.no_grad():
+        forward = SpecialisedForward(policy, 64)
+        prompts, own = KVCache(2, 16, most_tokens=16), KVCache(4, 64, most_tokens=64)
+        generator = torch.Generator().manual_seed(1)
+        for number in range(layers):
+            for cache in (prompts, own):
+                shape = (*cache.capacity, forward.shared, forward.width)
+                numbers = torch.randn(shape, generator=generator).to(device, forward.dtype)
+                slab = cache.layer(number, numbers)
+                slab.write(0, numbers[..., forward.order_W], numbers)
+        attend = Decode(prompts, own, device, size)
+        attend.arrange([9, 16], [0, 0, 1], [3, 0, 5])
+        token_R = torch.arange(4 if fixed else 3, device=device)
+        uniform_R = torch.tensor([0.1, 0.5, 0.9, 0.3], dtype=torch.float64, device=device)[: len(token_R)]
+        for _ in range(steps):
+            counter = Launched()
+            with counter, heard(counter):
+                hidden_RD = forward.hidden(token_R, attend.next(), attend)
+                token_R, logp_R, _ = draw(forward.logits(hidden_RD), uniform_R, Sampling(max_new_tokens=8))
+            logps.append(logp_R[:3])
+    return logps, counter.names
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_draws_what_it_draws_without_them(kind: str, fixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for triton in (False, True):
+        monkeypatch.setattr(operations_module, "_chosen", Operations())
+        if triton:
+            chosen(monkeypatch, triton=True)
+        logps, _ = sampled(kind, 2, fixed=fixed, steps=3)
+        results.append(torch.stack(logps))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("kind", "launches"), [("qwen2", 10), ("qwen3", 11)])
+def test_a_decoded_token_is_few_launches_a_layer(kind: str, launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer is the difference between a model of two and of one."""
+    chosen(monkeypatch, triton=True)
+    (_, one), (_, two) = (sampled(kind, layers, fixed=True, steps=2) for layers in (1, 2))
+    assert len(two) - len(one) == launches, (one, two)
+    assert one.count("draw_kernel") == 1
+
+
+def trained(kind: str) -> list[torch.Tensor]:
+    """The loss of some rows and its gradients, under autocast, in the fused forms."""
+    policy = policy_of(kind, 2)
+    (batch,) = pack(launch_counts.samples(), 10_000, device=DEVICE)
+    with operations_module.operations().fused_modules(policy.model):
+        hidden_MD = forward(policy, batch).hidden_PD[:40]
+        target_M, temperature_M = batch.tokens_P[1:41], torch.full((40,), 0.8, device=DEVICE)
+        logp_M, entropy_M = chosen_logprobs(hidden_MD, policy.head, target_M, temperature_M, entropy=True)
+        assert entropy_M is not None
+        (logp_M.sum() + 0.1 * entropy_M.sum()).backward()
+    return [logp_M.detach(), *(parameter.grad for parameter in policy.model.parameters() if parameter.grad is not None)]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_is_trained_as_without_them(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operations_module, "_chosen", Operations())
+    expected = trained(kind)
+    chosen(monkeypatch, triton=True)
+    ours = trained(kind)
+    assert len(ours) == len(expected) > 10
+    for one, exact in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one, exact, rtol=1e-3, atol=2e-4)

@@ -1,0 +1,6 @@
+from typing import Any
+
+class constexpr(int):
+    def __new__(cls, value: Any) -> Any: ...
+
+def __getattr__(name: str) -> Any: ...
