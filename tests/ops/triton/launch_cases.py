@@ -31,6 +31,5 @@ def test_dropping_the_kernels_in_takes_launches_from_a_layer_and_a_chunk(monkeyp
             monkeypatch.setattr(operations_module, "_chosen", chosen)
             counts.append((launch_counts.layer(Qwen2ForCausalLM, Qwen2Config), launch_counts.chunk()))
     (torch_layer, torch_chunk), (layer, chunk) = counts
-    print(counts)
     assert layer["forward"] < torch_layer["forward"] - 20 and layer["backward"] < torch_layer["backward"] - 20, counts
     assert chunk["launches"] < torch_chunk["launches"] - 15 and chunk["bytes a logit"] < torch_chunk["bytes a logit"] / 4, counts
