@@ -24,6 +24,7 @@ from groupwise.models.loading import make_policy
 from groupwise.models.passes import forward
 from groupwise.models.policy import Policy
 from groupwise.ops import operations as operations_module
+from groupwise.ops.decoding import Buffers
 from groupwise.ops.linear_cross_entropy import chosen_logprobs
 from groupwise.ops.operations import Operations
 from groupwise.ops.triton.operations import TritonOperations
@@ -78,7 +79,7 @@ def policy_of(kind: str, layers: int) -> Policy:
 def sampled(kind: str, layers: int, *, fixed: bool, steps: int) -> tuple[list[torch.Tensor], list[str]]:
     """Log-probs of tokens that rows of two prompts draw, and what the last token launches."""
     policy = policy_of(kind, layers)
-    device, size = torch.device(DEVICE), DecodeSize(4, 2, 2) if fixed else None
+    device, size = torch.device(DEVICE), DecodeSize(4, 2, 2, 16, 64) if fixed else None
     logps = []
     with torch.no_grad():
         forward = SpecialisedForward(policy, 64)
@@ -148,3 +149,17 @@ def test_a_model_is_trained_as_without_them(kind: str, monkeypatch: pytest.Monke
     assert len(ours) == len(expected) > 10
     for one, exact in zip(ours, expected, strict=True):
         torch.testing.assert_close(one, exact, rtol=1e-3, atol=2e-4)
+
+
+def test_weights_that_are_prepared_again_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded operations read the new ones."""
+    chosen(monkeypatch, triton=True)
+    policy, buffers = policy_of("qwen3", 1), Buffers(copy_all=True)
+    with torch.no_grad():
+        first = SpecialisedForward(policy, 16, buffers=buffers)
+        before = (first.norm.weight, first.layers[0].norm.weight, first.rotary.cos_PW)
+        policy.model.model.norm.weight.fill_(2.0)
+        second = SpecialisedForward(policy, 16, buffers=buffers)
+    after = (second.norm.weight, second.layers[0].norm.weight, second.rotary.cos_PW)
+    assert [x.data_ptr() for x in before] == [x.data_ptr() for x in after]
+    assert bool((before[0] == 2.0).all())

@@ -251,7 +251,7 @@ def test_decode_attention(
             slab = cache.layer(0, key[0, :, :1].transpose(0, 1), None, value[0, :, :1].transpose(0, 1))
             slab.key_EKTD.copy_(key)
             slab.value_EKTD.copy_(value)
-        attend = Decode(prompts, own, device, DecodeSize(8, 4, 4) if fixed else None)
+        attend = Decode(prompts, own, device, DecodeSize(8, 4, 4, 136, 256) if fixed else None)
         attend.arrange(Setting.prompt_length, Setting.entry, Setting.kept)
         outputs = []
         for query, key, value in steps:

@@ -122,11 +122,13 @@ class TritonDecodeOperations(DecodeOperations):
         """Make a norm behind a residual sum, or of heads; a layer norm is torch's."""
         if bias is not None:
             return super().norm(weight, eps, bias)
-        return norm.TritonNorm(weight, eps, dtype=self.dtype)
+        made = norm.TritonNorm(weight, eps, dtype=self.dtype)
+        made.weight = self.kept(made.weight)
+        return made
 
     def rotary(self, cos_PW: Tensor, sin_PW: Tensor) -> rotary.TritonRotary:
         """Make rotary embeddings from tables of all positions."""
-        return rotary.TritonRotary(cos_PW.float(), sin_PW.float())
+        return rotary.TritonRotary(self.kept(cos_PW.float()), self.kept(sin_PW.float()))
 
     def gated(self, inner_TI: Tensor) -> Tensor:
         """Return silu(gate) * up of a gate beside up."""
