@@ -349,29 +349,56 @@ def test_the_weight_of_a_message_is_obeyed_or_said(tokenizer):
         demonstrations(tokenizer, [{"prompt": "1", "completion": [{"role": "assistant", "content": "2", "weight": 0}]}])
 
 
-def _truth(value):
-    return value is True
+OFF, WEIGHT, UNCLEAR = (
+    "whose answer is switched off",
+    "whose answer has another weight than 1",
+    "with a mask that may mean trained or left out",
+)
+SWITCHES = [
+    ("train", False, OFF),
+    ("training", "false", OFF),
+    ("trainable", False, OFF),
+    ("train_on", False, OFF),
+    ("loss", False, OFF),
+    ("loss_mask", 0, OFF),
+    ("masked", True, OFF),
+    ("is_masked", 1, OFF),
+    ("loss_scale", 0.0, WEIGHT),
+    ("loss_weight", 0.5, WEIGHT),
+    ("mask", True, UNCLEAR),
+    ("mask", 0, UNCLEAR),
+]
 
 
-SWITCHES = [("train", False), ("training", "false"), ("trainable", False), ("loss", False), ("loss_mask", 0), ("masked", True)]
-
-
-@pytest.mark.parametrize(("key", "off"), SWITCHES)
+@pytest.mark.parametrize(("key", "off", "reason"), SWITCHES)
 @pytest.mark.parametrize("form", ["messages", "completion", "conversations"])
-def test_an_answer_that_other_libraries_switch_off_is_not_trained(key, off, form):
+def test_an_answer_that_other_libraries_switch_off_is_not_trained(key, off, reason, form):
     turns = [user("1"), assistant("2", **{key: off})]
     if form == "conversations":
         names = {"user": "human", "assistant": "gpt"}
         turns = [{"from": names[turn.pop("role")], "value": turn.pop("content"), **turn} for turn in turns]
     row = {"prompt": "1", "completion": turns[1:]} if form == "completion" else {form: turns}
-    kept = {"prompt": "1", "completion": [assistant("3", **{key: not _truth(off)})]}
+    on = {} if key == "mask" else {key: int(key not in ("masked", "is_masked"))}
+    kept = {"prompt": "1", "completion": [assistant("3", **on)]}
     write = SourceRows("f", [row, kept]).renamed({})
     built, report = encode_demonstrations(write, Template(tokenizer=byte_tokenizer(), chat=True), context=200, eos_ids=(1,))
-    assert len(built) == 1 and report.dropped == {"whose answer is switched off": 1}
-    assert f"has {key} {off!r}" in report.first["whose answer is switched off"]
+    assert len(built) == 1 and report.dropped == {reason: 1}
+    assert f"has {key} {off!r}" in report.first[reason]
 
 
-@pytest.mark.parametrize(("key", "on"), [("train", True), ("loss_mask", 1), ("masked", False)])
+def test_a_mask_of_an_earlier_answer_is_refused_and_one_of_a_question_is_not(tokenizer):
+    rows = [
+        {"messages": [user("1"), assistant("2", mask=1), user("3"), assistant("4")]},
+        {"messages": [user("1", mask=1), assistant("2")]},
+    ]
+    built, report = demonstrations(tokenizer, rows)
+    assert len(built) == 1 and report.dropped == {UNCLEAR: 1}
+    assert "has mask 1, which may mean trained or left out: write train, true or false" in report.first[UNCLEAR]
+
+
+@pytest.mark.parametrize(
+    ("key", "on"), [("train", True), ("loss_mask", 1), ("masked", False), ("is_masked", 0), ("loss_scale", 1.0)]
+)
 def test_an_earlier_turn_that_other_libraries_train_is_noted(tokenizer, key, on):
     row = {"messages": [user("1"), assistant("2", **{key: on}), user("3"), assistant("4")]}
     _, report = demonstrations(tokenizer, [row])

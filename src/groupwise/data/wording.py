@@ -35,21 +35,26 @@ ANSWERED_IN = ("completion", "messages", "output")
 NOTHING = "with nothing in a column that data.template reads"
 SEVERAL = "with several turns beside data.template"
 WEIGHT = "whose answer has another weight than 1"
+WEIGHTS = ("weight", "loss_weight", "loss_scale")
+"""Keys of a message that weigh its tokens in the loss."""
 SWITCHED_OFF = "whose answer is switched off"
 TRAINED: Mapping[str, bool] = {
-    "weight": True,
+    **dict.fromkeys(WEIGHTS, True),
     "train": True,
     "training": True,
     "trainable": True,
     "loss": True,
     "loss_mask": True,
+    "train_on": True,
     "masked": False,
+    "is_masked": False,
 }
 """Keys of a message that say whether its tokens are trained, each with the value that says so.
 
-`weight`: OpenAI, TRL; `train`, `training`: Axolotl, open-instruct; `loss`: ms-swift,
+`weight`: OpenAI, TRL; `train`, `training`: Axolotl, open-instruct; `loss`, `loss_scale`: ms-swift,
 LLaMA-Factory; `loss_mask`: verl; `masked`: torchtune.
 """
+UNCLEAR = "with a mask that may mean trained or left out"
 UNTRAINED = "with an earlier turn that is to be trained, which is not"
 EARLIER = "with earlier turns of the completion in the prompt"
 UNSAID = "whose system message data.template does not write"
@@ -236,12 +241,18 @@ def checked_turns(value: object, column: str, where: str) -> Content:
         raise DataError(f"{where}: {column} must end with a message of the assistant")
     if isinstance(turns, str):
         return turns
+    for turn in turns:
+        if turn["role"] == "assistant" and turn.get("mask") is not None:
+            what = f"a message of {column} has mask {turn['mask']!r:.40}"
+            remedy = "write train, true or false, in its place"
+            raise BadRow(UNCLEAR, f"{where}: {what}, which may mean trained or left out: {remedy}")
     last = turns[-1]
     for key, trained in TRAINED.items():
         if last.get(key) is not None and _switch(last[key]) != trained:
             what = f"the last message of {column} has {key} {last[key]!r:.40}"
             remedy = f"the last turn is what is trained, with {key} {trained:d} or none"
-            raise BadRow(WEIGHT if key == "weight" else SWITCHED_OFF, f"{where}: {what}: {remedy}")
+            reason = WEIGHT if key in WEIGHTS else SWITCHED_OFF
+            raise BadRow(reason, f"{where}: {what}: {remedy}")
     return turns
 
 
