@@ -24,7 +24,7 @@ from groupwise.distributed import comm
 from groupwise.errors import CheckpointError, GroupwiseError
 from groupwise.runs import checkpoint
 from groupwise.runs.final_model import unfinished
-from groupwise.runs.folder import FINAL, anew, choose_folder, finished
+from groupwise.runs.folder import FINAL, anew, choose_folder, finished, stopped_early
 from groupwise.runs.interrupts import end_later
 from groupwise.runs.job import Judged
 from groupwise.runs.rollout_files import list_rollouts
@@ -103,7 +103,7 @@ def _standing(recipe: Recipe) -> tuple[Path, int | None, str | None]:
     step = finished(folder)
     if step is None:
         return folder, None, None
-    if recipe.steps is not None and recipe.steps > step:
+    if recipe.steps is not None and recipe.steps > step and not stopped_early(folder):
         more = f"; it continues to step {recipe.steps}"
     else:
         wrong = unfinished(folder)
@@ -131,7 +131,13 @@ def train_stage(run: Run, title: str, console: Console, quiet: bool) -> RunResul
         progress.summary(
             [("model", str(run.folder / FINAL)), ("log", str(run.folder / "metrics.jsonl"))]
         )
-    return RunResult(folder=run.folder, before=run.before, after=run.after, steps=run.done - begin)
+    return RunResult(
+        folder=run.folder,
+        before=run.before,
+        after=run.after,
+        steps=run.done - begin,
+        exported=run.exported,
+    )
 
 
 def _show(work: Callable[[], None]) -> None:
@@ -187,6 +193,10 @@ def closing_table(
     if tables:
         about = "; ".join(["on what training never saw", *notes, "± is half of a 95% interval"])
         console.print(f"({about})", style="dim", highlight=False)
+    for stage, outcome in outcomes.items():
+        if outcome.exported is not None:
+            line = f"{stage}: exported is {outcome.exported}"
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print("\nNext:", highlight=False)
     for line in _next_commands(stages[last], outcomes[last].folder):
         console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)

@@ -38,7 +38,7 @@ from groupwise.data.sources import kind_of
 from groupwise.distributed import comm
 from groupwise.errors import ConfigError
 from groupwise.records import Step
-from groupwise.runs.folder import anew, choose_folder, finished
+from groupwise.runs.folder import anew, choose_folder, finished, stopped_early
 from groupwise.runs.prepared import plan_of
 from groupwise.runs.run import Run, RunResult, join
 from groupwise.runs.run import train as train_recipe
@@ -82,11 +82,15 @@ class Training:
     def _say_if_finished(self) -> None:
         """Warn that no step will come, as the command says it."""
         step = finished(self.folder)
-        if (
-            step is not None
-            and (self.recipe.steps is None or self.recipe.steps <= step)
-            and comm.world().first
-        ):
+        if step is None or not comm.world().first:
+            return
+        if stopped_early(self.folder):
+            message = (
+                "%s finished at step %d by eval.stop_after: nothing is left to train; fresh=True"
+                " starts anew"
+            )
+            log.warning(message, self.folder, step)
+        elif self.recipe.steps is None or self.recipe.steps <= step:
             message = (
                 "%s finished at step %d: nothing is left to train; fresh=True starts anew, more"
                 " steps continue it"

@@ -542,6 +542,12 @@ class EvalSettings:
     """Longest completion; default: `rollout.max_new_tokens`."""
     batches: Positive | None = None
     """Data-set objectives: evaluate over at most this many batches."""
+    best: str | None = None
+    """Export the model of the best evaluation, by this held-out figure: `greedy`, `sampled`,
+    `reward`, `loss` or another NAME of the log's `eval/NAME`.  Losses are minimised.  null: the
+    last model."""
+    stop_after: Positive | None = None
+    """End the run after this many evaluations without a better `best`; null: never."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

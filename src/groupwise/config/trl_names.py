@@ -84,6 +84,8 @@ TRL_NAMES = {
     "eval.every": "eval_steps eval_strategy evaluation_strategy",
     "eval.at_start": "eval_on_start",
     "eval.k": "num_generations_eval",
+    "eval.best": "greater_is_better load_best_model_at_end metric_for_best_model",
+    "eval.stop_after": "early_stopping_patience",
     "save.every": "save_steps save_strategy",
     "save.keep": "save_total_limit",
     "save.rollouts_every": "log_completions",

@@ -964,6 +964,60 @@ def _engine(engine: EngineSettings, at: str) -> Findings:
         )
 
 
+DATASET_FIGURES = {
+    "sft": ("loss", "nll", "perplexity"),
+    "reward": ("loss", "accuracy", "margin", "calibration/error"),
+    "dpo": ("loss", "accuracy", "margin", "calibration/error"),
+    "prm": ("loss", "accuracy", "accuracy/whole_solutions"),
+}
+"""Held-out figures of the objectives on data that tell models apart."""
+
+
+def _evaluation(recipe: Recipe, _: Sequence[str]) -> Findings:
+    settings, data = recipe.eval, recipe.data
+    if settings.best is None:
+        if settings.stop_after is not None:
+            yield (
+                "eval.stop_after counts evaluations without a better one: name the figure that is"
+                " compared, e.g. eval.best: reward"
+            )
+        return
+    if settings.every == 0:
+        yield (
+            ("eval.best", "eval.every"),
+            "eval.best compares evaluations during training, and there is none: set eval.every",
+        )
+    held_out = data.task is not None or data.eval_path is not None or bool(data.parts)
+    if not held_out and recipe.environment.verifiers is None:
+        yield (
+            ("eval.best", "data.eval_path"),
+            (
+                "eval.best compares evaluations, and nothing is held out: set data.eval_path or"
+                " data.eval_fraction"
+            ),
+        )
+    known = _figures(recipe)
+    by_column = settings.best.startswith("greedy/") and "=" in settings.best
+    if settings.best not in known and not by_column:
+        yield (
+            f"eval.best is a held-out figure, one of {', '.join(known)}; got"
+            f" {settings.best!r}{closest(settings.best, known)}"
+        )
+
+
+def _figures(recipe: Recipe) -> list[str]:
+    """Names of held-out figures by which `eval.best` can choose."""
+    if not is_online(recipe.objective) and not recipe.rewards:
+        return list(DATASET_FIGURES[recipe.objective])
+    figures = ["greedy_reward"]
+    if verdict_of(recipe.rewards, recipe.verdict) is not None or not recipe.rewards:
+        figures = ["greedy", "sampled", f"pass@{recipe.eval.k}"]
+    figures.append("reward")
+    for reward in recipe.rewards:
+        figures.append(f"rewards/{reward.name or reward.function.rpartition(':')[2]}")
+    return figures
+
+
 _CHECKS: tuple[Callable[[Recipe, Sequence[str]], Findings], ...] = (
     _objective,
     _length,
@@ -978,4 +1032,5 @@ _CHECKS: tuple[Callable[[Recipe, Sequence[str]], Findings], ...] = (
     _critic,
     _teacher,
     _curriculum,
+    _evaluation,
 )

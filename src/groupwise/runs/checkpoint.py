@@ -79,6 +79,7 @@ def save(
     state: Mapping[str, Any],
     tensors: Mapping[str, Tensor] | None = None,
     keep: int = 2,
+    pinned: int | None = None,
     policy_bytes: int = 0,
 ) -> Path:
     """Write the checkpoint of a step into a run folder and return its path; saving a step twice
@@ -88,8 +89,8 @@ def save(
         `save_pretrained`.
     state: what JSON holds (keys are texts; NaN and infinities too), and bytes.
     tensors: by name, which `read_tensors` reads into others.
-    keep: newest checkpoints that stay.   policy_bytes: what the writer will write, if known, to
-        refuse a full disk beforehand.
+    keep: newest checkpoints that stay.   pinned: a step whose checkpoint stays beside them.
+    policy_bytes: what the writer will write, if known, to refuse a full disk beforehand.
     Raises StorageError if the disk is full, read-only or gone (nothing half-written stays),
     CheckpointError for a state that cannot be kept.
     """
@@ -105,7 +106,7 @@ def save(
         save_file(tensors, temporary / "trainer" / TENSORS)
 
     if temporary is not None:
-        complete(temporary, step, write, keep=keep)
+        complete(temporary, step, write, keep=keep, pinned=pinned)
     return place(folder, step)
 
 
@@ -143,6 +144,7 @@ def complete(
     write: Callable[[], None],
     *,
     keep: int = 2,
+    pinned: int | None = None,
     rank: int = 0,
     size: int = 1,
     together: Together = lambda work: [work()],
@@ -150,7 +152,8 @@ def complete(
     """Fill the folder of a checkpoint that was begun by `write`, on every process, seal it, and
     give it its name.
 
-    keep: newest checkpoints that stay; older ones are deleted after this one has its name.   rank,
+    keep: newest checkpoints that stay; older ones are deleted after this one has its name, but for
+        the one of the step `pinned`.   rank,
         size: of the processes that call this; the first decides what is there, each takes its share
         of the checksums.   Raises StorageError.
     """
@@ -165,7 +168,7 @@ def complete(
             files.place(temporary, place(folder, step))
             # For people and other programs: `latest()` does not trust it.
             files.write(folder / LATEST, f"{place(folder, step).name}\n".encode())
-            _rotate(folder, step, keep)
+            _rotate(folder, step, keep, pinned)
 
     def names() -> list[str]:
         if rank:
@@ -186,8 +189,10 @@ def complete(
         raise
 
 
-def _rotate(folder: Path, step: int, keep: int) -> None:
-    """Delete what is older than the `keep` newest up to `step`, and damaged ones of later steps."""
+def _rotate(folder: Path, step: int, keep: int, pinned: int | None) -> None:
+    """Delete what is older than the `keep` newest up to `step`, but for the one of the step
+    `pinned`, and damaged ones of later steps.
+    """
     kept = 0
     for path in _candidates(folder / CHECKPOINTS):
         if step_of(path) > step:
@@ -195,7 +200,7 @@ def _rotate(folder: Path, step: int, keep: int) -> None:
                 files.remove(path)
         elif kept < max(keep, 1):
             kept += 1
-        else:
+        elif step_of(path) != pinned:
             files.remove(path)
 
 
@@ -275,6 +280,8 @@ class Saver:
         self._writing: Future[None] | None = None
         self._saved = 0
         """The last step that was saved."""
+        self.pinned: int | None = None
+        """A step whose checkpoint stays, however old it is."""
 
     def save(self, step: int, state: Mapping[str, Any], *, alone: bool = False) -> None:
         """Save the job as it is now, with `state` beside it, once; returns when what is saved may
@@ -305,6 +312,7 @@ class Saver:
             state=state,
             tensors=tensors,
             keep=self.keep,
+            pinned=self.pinned,
             policy_bytes=weights,
         )
         if not alone:
@@ -333,6 +341,7 @@ class Saver:
             temporary / "trainer" / sharded_checkpoint.SHARDS, tensors
         )
         group = comm.open_aside()
+        pinned = self.pinned
 
         def write() -> None:
             staged.write(group)
@@ -346,6 +355,7 @@ class Saver:
                 step,
                 write,
                 keep=self.keep,
+                pinned=pinned,
                 rank=here.rank,
                 size=here.size,
                 together=_together,

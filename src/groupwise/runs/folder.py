@@ -95,6 +95,11 @@ def finished(folder: Path) -> int | None:
     return step if isinstance(step, int) else None
 
 
+def stopped_early(folder: Path) -> bool:
+    """True if a run finished before its last step, by `eval.stop_after`."""
+    return "stopped" in _ended(folder)
+
+
 def _ended(folder: Path) -> Mapping[str, Any]:
     """What `RunLog.finish` wrote; empty if it did not, or if that is damaged."""
     try:

@@ -36,7 +36,7 @@ from groupwise.runs.engines import (
 from groupwise.runs.plan import Lines
 from groupwise.runs.prepared import Prepared, eval_sampling, longest_of, sampling_of
 from groupwise.runs.rollout_table import state_from_bytes, state_to_bytes
-from groupwise.runs.run_models import critic_of, hold, reference_of, teacher_of
+from groupwise.runs.run_models import blueprint_of, critic_of, hold, reference_of, teacher_of
 from groupwise.training.critics import Critic
 from groupwise.training.evaluate import Evaluation, evaluate
 from groupwise.training.groups import PendingRollout, PrefetchedRollouts, SampledRollouts
@@ -224,6 +224,30 @@ class Job(Learner):
         self.order.restore(numbers["order"])
         self.ahead.restore([state_from_bytes(state) for state in numbers.get("ahead", ())])
 
+    @property
+    def maker(self) -> Callable[[Recipe, Blueprint], Policy]:
+        """What makes the model that is trained."""
+        return language_model
+
+    def go_back(
+        self,
+        folder: Path,
+        numbers: Mapping[str, Any],
+        read: Callable[[Mapping[str, Tensor]], None],
+    ) -> None:
+        """Take weights and optimizers back to those of a checkpoint; the data stays where it is.
+
+        folder: of the policy.   numbers, read: see `restore`.   It holds the policy twice for a
+        moment.
+        """
+        resume = folder if self.recipe.model.lora is None else None
+        held = hold(self.recipe, blueprint_of(self.recipe, resume), self.maker, folder)
+        weights = self.policy.model.state_dict()
+        with torch.no_grad():
+            for name, tensor in held.model.state_dict().items():
+                weights[name].copy_(tensor)
+        Learner.restore(self, numbers, read)
+
     def close(self) -> None:
         """End reward workers and what samples; each of them, also if another one raises."""
         self.prepared.close()
@@ -297,6 +321,11 @@ class DatasetJob(Job):
     held_out: Sequence[Any]
     watched: Sequence[Any]
     """What is held out for evaluations during training."""
+
+    @property
+    def maker(self) -> Callable[[Recipe, Blueprint], Policy]:
+        """See `Job.maker`."""
+        return self.kind.model
 
     @property
     def batch_size(self) -> int:

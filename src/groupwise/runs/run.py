@@ -28,6 +28,7 @@ from groupwise.models.policy import Policy
 from groupwise.models.saving import export
 from groupwise.records import RolloutGroup, Step
 from groupwise.runs import checkpoint, dashboards
+from groupwise.runs.best import BestEvaluation
 from groupwise.runs.checkpoint import Saver, reader, set_failure_hint
 from groupwise.runs.final_model import check_reference
 from groupwise.runs.folder import FINAL, REFERENCE, choose_folder
@@ -60,6 +61,8 @@ class RunResult:
     after: Judged | None
     steps: int
     """Steps taken by this process."""
+    exported: str | None = None
+    """Which model was exported, where the recipe has `eval.best`."""
 
     def __repr__(self) -> str:
         """A few lines: where the run lies and what it came to."""
@@ -170,6 +173,7 @@ class Run:
             self.job: Job = resumed_job(at_moment(meant, moment), folder, newest)
             fit_threads(self.job.policy, recipe.threads)
             self.saver = Saver(folder, self.job, recipe.save.keep)
+            self.best = BestEvaluation.of(recipe.eval)
             # The last whole step: its number, the optimizer steps taken by then, and where the data
             # stood.
             self._whole = (self.done, self.job.taken, self.job.place())
@@ -221,6 +225,9 @@ class Run:
         with self._open_log() as log, endings(self._may_end) as end_if_told:
             comm.from_first(lambda: log.tokens(job.policy.tokenizer))
             logged = comm.from_first(lambda: log.lines.get(0)) if self.done else None
+            if self.best is not None:
+                self.best = comm.from_first(lambda: self._best_of(log))
+                self.saver.pinned = self.best.step
             if self.done == 0 and recipe.eval.at_start:
                 # On what the last evaluation will be on.
                 self.before = job.judge("validation" in recipe.data.parts)
@@ -234,7 +241,7 @@ class Run:
                     evaluated = comm.from_first(lambda: log.evaluated(self.done))
                     if not evaluated:  # a signal or an error interrupted that evaluation
                         self._evaluate(log)
-                for step in job.loop(self.done):
+                for step in iter(()) if self._stops else job.loop(self.done):
                     with self._undisturbed():
                         self._whole = (step.number, job.taken, job.place())
                         self.done = step.number
@@ -244,8 +251,13 @@ class Run:
                         self._save()
                     if self._due():
                         step = replace(step, evaluation=self._evaluate(log))
+                    if self._stops:
+                        comm.from_first(lambda: log.sync())
+                        self._save()
                     yield step
                     end_if_told()
+                    if self._stops:
+                        break
             except (KeyboardInterrupt, Ended) as end:
                 # The others may have ended already; with sharded weights all end together.
                 if not (job.policy.sharded and isinstance(end, _ProgramEnds)):
@@ -260,7 +272,10 @@ class Run:
                 self._keep(error)
                 raise
             self.saver.wait()
-            if self.after is None:  # the run was killed behind its last step
+            if self.best is not None:
+                self._go_back()
+            # None: the run was killed behind its last step.
+            if self.after is None or self.best is not None:
                 self.after = job.judge(True)
             if logged is not None and self.after is not None:
                 self.before = judged_before(logged, recipe, self.after)
@@ -297,26 +312,84 @@ class Run:
         to it.
         """
         number = self.done
-        self.after = judged = self.job.judge(number == self.job.steps)
+        # Evaluations that are compared with each other are on the same rows.
+        whole = number == self.job.steps and self.best is None
+        self.after = judged = self.job.judge(whole)
         if judged is None:
             return None
+        figures = judged.metrics()
         with self._undisturbed():
-            comm.from_first(lambda: log.amend(number, judged.metrics()))
+            comm.from_first(lambda: log.amend(number, figures))
             comm.from_first(lambda: log.held_out(number, completions(judged)))
-        return judged.metrics()
+        if self.best is not None:
+            name = self.best.figure
+            value = comm.from_first(lambda: figures.get(name))
+            if self.best.add(number, value):
+                self.saver.pinned = number
+                comm.from_first(lambda: log.sync())
+                self._save()
+        return figures
+
+    @property
+    def _stops(self) -> bool:
+        """True if `eval.stop_after` ends the run here."""
+        return self.best is not None and self.best.stops
+
+    def _best_of(self, log: RunLog) -> BestEvaluation:
+        """The best evaluation by the log, of a run that may have been resumed."""
+        new = BestEvaluation.of(self.recipe.eval)
+        assert new is not None
+        best = replace(new).read(log.lines)
+        if best.step is None or checkpoint.place(self.folder, best.step).is_dir():
+            return best
+        logger(__name__).warning(
+            "the checkpoint of step %d, the best by %s, is not there any more: evaluations are"
+            " compared from step %d on",
+            best.step,
+            best.figure,
+            self.done,
+        )
+        return new
+
+    def _go_back(self) -> None:
+        """Go back to the weights of the best evaluation, which are exported."""
+        assert self.best is not None
+        if self.best.step is None or self.best.step == self.done:
+            return
+        place = checkpoint.place(self.folder, self.best.step)
+        numbers = comm.from_first(lambda: checkpoint.load(place))
+        self.job.go_back(place / "policy", numbers, reader(place))
+        self._whole = (self.best.step, self.job.taken, self.job.place())
 
     def _finish(self, log: RunLog) -> None:
         """Export the final model, and mark the run as finished."""
         final = self.folder / FINAL
         _export(self.job.policy, final, "the final model")
         after = self.after
+        ended: dict[str, Any] = {} if after is None else after.metrics()
+        plan = self.job.plan
+        if self.best is not None:
+            ended["exported"] = self.exported
+            plan.append(("exported", self.best.describe()))
+        if self.best is not None and self.best.stops:
+            ended["stopped"] = self.best.why()
 
         def close() -> None:
             with files.storing(final, "the model card"):
-                write_card(final, self.recipe, self.job.plan, after)
-            log.finish(self.done, {} if after is None else after.metrics())
+                write_card(final, self.recipe, plan, after)
+            log.finish(self.done, ended)
 
         comm.from_first(close)
+
+    @property
+    def exported(self) -> str | None:
+        """Which model is exported, and why the run ended early; None without `eval.best`."""
+        if self.best is None:
+            return None
+        text = self.best.describe()
+        if self.best.stops:
+            text += f"; the run ended at step {self.done}: {self.best.why()}"
+        return text
 
     def _due(self) -> bool:
         """True if an evaluation belongs behind the step that has just been taken."""

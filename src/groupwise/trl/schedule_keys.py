@@ -190,6 +190,34 @@ def write_evaluation(trl: Configuration) -> None:
             trl.note(name, "missing", lost)
 
 
+BEST_FIGURES = {"rewards/accuracies": "accuracy", "rewards/margins": "margin"}
+"""TRL's figure of a held-out set -> ours."""
+
+
+def write_best(trl: Configuration) -> None:
+    """Write by which figure the exported model is chosen, and when the run ends without a better
+    one.
+    """
+    names = ("load_best_model_at_end", "metric_for_best_model", "greater_is_better")
+    stopping = "early_stopping_patience"
+    patience = trl.arguments.get(stopping)
+    if not trl.get(names[0]) and patience is None:
+        trl.unused("load_best_model_at_end is not set", *names[1:])
+        return
+    if "eval.every" not in trl.keys:
+        for name in (*names, stopping):
+            trl.note(name, "missing", "eval.best compares evaluations of eval.every, in steps")
+        return
+    figure = str(trl.get(names[1]) or "loss").removeprefix("eval_")
+    figure = BEST_FIGURES.get(figure, figure.removesuffix("/mean"))
+    detail = ""
+    if trl.online and figure == "loss":
+        figure, detail = "reward", "the loss of an online objective does not tell models apart"
+    trl.write("eval.best", figure, *names, detail=detail)
+    if patience is not None:
+        trl.write("eval.stop_after", trl.whole(stopping, 1), stopping)
+
+
 def write_checkpoints(trl: Configuration) -> None:
     """Write how often is saved, and what is written."""
     strategy = str(trl.get("save_strategy"))
@@ -225,5 +253,6 @@ CONVERTERS = (
     write_length,
     write_warm_up,
     write_evaluation,
+    write_best,
     write_checkpoints,
 )

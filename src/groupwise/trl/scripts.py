@@ -244,11 +244,29 @@ class Script:
                 self.read_model(node)
             elif name in SPLITS:
                 self.read_rows(name, node)
+            elif name == "callbacks":
+                self.read_callbacks(node)
             elif name == "ref_model" and self.same_model(node, arguments.get("model")):
                 same = "the reference is the policy before its first step"
                 self.unread_lines.append(Line(name, ast.unparse(node), "unneeded", same))
             else:
                 self.read(name, node)
+
+    def read_callbacks(self, node: ast.expr) -> None:
+        """Add the patience of `EarlyStoppingCallback`; a line for other callbacks."""
+        listed = self.followed(node)
+        callbacks = listed.elts if isinstance(listed, ast.List | ast.Tuple) else [listed]
+        for callback in callbacks:
+            made = self.followed(callback)
+            if called(made) != "EarlyStoppingCallback":
+                self.read("callbacks", callback)
+                continue
+            given = {word.arg: word.value for word in made.keywords}
+            patience = made.args[0] if made.args else given.get("early_stopping_patience")
+            if patience is None:
+                self.known["early_stopping_patience"] = 1
+            else:
+                self.read("early_stopping_patience", patience)
 
     def read_model(self, node: ast.expr) -> None:
         """Add a model's path, also that of `AutoModelForCausalLM.from_pretrained(PATH, ...)`."""

@@ -56,6 +56,8 @@ SAME = {
     "chat_template_kwargs": "a row's column of the same name goes over them",
     "dataset_test_split": "with data.eval_path",
     "entropy_target": "with use_adaptive_entropy",
+    "early_stopping_patience": "of EarlyStoppingCallback, with eval.best",
+    "greater_is_better": "losses are minimised, every other figure is maximised",
     "max_grad_norm": "null where it is 0",
     "max_prompt_length": "longer ones are dropped; TRL's cut them: data.too_long: truncate_left",
     "save_total_limit": "at least 2",
@@ -167,6 +169,8 @@ CHANGED = {
     "eval_steps": STEPS,
     "eval_strategy": "eval_steps for steps; else before the first step and after the last",
     "evaluation_strategy": "eval_steps for steps; else before the first step and after the last",
+    "load_best_model_at_end": "the figure of metric_for_best_model; needs eval.every",
+    "metric_for_best_model": "with load_best_model_at_end; of online objectives reward for loss",
     "save_steps": STEPS,
     "save_strategy": "save_steps for steps; else 0: after the last step",
     "report_to": "tensorboard, wandb, mlflow, trackio; metrics.jsonl is always written",
@@ -266,9 +270,6 @@ ELSEWHERE = {
     "set WANDB_PROJECT, WANDB_ENTITY or TRACKIO_SPACE_ID": (
         "project trackio_bucket_id trackio_space_id trackio_static_space_id wandb_entity "
         "wandb_project"
-    ),
-    "a loop over `gw.train(...)` does it: docs/from-trl.md has it for the best checkpoint": (
-        "greater_is_better load_best_model_at_end metric_for_best_model"
     ),
     "a loop over `gw.train(...)` does what callbacks did: docs/from-trl.md": "callbacks",
     "the launcher's: groupwise train --nproc N; batches are multiplied by it": "num_processes",
