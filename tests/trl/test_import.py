@@ -92,7 +92,7 @@ def test_groupwise_config_knows_every_name(name: str) -> None:
 
 
 def test_the_command_explains_a_name_of_trls(capsys: pytest.CaptureFixture[str]) -> None:
-    for name, text in (("epsilon", "{name: clipped, low: ..., high: ...}"), ("push_to_hub", "hf upload"), ("seed", "seed")):
+    for name, text in (("epsilon", "{name: clipped, low: ..., high: ...}"), ("push_to_hub", "groupwise push"), ("seed", "seed")):
         assert main(["config", name]) == 0
         assert text in capsys.readouterr().out
 
@@ -446,6 +446,18 @@ def test_a_function_inside_of_a_function_must_move() -> None:
     unknown = read(script("", "reward_funcs=[nowhere], train_dataset=load_dataset('d')"), "c.py")
     assert "rewards" not in unknown.keys
     assert [line.name for line in unknown.lines if line.fate is None] == ["reward_funcs"]
+
+
+@pytest.mark.parametrize(
+    ("callback", "patience", "others"),
+    [("EarlyStoppingCallback(early_stopping_patience=3)", 3, 0), ("EarlyStoppingCallback(), Own()", 1, 1), ("Own()", None, 1)],
+)
+def test_early_stopping_of_a_script(callback: str, patience: int | None, others: int) -> None:
+    trainer = f"reward_funcs=[f], train_dataset=load_dataset('d'), callbacks=[{callback}]"
+    arguments = "max_steps=5, eval_strategy='steps', eval_steps=2, metric_for_best_model='eval_reward', load_best_model_at_end=True"
+    imported = read(script("def f(completions): ...", trainer, arguments), "c.py")
+    assert (imported.keys["eval.best"], imported.keys.get("eval.stop_after")) == ("reward", patience)
+    assert [line.name for line in imported.lines].count("callbacks") == others
 
 
 def test_every_argument_of_a_trainer_is_carried_over_or_named() -> None:

@@ -258,7 +258,7 @@ class Script:
         callbacks = listed.elts if isinstance(listed, ast.List | ast.Tuple) else [listed]
         for callback in callbacks:
             made = self.followed(callback)
-            if called(made) != "EarlyStoppingCallback":
+            if not isinstance(made, ast.Call) or called(made) != "EarlyStoppingCallback":
                 self.read("callbacks", callback)
                 continue
             given = {word.arg: word.value for word in made.keywords}
