@@ -220,7 +220,7 @@ def test_a_term_reads_the_rewards_of_steps(tiny_policy: Callable, scored_group: 
     torch.testing.assert_close(value, expected.sum())
 
 
-def test_the_loop_reaches_a_surrogate_in_four_calls(tiny_policy: Callable, scored_group: Callable) -> None:
+def test_the_loop_reaches_a_surrogate_in_five_calls(tiny_policy: Callable, scored_group: Callable) -> None:
     calls: list[str] = []
 
     def looking(terms: Terms) -> torch.Tensor:
@@ -236,7 +236,7 @@ def test_the_loop_reaches_a_surrogate_in_four_calls(tiny_policy: Callable, score
     recorded = RecordedRollouts(lambda number: ([scored_group([1.0, 0.0], [3, 2])], 1), range(1, 2))
     optimizer = Optimizer(policy.model, OptimizerSettings(lr=1e-3), 1)
     next(train_online(policy, algorithm, recorded, optimizer, group=group, max_tokens_per_microbatch=100))
-    assert calls == ["Algorithm.loss", "Loss.__call__", "update", "train_online"]
+    assert calls == ["Algorithm.loss", "Loss.__call__", "packed_pass", "update", "train_online"]
 
 
 def test_a_term_with_a_value_trains_the_critic(steps: Callable) -> None:

@@ -53,43 +53,38 @@ def model_pass(policy: Policy, samples: Sequence[Sample], *, gradients: bool) ->
     few = "logits_to_keep" in inspect.signature(model.forward).parameters
     with plain_attention(model), torch.set_grad_enabled(gradients):
         for sample in samples:
-            ids = torch.from_numpy(np.concatenate([sample.prompt, sample.completion[:-1]])).to(
-                policy.device
-            )
+            ids_N = np.concatenate([sample.prompt, sample.completion[:-1]])
+            ids = torch.from_numpy(ids_N).to(policy.device)
             begin = int(np.argmax(sample.weight > 0))
-            options = {"logits_to_keep": sample.completion.size - begin} if few else {}
+            options = {}
+            if few:
+                options["logits_to_keep"] = sample.completion.size - begin
             with policy.precision():
                 value_N = model(input_ids=ids[None], use_cache=False, **options).logits[0]
             value_N = value_N.to(torch.promote_types(value_N.dtype, torch.float32))
             if not scores:
                 weighted_N = torch.from_numpy(sample.weight[begin:] > 0).to(policy.device)
-                value_N = _log_probs(
-                    sample, begin, value_N[begin - sample.completion.size :, : policy.vocabulary]
-                )[weighted_N]
+                logits_NV = value_N[begin - sample.completion.size :, : policy.vocabulary]
+                value_N = _log_probs(sample, begin, logits_NV)[weighted_N]
             values.append(value_N.detach().double().cpu().numpy())
             if value_N.requires_grad:
-                (
-                    torch.from_numpy(sample.weight[sample.weight > 0]).to(value_N)
-                    * value_N.square()
-                ).sum().backward()
+                weight_N = torch.from_numpy(sample.weight[sample.weight > 0]).to(value_N)
+                (weight_N * value_N.square()).sum().backward()
     return PassResults(values, take_gradients(policy) if gradients else {})
 
 
 def _log_probs(sample: Sample, begin: int, logits_NV: Tensor) -> Tensor:
     """Log-probs of a completion's tokens from `begin` on (n,)."""
     logits_NV = logits_NV / sample.temperature
-    chosen_N = logits_NV.gather(
-        1, torch.from_numpy(sample.completion[begin:]).to(logits_NV.device)[:, None]
-    )[:, 0]
+    drawn_N = torch.from_numpy(sample.completion[begin:]).to(logits_NV.device)
+    chosen_N = logits_NV.gather(1, drawn_N[:, None])[:, 0]
     if sample.support is None:
         return chosen_N - logits_NV.logsumexp(-1)
-    supports = [
-        torch.from_numpy(ids.astype(np.int64)).to(logits_NV.device)
-        for ids in sample.support[begin:]
-    ]
-    return chosen_N - torch.stack(
-        [logits_V[ids].logsumexp(0) for logits_V, ids in zip(logits_NV, supports, strict=True)]
-    )
+    totals = []
+    for logits_V, ids in zip(logits_NV, sample.support[begin:], strict=True):
+        support = torch.from_numpy(ids.astype(np.int64)).to(logits_NV.device)
+        totals.append(logits_V[support].logsumexp(0))
+    return chosen_N - torch.stack(totals)
 
 
 def run_pass(policy: Policy, samples: Sequence[Sample], *, gradients: bool) -> PassResults:
@@ -159,14 +154,17 @@ def some_gradients(policy: Policy) -> Iterator[None]:
     What flows through the other blocks is seen by these gradients, and by those of their norms and
     biases.
     """
-    many = not policy.sharded and sum(p.numel() for p in policy.model.parameters()) > MANY
-    first = {repr(_kind(block)): block for block in reversed(layers(policy))} if many else {}
-    compared = {p for block in first.values() for p in block.parameters()}
-    left_out = [
-        p
-        for p in policy.model.parameters()
-        if many and p.ndim > 1 and p.requires_grad and p not in compared
-    ]
+    if policy.sharded or sum(p.numel() for p in policy.model.parameters()) <= MANY:
+        yield
+        return
+    first = {repr(_kind(block)): block for block in reversed(layers(policy))}
+    compared = set[nn.Parameter]()
+    for block in first.values():
+        compared.update(block.parameters())
+    left_out = []
+    for parameter in policy.model.parameters():
+        if parameter.ndim > 1 and parameter.requires_grad and parameter not in compared:
+            left_out.append(parameter)
     for parameter in left_out:
         parameter.requires_grad_(False)
     try:
@@ -190,9 +188,8 @@ def shortened(policy: Policy) -> Iterator[None]:
     ):
         yield
         return
-    last = layers(policy)[
-        -1
-    ]  # an image encoder, whose blocks are no part of texts, stands before it
+    # An image encoder, whose blocks are no part of texts, stands before the last.
+    last = layers(policy)[-1]
     (stack,) = (
         part
         for part in model.modules()
@@ -200,18 +197,12 @@ def shortened(policy: Policy) -> Iterator[None]:
     )
     blocks = [*stack]
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    kinds = [
-        *zip(
-            map(_kind, blocks),
-            getattr(config, "layer_types", None) or [None] * len(blocks),
-            strict=True,
-        )
-    ]
+    types = getattr(config, "layer_types", None) or [None] * len(blocks)
+    kinds = list(zip(map(_kind, blocks), types, strict=True))
     count = max(2, *(kinds.index(kind) + 1 for kind in kinds))
     del stack[count:]
-    config.num_hidden_layers = len(
-        stack
-    )  # the engine holds the model against what its config makes
+    # The engine holds the model against what its config makes.
+    config.num_hidden_layers = len(stack)
     try:
         yield
     finally:

@@ -97,17 +97,20 @@ class ModelProof:
     @property
     def line(self) -> tuple[str, str]:
         """Label and text for the plan."""
-        unit = "" if "scores" in self.paths else " nats"
-        beyond = f", across {', '.join(map(str, self.switches))}" if self.switches else ""
-        return (
-            "proven",
-            (
-                f"{self.family}: {', '.join(self.paths)}"
-                f" {'equal' if len(self.paths) > 1 else 'equals'} its own pass {self.place}, at"
-                f" {counted(len(self.lengths), 'length')} from {self.lengths[0]} to"
-                f" {self.lengths[-1]}{beyond}, to {self.difference:.0e}{unit}"
-            ),
+        paths, lengths = self.paths, self.lengths
+        verb, across, unit = "equals", "", " nats"
+        if len(paths) > 1:
+            verb = "equal"
+        if self.switches:
+            across = f", across {', '.join(map(str, self.switches))}"
+        if "scores" in paths:
+            unit = ""
+        text = (
+            f"{self.family}: {', '.join(paths)} {verb} its own pass {self.place}, at"
+            f" {counted(len(lengths), 'length')} from {lengths[0]} to {lengths[-1]}{across},"
+            f" to {self.difference:.0e}{unit}"
         )
+        return "proven", text
 
 
 def prove(
@@ -125,10 +128,13 @@ def prove(
     train: the policy is trained, with its blocks computed again if `recompute`.
     All processes call it for a sharded policy.  The model comes back in eval mode, with its weights
     and without gradients."""
-    longest, large = max(min(policy.context, longest), 4), is_large(policy)
-    case = _Case(policy, SMALL if large else FULL, longest, sampler, train, recompute)
+    longest = max(min(policy.context, longest), 4)
+    size, blocks = FULL, nullcontext()
+    if is_large(policy):
+        size, blocks = SMALL, shortened(policy)
+    case = _Case(policy, size, longest, sampler, train, recompute)
     try:
-        with shortened(policy) if large else nullcontext(), _filled_adapter(policy):
+        with blocks, _filled_adapter(policy):
             policy.model.eval().zero_grad(set_to_none=True)
             return case.proven()
     finally:
@@ -151,9 +157,8 @@ class _Case:
 
     @property
     def family(self) -> str:
-        return type(self.policy.model).__name__.removeprefix(
-            "FSDP"
-        )  # sharding makes a class of its own
+        name = type(self.policy.model).__name__
+        return name.removeprefix("FSDP")  # sharding makes a class of its own
 
     @property
     def path(self) -> str:
@@ -164,13 +169,11 @@ class _Case:
         """What to do if streams differ."""
         if self.coarse:
             return FLOAT32
-        return (
-            SINGLE
-            if self.policy.attention == "single"
-            else SCORES_REMEDY
-            if reads_tokens(self.policy)
-            else REMEDY
-        )
+        if self.policy.attention == "single":
+            return SINGLE
+        if reads_tokens(self.policy):
+            return SCORES_REMEDY
+        return REMEDY
 
     def refusal(self, path: str, difference: str, remedy: str) -> ConfigError:
         what = f"{path} does not equal the model's own forward pass ({difference})"
@@ -178,11 +181,8 @@ class _Case:
 
     def proven(self) -> ModelProof:
         """Raises ConfigError for what differs."""
-        policy, types, results = (
-            self.policy,
-            list[str](),
-            list[tuple[list[int], list[str], float]](),
-        )
+        policy, types = self.policy, list[str]()
+        results: list[tuple[list[int], list[str], float]] = []
         lower = policy.autocast or policy.dtype == torch.bfloat16
         if not lower or _has_room(policy):
             with _widened(policy) as exact:
@@ -192,15 +192,13 @@ class _Case:
             results.append(replace(self, coarse=True).compared())
             types.append("autocast" if policy.autocast else "bfloat16")
         lengths, paths, difference = results[0]
-        name = (
-            f" ({torch.cuda.get_device_name(policy.device)})"
-            if policy.device.type == "cuda"
-            else ""
-        )
+        device = policy.device.type
+        if device == "cuda":
+            device = f"cuda ({torch.cuda.get_device_name(policy.device)})"
         return ModelProof(
             family=self.family,
             paths=tuple(paths),
-            place=f"on {policy.device.type}{name} in {' and '.join(types)}",
+            place=f"on {device} in {' and '.join(types)}",
             lengths=tuple(lengths),
             switches=switches(policy.model, self.longest),
             difference=difference,
@@ -228,16 +226,12 @@ class _Case:
         texts, failed = self.texts()
         if self.size is SMALL and not self.coarse:  # a median of few would be chance
             texts = fewer_tokens(texts)
-        near, far = (
-            [text for text in texts if (length_of(text) <= NEAR) == short]
-            for short in (True, False)
-        )
+        near = [text for text in texts if length_of(text) <= NEAR]
+        far = [text for text in texts if length_of(text) > NEAR]
         texts = [*near, *far]
         with some_gradients(policy):
-            expected, beside = (
-                model_pass(policy, near, gradients=self.train),
-                model_pass(policy, far, gradients=False),
-            )
+            expected = model_pass(policy, near, gradients=self.train)
+            beside = model_pass(policy, far, gradients=False)
             values = [*expected.values, *beside.values]
             if not self.coarse:
                 self.check_finite(expected)
@@ -247,7 +241,9 @@ class _Case:
             trained = self.update(near, self.recompute)
             # Another stream of the same size, so that nothing of the first may serve it.
             again = run_pass(policy, near[::-1], gradients=False).values[::-1]
-            together = run_pass(policy, texts, gradients=False).values if far else []
+            together = []
+            if far:
+                together = run_pass(policy, texts, gradients=False).values
             spread = float(np.concatenate(values).std()) + 1e-3
             try:
                 worst = self.compare(
@@ -265,12 +261,12 @@ class _Case:
         if failed is not None:
             raise failed
         if sampler is not None:
-            sampling = [sampler.path, *(["conversations"] if sampler.conversations else [])]
+            paths.append(sampler.path)
+            if sampler.conversations:
+                paths.append("conversations")
             by_engine = [text.behavior_logp[text.weight > 0] for text in texts]
-            worst = max(
-                worst, self.compare(sampling[-1], by_engine, values, sampler.remedy, spread)
-            )
-            paths += sampling
+            difference = self.compare(paths[-1], by_engine, values, sampler.remedy, spread)
+            worst = max(worst, difference)
         return sorted({length_of(text) for text in texts}), paths, worst
 
     def texts(self) -> tuple[list[Sample], ConfigError | None]:
@@ -294,9 +290,11 @@ class _Case:
             name for name, gradient in expected.gradient.items() if not gradient.norm().isfinite()
         ]
         if wrong or not finite:
-            what = f"a gradient of {wrong[0]} that is" if finite else "log-probs that are"
+            numbers = "log-probs that are"
+            if finite:
+                numbers = f"a gradient of {wrong[0]} that is"
             raise ConfigError(
-                f"{self.family}'s own forward pass gives {what} not finite: a number in its"
+                f"{self.family}'s own forward pass gives {numbers} not finite: a number in its"
                 " config.json is wrong (compare it with the published one), its weights are"
                 " damaged, or the class cannot be trained"
             )
@@ -362,21 +360,17 @@ class _Case:
         self, texts: Sequence[Sample], trained: PassResults, expected: PassResults
     ) -> list[str]:
         """What is equal.  Raises ConfigError for a gradient that differs."""
+        paths = ["training"]
+        if self.recompute:
+            paths.append("recompute")
         try:
-            self.compare_gradients(
-                "recompute" if self.recompute else "training",
-                trained.gradient,
-                expected.gradient,
-                self.remedy,
-            )
+            self.compare_gradients(paths[-1], trained.gradient, expected.gradient, self.remedy)
         except ConfigError:
             if not self.recompute:
                 raise
-            self.compare_gradients(
-                "training", self.update(texts, False).gradient, expected.gradient, self.remedy
-            )
+            plain = self.update(texts, False)
+            self.compare_gradients("training", plain.gradient, expected.gradient, self.remedy)
             self.compare_gradients("recompute", trained.gradient, expected.gradient, AGAIN)
-        paths = ["training", *(["recompute"] if self.recompute else [])]
         if router_coefficient(self.policy) > 0.0 and not self.coarse:
             self.compare_router(texts[-1])
             paths.append("router")
@@ -392,11 +386,8 @@ class _Case:
         ours.backward()
         gradient = take_gradients(policy)
         with plain_attention(model):
-            loss = getattr(
-                model(input_ids=batch.tokens_P[None], use_cache=False, output_router_logits=True),
-                "aux_loss",
-                None,
-            )
+            options = {"use_cache": False, "output_router_logits": True}
+            loss = getattr(model(input_ids=batch.tokens_P[None], **options), "aux_loss", None)
         if loss is None:
             raise ConfigError(f"{self.family} has no loss that balances experts; {BALANCE}")
         theirs = router_coefficient(policy) * loss
@@ -439,32 +430,32 @@ class _Case:
         """Raises ConfigError for a gradient that differs, is missing, or is none of the model's
         own.
         """
-        if lost := theirs.keys() - ours.keys():
+        lost = theirs.keys() - ours.keys()
+        if lost:
             raise self.refusal(path, f"{min(lost)} gets no gradient", remedy)
         bound, part = COARSE_GRADIENTS if self.coarse else GRADIENTS
         none, size = torch.zeros((), device=self.policy.device), _norms(theirs, self.policy)
         largest = max(size.values(), default=0.0)
-        for name, distance in _norms(
-            {name: g - theirs.get(name, none) for name, g in ours.items()}, self.policy
-        ).items():
+        gaps = {name: gradient - theirs.get(name, none) for name, gradient in ours.items()}
+        for name, distance in _norms(gaps, self.policy).items():
             relative = distance / (size.get(name, 0.0) + part * largest)
             if not relative <= bound:
-                difference = (
-                    _apart(relative, " of its norm")
-                    if name in theirs
-                    else "is none of the model's own pass"
-                )
+                difference = "is none of the model's own pass"
+                if name in theirs:
+                    difference = _apart(relative, " of its norm")
                 raise self.refusal(path, f"the gradient of {name} {difference}", remedy)
 
 
 def _norms(tensors: dict[str, Tensor], policy: Policy) -> dict[str, float]:
     """The norm of each; of shards those of the whole tensors."""
     squares = {name: float(tensor.float().norm()) ** 2 for name, tensor in tensors.items()}
-    parts = comm.gather([squares]) if policy.sharded else [squares]
-    return {
-        name: math.sqrt(sum(part.get(name, 0.0) for part in parts))
-        for name in {name for part in parts for name in part}
-    }
+    if not policy.sharded:
+        return {name: math.sqrt(square) for name, square in squares.items()}
+    whole = dict[str, float]()
+    for part in comm.gather([squares]):
+        for name, square in part.items():
+            whole[name] = whole.get(name, 0.0) + square
+    return {name: math.sqrt(square) for name, square in whole.items()}
 
 
 def _words(error: Exception) -> str:
@@ -474,7 +465,9 @@ def _words(error: Exception) -> str:
 
 
 def _apart(difference: float, unit: str) -> str:
-    return f"differs by {difference:.2g}{unit}" if math.isfinite(difference) else "is not finite"
+    if not math.isfinite(difference):
+        return "is not finite"
+    return f"differs by {difference:.2g}{unit}"
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -74,9 +75,8 @@ class Size(NamedTuple):
     """Tokens of the longest text, if the run reaches them."""
 
 
-FULL = Size(
-    prompts=(1, 9, 9), group=8, rows=24, tokens=70, far=1040
-)  # prompts of one length, and of a single token
+# Prompts of one length, and of a single token.
+FULL = Size(prompts=(1, 9, 9), group=8, rows=24, tokens=70, far=1040)
 SMALL = Size(prompts=(5, 5), group=2, rows=3, tokens=4, far=0)
 """On a CPU, of a model of more than `LARGE` parameters.  The lengths of a group differ, so that its
 stream is another when it is turned round.  Far texts are left out, but those that lie behind a
@@ -118,9 +118,15 @@ def prompts_of(policy: Policy, size: Size, longest: int, seed: int) -> list[np.n
     """Random ones for texts of at most `longest` tokens."""
     rng, changes = np.random.default_rng(seed), switches(policy.model, longest)
     near = [max(min(length, longest - 2), 1) for length in size.prompts]
-    across = [at + step for at in changes for step in ((-2, 1) if size.far else (-1,))]
-    across += [2 * at - 2 for at in changes if 2 * at < size.far]
-    far = {length for length in (*across, min(longest, size.far) - FEW) if 0 < length < longest}
+    across = [min(longest, size.far) - FEW]
+    for at in changes:
+        if size.far:
+            across += [at - 2, at + 1]
+        else:
+            across.append(at - 1)
+        if 2 * at < size.far:
+            across.append(2 * at - 2)
+    far = {length for length in across if 0 < length < longest}
     return [_ids(policy, rng, length) for length in (*near, *sorted(far))]
 
 
@@ -139,12 +145,16 @@ def written(policy: Policy, size: Size, longest: int, seed: int = 0) -> list[Sam
     rng, texts = np.random.default_rng(seed), list[Sample]()
     prompts = prompts_of(policy, size, longest, seed)
     for place, prompt in enumerate(prompts):
-        near, last = prompt.size <= NEAR, size.tokens if place == 1 else LAST
-        for n in (FIRST, last) if near and place else (last,):
-            text = np.concatenate(
-                [prompt, _ids(policy, rng, min(n, size.tokens, longest - prompt.size))]
-            )
-            begin = prompt.size if near else FEW
+        begin, lengths = FEW, [LAST]
+        if place == 1:
+            lengths = [size.tokens]
+        if prompt.size <= NEAR:
+            begin = prompt.size
+            if place > 0:
+                lengths.insert(0, FIRST)
+        for n in lengths:
+            completion = _ids(policy, rng, min(n, size.tokens, longest - prompt.size))
+            text = np.concatenate([prompt, completion])
             texts.append(_sample(policy, str(place), text[:begin], text[begin:]))
     return texts
 
@@ -155,13 +165,14 @@ def drawn(
     """What an engine draws, in turns where an environment answers."""
     no_text: Any = SimpleNamespace(decode=lambda ids, **_: "")
     endless = replace(policy, eos_ids=(), context=longest, tokenizer=no_text)
-    environment = SimpleNamespace(
-        begin=lambda stream, *, seed: _RandomReplies(policy.vocabulary, stream, seed)
-    )
-    engine = sampler.make(
-        endless, max_rows=size.rows, environment=environment if sampler.conversations else None
-    )
-    sampling = Sampling(max_new_tokens=LAST if sampler.conversations else min(LAST, size.tokens))
+    environment, tokens = None, min(LAST, size.tokens)
+    if sampler.conversations:
+        environment, tokens = (
+            SimpleNamespace(begin=partial(_RandomReplies, policy.vocabulary)),
+            LAST,
+        )
+    engine = sampler.make(endless, max_rows=size.rows, environment=environment)
+    sampling = Sampling(max_new_tokens=tokens)
     columns = prompts_of(policy, size, longest, seed)
     prompts = [
         Prompt(id=f"{place:04}", tokens=ids, text="", row={}) for place, ids in enumerate(columns)
@@ -172,17 +183,14 @@ def drawn(
     texts = []
     for place, (first, *_, last) in enumerate(sorted(groups, key=lambda group: group[0].prompt.id)):
         near = first.prompt.tokens.size <= NEAR
-        texts += [_drawn(policy, first, FIRST)] if near and place else []
-        texts += [_drawn(policy, last, LAST)]
-    if (
-        size is FULL
-    ):  # one that is decoded alone; of a small size the last has waited for all others
-        prompt, sampling = (
-            replace(prompts[1], id="alone"),
-            replace(sampling, max_new_tokens=size.tokens),
-        )
+        if near and place > 0:
+            texts.append(_drawn(policy, first, FIRST))
+        texts.append(_drawn(policy, last, LAST))
+    if size is FULL:  # one that is decoded alone; of a small size the last has waited for all
+        prompt = replace(prompts[1], id="alone")
+        sampling = replace(sampling, max_new_tokens=size.tokens)
         (alone,) = engine.generate([prompt], group_size=1, sampling=sampling, seed=seed)
-        texts += [_drawn(policy, alone[0], size.tokens)]
+        texts.append(_drawn(policy, alone[0], size.tokens))
     return texts
 
 
@@ -190,11 +198,15 @@ def fewer_tokens(texts: Sequence[Sample]) -> list[Sample]:
     """The texts, of which all but `WHOLE` have a weight for one token only: products with the head
     are most of what they cost.
     """
-    last = [np.arange(text.weight.size) == np.flatnonzero(text.weight)[-1] for text in texts]
-    return [
-        text if at == WHOLE else replace(text, weight=text.weight * last[at])
-        for at, text in enumerate(texts)
-    ]
+    fewer = []
+    for place, text in enumerate(texts):
+        if place == WHOLE:
+            fewer.append(text)
+            continue
+        last, weight = np.flatnonzero(text.weight)[-1], np.zeros_like(text.weight)
+        weight[last] = text.weight[last]
+        fewer.append(replace(text, weight=weight))
+    return fewer
 
 
 def _drawn(policy: Policy, rollout: Rollout, n: int) -> Sample:
@@ -216,7 +228,7 @@ class _RandomReplies:
     remain.
     """
 
-    def __init__(self, vocabulary: int, stream: Stream, seed: int) -> None:
+    def __init__(self, vocabulary: int, stream: Stream, *, seed: int) -> None:
         self.vocabulary, self.stream = vocabulary, stream
         self.rng = np.random.default_rng((stream.prompt.tokens.size, stream.index, seed))
 

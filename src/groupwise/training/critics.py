@@ -95,7 +95,9 @@ class Critic:
         """V of each state (M,), at least float32, differentiable."""
         hidden_MD = hidden_MD.to(next(self.head.parameters()).dtype)
         with self.policy.precision():
-            value_M = self.head(normalize(hidden_MD, dim=-1) if self.shared else hidden_MD)[:, 0]
+            if self.shared:
+                hidden_MD = normalize(hidden_MD, dim=-1)
+            value_M = self.head(hidden_MD)[:, 0]
         return value_M.to(torch.promote_types(value_M.dtype, torch.float32))
 
     def read(self, passed: BatchPass) -> tuple[Tensor, Tensor]:
@@ -110,23 +112,19 @@ class Critic:
 
         The value loss bounds how far V moves from `old_value`: measured from `value`, the bias
         alone could use up the bound."""
-        gaps = [
-            t - v
-            for group in groups
-            for t, v in zip(group.signals["return"], group.signals["value"], strict=True)
-        ]
-        known_N = np.concatenate(gaps)
-        known_N = known_N[~np.isnan(known_N)]
-        shift = float(known_N.mean()) if self.shared and known_N.size else 0.0
-        if self.shared:
+        gaps = []
+        for group in groups:
+            columns = zip(group.signals["return"], group.signals["value"], strict=True)
+            for return_n, value_n in columns:
+                gaps.append(return_n - value_n)
+        gap_N = np.concatenate(gaps)
+        known_N = gap_N[~np.isnan(gap_N)]
+        shift = 0.0
+        if self.shared and known_N.size:
+            shift = float(known_N.mean())
             self.head.bias += shift
-        return [
-            replace(
-                one,
-                signals={
-                    **one.signals,
-                    "old_value": tuple(v + shift for v in one.signals["value"]),
-                },
-            )
-            for one in groups
-        ]
+        centred = []
+        for group in groups:
+            old_value = tuple(value_n + shift for value_n in group.signals["value"])
+            centred.append(replace(group, signals={**group.signals, "old_value": old_value}))
+        return centred

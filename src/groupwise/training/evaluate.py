@@ -67,43 +67,39 @@ class Evaluation:
 
     def metrics(self) -> dict[str, float]:
         """Flat names, as the log keeps them under `eval/`.  What could not be computed has none."""
-        named = {"greedy": self.greedy, "sampled": self.sampled, f"pass@{self.k}": self.pass_at_k}
-        named = (named if self.verdict is not None else {"greedy_reward": self.greedy_reward}) | {
-            "reward": self.reward
-        }
-        named |= {f"rewards/{name}": estimate for name, estimate in self.by_function.items()}
+        named = {"greedy_reward": self.greedy_reward}
+        if self.verdict is not None:
+            named = {"greedy": self.greedy, "sampled": self.sampled}
+            named[f"pass@{self.k}"] = self.pass_at_k
+        named["reward"] = self.reward
+        for name, estimate in self.by_function.items():
+            named[f"rewards/{name}"] = estimate
         flat = {name: estimate.mean for name, estimate in named.items()}
-        flat |= {f"{name}/half_width": estimate.half for name, estimate in named.items()}
-        flat |= {
-            "completions/mean_length": self.length,
-            "completions/clipped_ratio": self.truncated,
-        }
-        flat |= {f"rewards/{name}/none": share for name, share in self.none.items()}
+        for name, estimate in named.items():
+            flat[f"{name}/half_width"] = estimate.half
+        flat["completions/mean_length"] = self.length
+        flat["completions/clipped_ratio"] = self.truncated
+        for name, share in self.none.items():
+            flat[f"rewards/{name}/none"] = share
         for column, shares in self.by_column.items():
-            flat |= {f"greedy/{column}={value}": share for value, share in shares.items()}
+            for value, share in shares.items():
+                flat[f"greedy/{column}={value}"] = share
         return {name: value for name, value in flat.items() if not math.isnan(value)}
 
     def summary(self) -> dict[str, str]:
         """Label -> text, for tables."""
-        right = {
-            "greedy accuracy": self.greedy,
-            "sampled accuracy": self.sampled,
-            f"pass@{self.k}": self.pass_at_k,
-        }
-        rewards = {"greedy reward": self.greedy_reward} if self.verdict is None else right
-        shown = {
-            label: str(estimate)
-            for label, estimate in (rewards | {"mean reward": self.reward}).items()
-        }
-        several = (
-            {name: str(estimate) for name, estimate in self.by_function.items()}
-            if len(self.by_function) > 1
-            else {}
-        )
-        left_out = {
-            f"{name}: None": f"{share:.1%} of the samples" for name, share in self.none.items()
-        }
-        return shown | several | left_out | {"tokens": f"{self.length:.1f}"}
+        estimates = {"greedy reward": self.greedy_reward}
+        if self.verdict is not None:
+            estimates = {"greedy accuracy": self.greedy, "sampled accuracy": self.sampled}
+            estimates[f"pass@{self.k}"] = self.pass_at_k
+        estimates["mean reward"] = self.reward
+        if len(self.by_function) > 1:
+            estimates |= self.by_function
+        summary = {label: str(estimate) for label, estimate in estimates.items()}
+        for name, share in self.none.items():
+            summary[f"{name}: None"] = f"{share:.1%} of the samples"
+        summary["tokens"] = f"{self.length:.1f}"
+        return summary
 
 
 def pass_at(right: int, count: int, k: int) -> float:
@@ -224,7 +220,9 @@ def _complete(
 
 def _mean(values: np.ndarray) -> float:
     """Mean of what is known; NaN if nothing is."""
-    return float(np.nanmean(values)) if not np.isnan(values).all() else math.nan
+    if np.isnan(values).all():
+        return math.nan
+    return float(np.nanmean(values))
 
 
 def _by(column: str, prompts: Sequence[Prompt], right: Sequence[float]) -> dict[str, float]:

@@ -138,13 +138,12 @@ def anchored(
     reference: Policy, pairs: Sequence[Pair], *, max_tokens_per_microbatch: int
 ) -> list[Anchored]:
     """Pairs with the log-probs of `reference` as it is now."""
-    samples = [
-        _spoken(f"{i}", pair.prompt, completion, 1.0)
-        for i, pair in enumerate(pairs)
-        for completion in (pair.chosen, pair.rejected)
-    ]
+    samples = []
+    for i, pair in enumerate(pairs):
+        for completion in (pair.chosen, pair.rejected):
+            samples.append(_spoken(f"{i}", pair.prompt, completion, 1.0))
     logp = score(reference, samples, max_tokens_per_microbatch=max_tokens_per_microbatch).logp
-    return [Anchored(pair, *logp[2 * i : 2 * i + 2]) for i, pair in enumerate(pairs)]
+    return list(map(Anchored, pairs, logp[0::2], logp[1::2]))
 
 
 def dpo_objective(settings: PairSettings) -> Objective[Anchored]:
@@ -166,17 +165,13 @@ def dpo_objective(settings: PairSettings) -> Objective[Anchored]:
 
 def dpo_samples(rows: Sequence[Anchored]) -> list[Sample]:
     """Chosen and rejected side of each pair, in turn, with the reference's log-probs."""
-    sides = [(i, row.pair, side) for i, row in enumerate(rows) for side in (0, 1)]
-    return [
-        _spoken(
-            f"{pair.id}#{i}",
-            pair.prompt,
-            (pair.chosen, pair.rejected)[side],
-            1.0 / len(rows),
-            (rows[i].chosen_logp, rows[i].rejected_logp)[side],
-        )
-        for i, pair, side in sides
-    ]
+    samples = []
+    for i, row in enumerate(rows):
+        pair, weight = row.pair, 1.0 / len(rows)
+        group = f"{pair.id}#{i}"
+        samples.append(_spoken(group, pair.prompt, pair.chosen, weight, row.chosen_logp))
+        samples.append(_spoken(group, pair.prompt, pair.rejected, weight, row.rejected_logp))
+    return samples
 
 
 def pair_loss(passed: BatchPass, *, settings: PairSettings) -> tuple[Tensor, Tensor]:
@@ -186,15 +181,11 @@ def pair_loss(passed: BatchPass, *, settings: PairSettings) -> tuple[Tensor, Ten
     batch, head = passed.batch, passed.head(fused=False)
     assert batch.reference_logp_P is not None
     segment_M, segments = batch.segment_P[passed.rows_M], batch.layout.segments
-    formula, pool = (
-        (pair_losses.ipo, segment_mean)
-        if settings.loss == "ipo"
-        else (pair_losses.dpo, segment_sum)
-    )
-    logp_S, reference_S = (
-        pool(one, segment_M, segments)
-        for one in (head.logp_M, batch.reference_logp_P[passed.rows_M])
-    )
+    formula, pool = pair_losses.dpo, segment_sum
+    if settings.loss == "ipo":
+        formula, pool = pair_losses.ipo, segment_mean
+    logp_S = pool(head.logp_M, segment_M, segments)
+    reference_S = pool(batch.reference_logp_P[passed.rows_M], segment_M, segments)
     chosen, rejected, end_R = _pairs_of(batch)
     loss_R = formula(
         logp_S[chosen],
@@ -208,11 +199,14 @@ def pair_loss(passed: BatchPass, *, settings: PairSettings) -> tuple[Tensor, Ten
 
 def implicit_rewards(assessment: Assessment, *, beta: float, mean: bool) -> np.ndarray:
     """`beta (l - ref)` of every sample, on sums (or means) over its tokens."""
-    gaps = [
-        seen - sample.reference_logp
-        for sample, seen in zip(assessment.samples, assessment.seen, strict=True)
-    ]
-    return beta * np.array([gap.mean() if mean else gap.sum() for gap in gaps])
+    ratios = []
+    for sample, seen in zip(assessment.samples, assessment.seen, strict=True):
+        log_ratio_n = seen - sample.reference_logp
+        if mean:
+            ratios.append(log_ratio_n.mean())
+        else:
+            ratios.append(log_ratio_n.sum())
+    return beta * np.array(ratios)
 
 
 # ---- process reward model
@@ -312,14 +306,14 @@ def calibration(gap_R: np.ndarray) -> dict[str, float]:
     place_R = np.clip(np.digitize(sure_R, BINS) - 1, 0, len(BINS) - 2)
     metrics, error = {}, 0.0
     for place, (low, high) in enumerate(pairwise(BINS)):
-        if (inside_R := place_R == place).any():
-            predicted, observed = float(sure_R[inside_R].mean()), float(right_R[inside_R].mean())
-            metrics |= {
-                f"calibration/{low}-{high}/predicted": predicted,
-                f"calibration/{low}-{high}/observed": observed,
-            }
-            metrics[f"calibration/{low}-{high}/pairs"] = float(inside_R.sum())
-            error += inside_R.mean() * abs(predicted - observed)
+        inside_R = place_R == place
+        if not inside_R.any():
+            continue
+        predicted, observed = float(sure_R[inside_R].mean()), float(right_R[inside_R].mean())
+        metrics[f"calibration/{low}-{high}/predicted"] = predicted
+        metrics[f"calibration/{low}-{high}/observed"] = observed
+        metrics[f"calibration/{low}-{high}/pairs"] = float(inside_R.sum())
+        error += inside_R.mean() * abs(predicted - observed)
     return {"calibration/error": float(error)} | metrics
 
 
@@ -338,17 +332,20 @@ def preference_rows(
     in DeepSeekMath's Algorithm 1 (2402.03300).  Raises ConfigError for an unknown judge."""
     rows = []
     for group in groups:
-        if judge is not None and judge not in group.names:
-            raise ConfigError(f"no reward is called {judge!r}; there are: {', '.join(group.names)}")
-        scores = group.reward if judge is None else group.rewards[:, group.names.index(judge)]
+        scores = group.reward
+        if judge is not None:
+            if judge not in group.names:
+                names = ", ".join(group.names)
+                raise ConfigError(f"no reward is called {judge!r}; there are: {names}")
+            scores = group.rewards[:, group.names.index(judge)]
         if np.isnan(scores).all():
             continue
-        best, worst = (int(i) for i in (np.nanargmax(scores), np.nanargmin(scores)))
+        best, worst = int(np.nanargmax(scores)), int(np.nanargmin(scores))
         chosen, rejected = group.rollouts[best].text, group.rollouts[worst].text
         if not alike(scores) and chosen != rejected and chosen.strip() and rejected.strip():
-            prompt = (
-                group.prompt.text if group.prompt.messages is None else list(group.prompt.messages)
-            )
+            prompt: Any = group.prompt.text
+            if group.prompt.messages is not None:
+                prompt = list(group.prompt.messages)
             rows.append(
                 {"prompt": prompt, **group.prompt.row, "chosen": chosen, "rejected": rejected}
             )
@@ -362,9 +359,7 @@ def with_replay(new: Sequence[Pair], old: Sequence[Pair], share: float, seed: in
     []
     """
     count = min(round(share / (1.0 - share) * len(new)), len(old))
-    picked = (
-        np.random.default_rng(seed).choice(len(old), size=count, replace=False) if count else ()
-    )
+    picked = np.random.default_rng(seed).choice(len(old), size=count, replace=False)
     return [*new, *(old[int(i)] for i in picked)]
 
 
@@ -394,9 +389,13 @@ def _pairs_of(batch: Batch) -> tuple[list[int], list[int], list[int]]:
     Samples alternate, chosen first; a pair is never cut.
     """
     segment = {sample: s for s, sample in enumerate(batch.samples) if sample >= 0}
-    chosen = [s for sample, s in segment.items() if sample % 2 == 0]
-    rejected = [segment[sample + 1] for sample in segment if sample % 2 == 0]
-    return chosen, rejected, [batch.layout.start[s] + batch.layout.length[s] - 1 for s in chosen]
+    chosen, rejected, ends = [], [], []
+    for sample, s in segment.items():
+        if sample % 2 == 0:
+            chosen.append(s)
+            rejected.append(segment[sample + 1])
+            ends.append(batch.layout.start[s] + batch.layout.length[s] - 1)
+    return chosen, rejected, ends
 
 
 def _sides(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -72,8 +72,10 @@ class Teacher:
         """Return the samples with the prompts that the teacher reads."""
         hinted = []
         for sample in samples:
-            hint = self.hints.get(sample.group)
-            hinted.append(sample if hint is None else _behind(hint, sample))
+            if sample.group in self.hints:
+                hinted.append(_behind(self.hints[sample.group], sample))
+            else:
+                hinted.append(sample)
         return hinted
 
     def logp(self, samples: Sequence[Sample], max_tokens_per_microbatch: int) -> list[np.ndarray]:
@@ -178,9 +180,8 @@ def scored_by_servers(servers: TokenScorer, samples: Sequence[Sample]) -> list[n
             texts.append((context, sample.completion[begin:end]))
 
     def scored() -> list[tuple[int, np.ndarray]]:
-        share = comm.share(list(enumerate(texts)))
-        logp = servers.logp([text for _, text in share])
-        places = [place for place, _ in share]
+        places = comm.share(range(len(texts)))
+        logp = servers.logp([texts[place] for place in places])
         return list(zip(places, logp, strict=True))
 
     by_place = dict(comm.together(scored))

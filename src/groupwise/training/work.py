@@ -53,30 +53,28 @@ class Meter:
         weights = step.columns.get("weight", ())
         every: list[Row] = []
         trained: list[Row] = []
+        total = used = shared = 0
         for place, group in enumerate(step.groups):
+            name, prompt = group.prompt.id, group.prompt.tokens.size
+            shared += (len(group.rollouts) - 1) * prompt
             for i, rollout in enumerate(group.rollouts):
-                weight = weights[place][i] if place < len(weights) else np.zeros(0)
-                prompt = group.prompt.tokens.size
-                every.append((group.prompt.id, prompt, len(rollout), int(rollout.trained.sum())))
-                if weight.size:
-                    trained.append(
-                        (group.prompt.id, prompt, len(rollout), int(np.count_nonzero(weight)))
-                    )
-        total, used = sum(n for _, _, n, _ in every), sum(n for _, _, n, _ in trained)
+                total += len(rollout)
+                every.append((name, prompt, len(rollout), int(rollout.trained.sum())))
+                if place < len(weights) and weights[place][i].size:
+                    used += len(rollout)
+                    count = int(np.count_nonzero(weights[place][i]))
+                    trained.append((name, prompt, len(rollout), count))
         scored = "scored_logp" in step.groups[0].signals
         again = self.updates * (int(self.recompute) + int(self.threshold))
         metrics = {
-            "tokens/shared": float(
-                sum((len(group.rollouts) - 1) * group.prompt.tokens.size for group in step.groups)
-            ),
+            "tokens/shared": float(shared),
             "tokens/dead": float(total - used),
             "tokens/recomputed": float(scored * total + again * used),
         }
         seconds = sum(value for name, value in step.timings.items() if "/" not in name)
         if not self.experts and seconds > 0.0:
-            metrics["flops/per_second"] = (
-                self._flops(step, every, trained) / seconds / self.processes
-            )
+            step_flops = self._flops(step, every, trained)
+            metrics["flops/per_second"] = step_flops / seconds / self.processes
         return replace(step, metrics={**step.metrics, **metrics})
 
     def _flops(self, step: Step, every: list[Row], trained: list[Row]) -> float:
@@ -124,22 +122,20 @@ def sampling_flops(shape: Shape, rows: Iterable[Row]) -> float:
     """Count each prompt once, with logits at its last token; then each completion's tokens but the
     last.
     """
-    rows = list(rows)
-    prompts = sum(
-        flops(shape, m, stretch(0, m), 1) for m in {group: m for group, m, _, _ in rows}.values()
-    )
-    return prompts + sum(
-        flops(shape, max(n - 1, 0), stretch(m, max(n - 1, 0)), max(k - 1, 0)) for _, m, n, k in rows
-    )
+    prompts, completions = dict[str, float](), 0.0
+    for group, m, n, k in rows:
+        prompts[group] = flops(shape, m, stretch(0, m), 1)
+        positions = max(n - 1, 0)
+        completions += flops(shape, positions, stretch(m, positions), max(k - 1, 0))
+    return sum(prompts.values()) + completions
 
 
 def forward_flops(shape: Shape, rows: Iterable[Row]) -> float:
     """A packed pass: of each prompt all tokens but the last once, then each completion behind that
     one.
     """
-    rows = list(rows)
-    prompts = sum(
-        flops(shape, m - 1, stretch(0, m - 1), 0)
-        for m in {group: m for group, m, _, _ in rows}.values()
-    )
-    return prompts + sum(flops(shape, n, stretch(m - 1, n), k) for _, m, n, k in rows)
+    prompts, completions = dict[str, float](), 0.0
+    for group, m, n, k in rows:
+        prompts[group] = flops(shape, m - 1, stretch(0, m - 1), 0)
+        completions += flops(shape, n, stretch(m - 1, n), k)
+    return sum(prompts.values()) + completions
