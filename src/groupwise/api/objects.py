@@ -14,7 +14,7 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from groupwise.config import settings
-from groupwise.config.live_objects import Live
+from groupwise.config.live_objects import Live, live_part
 from groupwise.config.settings import (
     DataSettings,
     EnvironmentSettings,
@@ -30,6 +30,8 @@ from groupwise.rewards.compose import LiveReward
 if TYPE_CHECKING:
     from datasets import Dataset
 
+LOSS_PARTS = ("credit", "ratio", "surrogate", "weights", "kl", "divergence")
+"""Keys of `group` that name a function or an object."""
 Section: TypeAlias = Mapping[str, Any]
 """A section of a recipe by its keys."""
 Path: TypeAlias = str | os.PathLike[str]
@@ -59,6 +61,8 @@ def recipe_keys(
         keys["data"] = data_keys(keys["data"])
     if "rewards" in keys:
         keys["rewards"] = reward_entries(keys["rewards"])
+    if isinstance(keys.get("group"), Mapping):
+        keys["group"] = group_keys(keys["group"])
     if tools is not None or "environment" in keys:
         keys["environment"] = environment_keys(keys.get("environment"), tools)
     return {key: plain(value, key) for key, value in keys.items()}
@@ -180,6 +184,18 @@ def _reward(entry: Any, place: int) -> dict[str, Any]:
     written = live.settings()
     keys = dataclasses.asdict(written) | others
     return keys | {"function": Live(str(keys["name"]), live)}
+
+
+def group_keys(section: Section) -> dict[str, Any]:
+    """The keys of `group`; a part of the loss that was given itself is a `Live` name."""
+    keys = dict(section)
+    for kind in LOSS_PARTS:
+        part = keys.get(kind)
+        if isinstance(part, Mapping) and callable(part.get("name")):
+            keys[kind] = {**part, "name": live_part(kind, part["name"])}
+        elif callable(part):
+            keys[kind] = live_part(kind, part)
+    return keys
 
 
 def environment_keys(environment: object, tools: Sequence[object] | None) -> dict[str, Any]:

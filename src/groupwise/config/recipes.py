@@ -158,6 +158,7 @@ def _texts(value: Any) -> list[str]:
 _OBJECTS = re.compile(
     r"(model|data)\.(eval_)?path|rewards\.\d+\.function"
     r"|environment\.(tools|factory|harness)(\.\w+)?"
+    r"|group\.(credit|ratio|surrogate|weights|kl|divergence)(\.name)?"
 )
 """Keys at which the name of an object may stand."""
 

@@ -25,6 +25,7 @@ from groupwise.algorithms.parts import (
 )
 from groupwise.algorithms.table import ALGORITHMS, PARTS, Algorithm
 from groupwise.algorithms.user_parts import registered
+from groupwise.config.live_objects import object_of
 from groupwise.config.settings import GroupSettings, Part
 from groupwise.errors import ConfigError
 from groupwise.utils.imports import imported
@@ -327,7 +328,9 @@ def _named(
         ours = f"one of {', '.join(names)} or module:function" if names else "module:function"
         raise ConfigError(f"{at}: must be {ours}; got {name!r}{hint}", key=at)
     try:
-        part = imported(at, name)
+        part = object_of(name, at)
+        if part is None:
+            part = imported(at, name)
     except ConfigError as error:
         error.key = error.key or at
         raise

@@ -9,6 +9,7 @@ trains (by `run_files`).
     tokens.parquet            the text of every token id
     tensorboard/ wandb/       the same metrics for dashboards (`save.report_to`)
     dashboards.json           what those call the run
+    parts/NAME.py             source of the functions of a loss that were given as objects
     inputs.json               data and reward files: what they held when the run began
     done.json                 written when the last step is taken: the files of the final model
     checksums.txt             of all of these, but for the dashboards'
@@ -38,6 +39,8 @@ LARGEST_CONFIG = 1 << 17
 """Bytes of `config.yaml`: YAML is slow to read."""
 FINAL = "final"
 """Folder of the trained model."""
+PARTS = "parts"
+"""Folder with the source of functions that a loss was given as objects."""
 REFERENCE = "reference"
 """Folder with the weights before the first step, where a reference is needed."""
 

@@ -19,8 +19,10 @@ from weakref import WeakSet
 
 import torch
 
+from groupwise.config.live_objects import LIVE, Live, source_of
 from groupwise.config.recipes import demand_objects, dump
 from groupwise.config.settings import Recipe
+from groupwise.config.texts import with_texts
 from groupwise.distributed import comm
 from groupwise.errors import Ended, GroupwiseError, PeerError, RewardError
 from groupwise.models.loading import resolve_device
@@ -31,7 +33,7 @@ from groupwise.runs import checkpoint, dashboards
 from groupwise.runs.best import BestEvaluation
 from groupwise.runs.checkpoint import Saver, reader, set_failure_hint
 from groupwise.runs.final_model import check_reference
-from groupwise.runs.folder import FINAL, REFERENCE, choose_folder
+from groupwise.runs.folder import FINAL, PARTS, REFERENCE, choose_folder
 from groupwise.runs.inputs import check_inputs, inputs_of, record_inputs, resolved
 from groupwise.runs.interrupts import endings
 from groupwise.runs.job import Job, Judged, make_job
@@ -292,6 +294,7 @@ class Run:
         def begin() -> None:
             opened.append(RunLog(self.folder, self.recipe, done=self.done, started=self._started))
             record_inputs(self.folder, self._inputs, self.done)
+            self._keep_parts()
             with files.storing(self.folder, "the run"):
                 seal(self.folder, dump(self.recipe))
 
@@ -306,6 +309,21 @@ class Run:
                 log.close()
                 with suppress(OSError):  # a full disk has been told of; the last seal stays
                     seal(self.folder, dump(self.recipe))  # models with code of their own were saved
+
+    def _keep_parts(self) -> None:
+        """Write the source of each part of the loss that the program gave as an object."""
+
+        def keep(key: str, text: str) -> str:
+            if key.startswith("group.") and isinstance(text, Live):
+                source = source_of(text.value)
+                if source is not None:
+                    (self.folder / PARTS).mkdir(exist_ok=True)
+                    name = text.removeprefix(LIVE)
+                    RunFiles(self.folder).write(f"{PARTS}/{name}.py", source.encode())
+            return text
+
+        with files.storing(self.folder / PARTS, "the source of a part"):
+            with_texts(self.recipe, keep)
 
     def _evaluate(self, log: RunLog) -> dict[str, float] | None:
         """Evaluate after the last step, whose line stands in the log already, and add the figures

@@ -1,0 +1,76 @@
+"""Parts of a loss that are given as objects: the same run as by name, and its source in the run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from finished import untimed_metrics
+
+import groupwise as gw
+from groupwise.errors import ConfigError
+
+SOURCE = """import numpy as np
+
+
+def centred(groups):
+    return [group.reward - np.mean(group.reward) for group in groups]
+"""
+RECIPE: dict[str, Any] = {
+    "objective": "grpo", "seed": 3, "data": {"task": "addition", "limit": 64, "eval_limit": 4},
+    "model": {"scratch": {"hidden": 32, "layers": 2, "heads": 4, "context": 96, "tokenizer": "arithmetic"}},
+    "rewards": {"function": lambda completion: float(len(completion)), "name": "length"}, "rollout": {"max_new_tokens": 6},
+    "optimizer": {"lr": 1e-3}, "eval": {"at_start": False, "k": 1}, "save": {"every": 1},
+}  # fmt: skip
+
+
+def centred(groups):
+    return [group.reward - np.mean(group.reward) for group in groups]
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Centred rewards times a number."""
+
+    scale: float = 1.0
+
+    def __call__(self, groups):
+        return [self.scale * one for one in centred(groups)]
+
+
+def curve(name: str, credit: object, steps: int = 2, stop: int | None = None) -> list[dict[str, Any]]:
+    group = {"prompts_per_step": 3, "group_size": 3, "credit": credit}
+    for step in gw.train(**RECIPE, group=group, steps=steps, name=name):
+        if step.number == stop:
+            break
+    return untimed_metrics(Path("runs") / name)
+
+
+@pytest.mark.slow
+def test_an_object_is_the_function_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("parts_of_mine.py").write_text(SOURCE)
+    named = curve("named", "parts_of_mine.py:centred")
+    ways: dict[str, Callable] = {"function": centred, "lambda": lambda groups: centred(groups), "object": Scaled()}
+    for name, credit in ways.items():
+        assert curve(name, credit) == named, name
+        (source,) = (Path("runs") / name / "parts").glob("*.py")
+        assert source.stem in (Path("runs") / name / "config.yaml").read_text()
+    assert "def centred(groups)" in next(Path("runs/function/parts").glob("centred-*.py")).read_text()
+    assert curve("twice", Scaled(2.0)) != named
+
+
+@pytest.mark.slow
+def test_a_resume_asks_for_the_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    whole = curve("whole", Scaled(0.5))
+    curve("broken", Scaled(0.5), stop=1)
+    with pytest.raises(ConfigError, match=r"group\.credit"):
+        curve("broken", Scaled(0.25))
+    with pytest.raises(ConfigError, match=r"call gw\.train with the same object"):
+        list(gw.train("runs/broken/config.yaml"))
+    assert curve("broken", Scaled(0.5)) == whole
