@@ -62,6 +62,13 @@ class Setting:
         return _dataclass_in(self.hint)
 
     @property
+    def prefix(self) -> str:
+        """What the names of the keys inside a section begin with."""
+        if typing.get_origin(self.hint) is tuple:
+            return f"{self.key}.N."
+        return f"{self.key}."
+
+    @property
     def expected(self) -> str:
         """What a value must be, in words."""
         return expected(self.hint)
@@ -69,14 +76,10 @@ class Setting:
     @property
     def choices(self) -> tuple[str, ...]:
         """The words that a value may be; none where it may be others."""
-        return next(
-            (
-                typing.get_args(one)
-                for one in _members(self.hint)[0]
-                if typing.get_origin(one) is typing.Literal
-            ),
-            (),
-        )
+        for member in _members(self.hint)[0]:
+            if typing.get_origin(member) is typing.Literal:
+                return typing.get_args(member)
+        return ()
 
     @property
     def trl(self) -> tuple[str, ...]:
@@ -151,11 +154,9 @@ def expected(hint: Any) -> str:
         case typing.Literal:
             return "one of " + ", ".join(map(str, arguments))
         case origin if origin is tuple and arguments[-1] is Ellipsis:
-            return (
-                "a list of sections"
-                if _dataclass_in(hint)
-                else f"a list, each {expected(arguments[0])}"
-            )
+            if _dataclass_in(hint):
+                return "a list of sections"
+            return f"a list, each {expected(arguments[0])}"
         case origin if origin is tuple:
             return f"a list of {len(arguments)}, each {expected(arguments[0])}"
         case origin if origin is not None and issubclass(origin, Mapping):
@@ -168,11 +169,10 @@ def expected(hint: Any) -> str:
 def _meanings() -> dict[tuple[str, str], str]:
     """Read the text below each field, by class and field; that of a class stands under ""."""
     meanings: dict[tuple[str, str], str] = {}
-    trees = [
-        ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
-        for module in (settings, losses)
-    ]
-    for part in (node for tree in trees for node in tree.body):
+    parts: list[ast.stmt] = []
+    for module in (settings, losses):
+        parts += ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8")).body
+    for part in parts:
         if not isinstance(part, ast.ClassDef):
             continue
         meanings[part.name, ""] = ast.get_docstring(part) or ""
@@ -190,28 +190,28 @@ def _meanings() -> dict[tuple[str, str], str]:
 @cache
 def settings_table() -> dict[str, Setting]:
     """Every key of a recipe by dotted name, sections included, in the order of settings.py."""
+    return {setting.key: setting for setting in _settings_in(settings.Recipe, "")}
 
-    def walk(section: type, prefix: str) -> Iterator[Setting]:
-        hints = typing.get_type_hints(section, include_extras=True)
-        for field in dataclasses.fields(section):
-            key, hint = prefix + field.name, hints[field.name]
-            default = (
-                field.default_factory()
-                if field.default_factory is not dataclasses.MISSING
-                else field.default
-            )
-            inner = _dataclass_in(hint)
-            meaning = _meanings().get((section.__name__, field.name)) or (
-                _meanings()[inner.__name__, ""] if inner else ""
-            )
-            names = f" Built in: {', '.join(NAMES[key])}." if key in NAMES else ""
-            yield Setting(key, hint, default, " ".join(meaning.split()) + names)
-            if inner:
-                yield from walk(
-                    inner, f"{key}.N." if typing.get_origin(hint) is tuple else f"{key}."
-                )
 
-    return {setting.key: setting for setting in walk(settings.Recipe, "")}
+def _settings_in(section: type, prefix: str) -> Iterator[Setting]:
+    """Yield the keys of a section, each followed by those inside it."""
+    hints = typing.get_type_hints(section, include_extras=True)
+    for field in dataclasses.fields(section):
+        key, hint = prefix + field.name, hints[field.name]
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        inner = _dataclass_in(hint)
+        meaning = _meanings().get((section.__name__, field.name), "")
+        if not meaning and inner:
+            meaning = _meanings()[inner.__name__, ""]
+        meaning = " ".join(meaning.split())
+        if key in NAMES:
+            meaning += f" Built in: {', '.join(NAMES[key])}."
+        setting = Setting(key, hint, default, meaning)
+        yield setting
+        if inner:
+            yield from _settings_in(inner, setting.prefix)
 
 
 def knobs() -> list[str]:
@@ -233,14 +233,18 @@ def lookup(key: str) -> Setting | None:
     are understood.
     """
     table, parts = settings_table(), normal(key).split(".")
-    if (setting := table.get(".".join(parts))) is not None:
-        return setting
-    for end in range(len(parts) - 1, 0, -1):
-        if (setting := table.get(".".join(parts[:end]))) is not None:
-            inside = "mapping" in setting.expected or (
-                "list" in setting.expected and parts[end:] == ["N"]
-            )
-            return setting if setting.section is None and inside else None
+    for end in range(len(parts), 0, -1):
+        setting = table.get(".".join(parts[:end]))
+        if setting is None:
+            continue
+        inside = parts[end:]
+        if not inside:
+            return setting
+        if setting.section is not None:
+            return None
+        if "mapping" in setting.expected or ("list" in setting.expected and inside == ["N"]):
+            return setting
+        return None
     return None
 
 
@@ -282,21 +286,19 @@ def suggestion(key: str) -> str:
     here = _ends(name for name in settings_table() if name.rpartition(".")[0] == inside)
     if TRL_KEYS.get(leaf, normal(key)) != normal(key) and leaf not in everywhere:
         return f" (TRL name; here it is {TRL_KEYS[leaf]})"
-    for names in (everywhere if leaf in everywhere else {}, here, everywhere, TRL_KEYS):
-        if (near := nearest(leaf, names, cutoff=0.7)) is not None:
+    if leaf in everywhere:
+        return f" (did you mean {everywhere[leaf]}?)"
+    for names in (here, everywhere, TRL_KEYS):
+        near = nearest(leaf, names, cutoff=0.7)
+        if near is not None:
             return f" (did you mean {names[near]}?)"
     for names in (here, everywhere) if section else (everywhere,):
-        if (
-            0
-            < len(parts := [names[name] for name in names if leaf in name.split("_")])
-            <= MOST_MEANT
-        ):
-            return f" (did you mean {' or '.join(sorted(parts))}?)"
-    return (
-        f" (`groupwise config {inside.removesuffix('.N')}` lists the keys)"
-        if here and inside
-        else " (`groupwise config` lists all keys)"
-    )
+        meant = sorted(names[name] for name in names if leaf in name.split("_"))
+        if 0 < len(meant) <= MOST_MEANT:
+            return f" (did you mean {' or '.join(meant)}?)"
+    if here and inside:
+        return f" (`groupwise config {inside.removesuffix('.N')}` lists the keys)"
+    return " (`groupwise config` lists all keys)"
 
 
 def first_sentence(text: str) -> str:
@@ -342,19 +344,14 @@ def describe(key: str) -> str:
         raise ConfigError(f"there is no setting {key!r}{suggestion(key)}")
     lines = [setting.key, f"  {setting.meaning}"]
     if setting.section:
-        start = setting.key + (".N." if typing.get_origin(setting.hint) is tuple else ".")
-        inside = {name: inner for name, inner in settings_table().items() if name.startswith(start)}
+        inside = [name for name in settings_table() if name.startswith(setting.prefix)]
         width = max(map(len, inside))
-        return "\n".join(
-            lines
-            + [
-                f"    {name:{width}}  {first_sentence(inner.meaning)}"
-                for name, inner in inside.items()
-            ]
-        )
-    default = (
-        "none, it must be said" if setting.default is dataclasses.MISSING else show(setting.default)
-    )
+        for name in inside:
+            lines.append(f"    {name:{width}}  {first_sentence(settings_table()[name].meaning)}")
+        return "\n".join(lines)
+    default = "none, it must be said"
+    if setting.default is not dataclasses.MISSING:
+        default = show(setting.default)
     lines += [f"  value    {setting.expected}", f"  default  {default}"]
     lines += [f"  TRL      {name}" for name in setting.trl]
     return "\n".join(lines)
@@ -369,18 +366,16 @@ def reference() -> str:
     lines = ["# Settings", "", about, ""]
     lines += [f"`stages`: {STAGES}"]
     top = ["", "| key | meaning | value (default) |", "|---|---|---|"]
-    sections: dict[str, list[tuple[str, Setting]]] = {}
+    sections: dict[str, list[Setting]] = {}
     for key, setting in settings_table().items():
         if setting.section is None:
-            sections.setdefault(key.rpartition(".")[0], []).append((key, setting))
+            sections.setdefault(key.rpartition(".")[0], []).append(setting)
     for prefix, inside in sections.items():
-        meaning = (
-            settings_table()[prefix.removesuffix(".N")].meaning
-            if prefix
-            else settings.Recipe.__doc__
-        )
-        lines += ["", f"## {prefix}" if prefix else "## The recipe", "", str(meaning), *top]
-        lines += [_row(key, setting) for key, setting in inside]
+        title, meaning = "The recipe", str(settings.Recipe.__doc__)
+        if prefix:
+            title, meaning = prefix, settings_table()[prefix.removesuffix(".N")].meaning
+        lines += ["", f"## {title}", "", meaning, *top]
+        lines += [_row(setting) for setting in inside]
     return "\n".join(lines) + "\n"
 
 
@@ -393,17 +388,16 @@ SIGNS = (
 """How the page shortens the words of messages."""
 
 
-def _row(key: str, setting: Setting) -> str:
+def _row(setting: Setting) -> str:
     """A setting's line in the page."""
-    default = "required" if setting.default is dataclasses.MISSING else f"`{show(setting.default)}`"
-    value = (
-        setting.expected.removesuffix(", or null") if setting.default is None else setting.expected
-    )
+    value = setting.expected
+    if setting.default is None:
+        value = value.removesuffix(", or null")
     for words, sign in SIGNS:
         value = value.replace(words, sign)
-    cells = [
-        f"`{key}`",
-        setting.meaning,
-        value if setting.default is None else f"{value} ({default})",
-    ]
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    if setting.default is dataclasses.MISSING:
+        value += " (required)"
+    elif setting.default is not None:
+        value += f" (`{show(setting.default)}`)"
+    cells = [cell.replace("|", "\\|") for cell in (f"`{setting.key}`", setting.meaning, value)]
+    return f"| {' | '.join(cells)} |"

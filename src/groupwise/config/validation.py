@@ -65,23 +65,24 @@ def validate_recipe(recipe: Recipe, earlier: Sequence[str] = ()) -> list[Finding
 
     earlier: names of the stages that run before this one, which `stage:NAME` may refer to.
     """
-    findings = (finding for check in _CHECKS for finding in check(recipe, earlier))
-    return [
-        (_keys(finding, recipe), finding) if isinstance(finding, str) else finding
-        for finding in findings
-    ]
+    findings: list[Finding] = []
+    for check in _CHECKS:
+        for finding in check(recipe, earlier):
+            if isinstance(finding, str):
+                finding = (_keys(finding, recipe), finding)
+            findings.append(finding)
+    return findings
 
 
 def _keys(message: str, recipe: Recipe) -> tuple[str, ...]:
     """The keys that a message names: its first word, dotted ones, and `objective` where it has the
     recipe's.
     """
-    keys = [
-        key
-        for key in re.findall(r"^[a-z_.0-9]+|[a-z_]+(?:\.\w+)+", message)
-        if lookup(key) is not None
-    ]
-    return (*keys, *(["objective"] if repr(recipe.objective) in message else []))
+    words = re.findall(r"^[a-z_.0-9]+|[a-z_]+(?:\.\w+)+", message)
+    keys = [word for word in words if lookup(word) is not None]
+    if repr(recipe.objective) in message:
+        keys.append("objective")
+    return tuple(keys)
 
 
 def _objective(recipe: Recipe, _: Sequence[str]) -> Findings:
@@ -104,40 +105,27 @@ def _objective(recipe: Recipe, _: Sequence[str]) -> Findings:
 def _length(recipe: Recipe, _: Sequence[str]) -> Findings:
     if recipe.steps is not None and recipe.epochs is not None:
         yield (
-            (
-                "epochs",
-                "steps",
-            ),
+            ("epochs", "steps"),
             f"say steps ({recipe.steps}) or epochs ({recipe.epochs:g}), not both",
         )
     if is_online(recipe.objective) and recipe.steps is None:
         instead = " (epochs are for data-set objectives)" if recipe.epochs is not None else ""
         yield (
-            (
-                "steps",
-                "epochs",
-                "objective",
-            ),
+            ("steps", "epochs", "objective"),
             f"steps is missing: {recipe.objective!r} needs the number of rollouts{instead}",
         )
     if recipe.objective in DATASET and recipe.steps is None and recipe.epochs is None:
         yield (
-            (
-                "steps",
-                "epochs",
-                "objective",
-            ),
+            ("steps", "epochs", "objective"),
             f"steps is missing: say steps or epochs for {recipe.objective!r}",
         )
 
 
 def policy_updates(recipe: Recipe) -> int:
     """Optimizer steps of the policy in the whole run; `steps` must be set."""
-    per_step = (
-        recipe.group.updates_per_rollout * recipe.group.minibatches
-        if is_online(recipe.objective)
-        else 1
-    )
+    per_step = 1
+    if is_online(recipe.objective):
+        per_step = recipe.group.updates_per_rollout * recipe.group.minibatches
     return max((recipe.steps or 0) - recipe.critic.pretrain, 0) * per_step
 
 
@@ -156,10 +144,7 @@ def _model(recipe: Recipe, earlier: Sequence[str]) -> Findings:
     model = recipe.model
     if model.path is not None and model.scratch is not None:
         yield (
-            (
-                "model.scratch",
-                "model.path",
-            ),
+            ("model.scratch", "model.path"),
             "say model.path (a checkpoint) or model.scratch (random weights), not both",
         )
     if model.path is None and model.scratch is None:
@@ -197,9 +182,10 @@ def _unspeakable(path: str) -> str | None:
 
 def _no_file(path: str) -> str | None:
     """Why there is no file of this path, or None."""
-    return _unspeakable(path) or (
-        None if expanded(path).is_file() else f"no such file {path!r}{near_path(expanded(path))}"
-    )
+    wrong = _unspeakable(path)
+    if wrong is None and not expanded(path).is_file():
+        return f"no such file {path!r}{near_path(expanded(path))}"
+    return wrong
 
 
 def wrong_model(path: str, earlier: Sequence[str] = ()) -> str | None:
@@ -214,9 +200,9 @@ def wrong_model(path: str, earlier: Sequence[str] = ()) -> str | None:
         stage = path.removeprefix(STAGE)
         if stage in earlier:
             return None
-        known = (
-            f"earlier stages are {', '.join(earlier)}" if earlier else "there is no earlier stage"
-        )
+        known = "there is no earlier stage"
+        if earlier:
+            known = f"earlier stages are {', '.join(earlier)}"
         return f"no stage {stage!r} runs before this one ({known}){closest(stage, earlier)}"
     if wrong := _unspeakable(path):
         return wrong
@@ -226,22 +212,26 @@ def wrong_model(path: str, earlier: Sequence[str] = ()) -> str | None:
     if folder.is_file() and folder.suffix.lower() == ".gguf":
         return None
     if folder.is_dir():
-        if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")) or any(
-            folder.glob("*.gguf")
-        ):
-            return None
-        inside = sorted((*folder.glob("final/config.json"), *folder.glob("*/final/config.json")))
-        meant = (
-            f"; did you mean {path.rstrip('/')}/{inside[0].parent.relative_to(folder)}?"
-            if inside
-            else ""
-        )
-        return f"the folder {path!r} is not a model: it holds no config.json{meant}"
+        return _no_model(folder, path)
     if folder.exists():
         return f"{path!r} is a file; a model is a folder in Hugging Face's format, or a .gguf file"
     if _means_local(path):
         return f"no such folder {path!r}{near_path(folder)}"
     return f"no such folder {path!r}; {UNREACHABLE}" if _unreachable("models", path) else None
+
+
+def _no_model(folder: Path, path: str) -> str | None:
+    """Why a folder that exists, which the recipe calls `path`, is no model; None if it is one."""
+    for name in ("config.json", "adapter_config.json"):
+        if (folder / name).is_file():
+            return None
+    if any(folder.glob("*.gguf")):
+        return None
+    meant = ""
+    inside = sorted((*folder.glob("final/config.json"), *folder.glob("*/final/config.json")))
+    if inside:
+        meant = f"; did you mean {path.rstrip('/')}/{inside[0].parent.relative_to(folder)}?"
+    return f"the folder {path!r} is not a model: it holds no config.json{meant}"
 
 
 def _means_local(path: str) -> bool:
@@ -305,11 +295,9 @@ def _scratch(recipe: Recipe, _: Sequence[str]) -> Findings:
         yield (f"{at}.heads", f"{at}.hidden"), message
     prompt, new = recipe.data.max_prompt_tokens or 1, recipe.rollout.max_new_tokens
     if is_online(recipe.objective) and prompt + new > scratch.context:
-        longest = (
-            "a prompt of 1 token"
-            if recipe.data.max_prompt_tokens is None
-            else f"data.max_prompt_tokens ({prompt})"
-        )
+        longest = f"data.max_prompt_tokens ({prompt})"
+        if recipe.data.max_prompt_tokens is None:
+            longest = "a prompt of 1 token"
         message = (
             f"{longest} + rollout.max_new_tokens ({new}) is {prompt + new}, more than {at}.context"
             f" ({scratch.context})"
@@ -336,20 +324,14 @@ def _data(recipe: Recipe, earlier: Sequence[str]) -> Findings:
     sampled = data.path is not None and data.path.startswith(STAGE)
     if sampled and recipe.objective not in PAIRED:
         yield (
-            (
-                "data.path",
-                "objective",
-            ),
+            ("data.path", "objective"),
             f"data.path: {data.path!r} means pairs, which {' and '.join(PAIRED)} learn from",
         )
     elif sampled and (wrong := wrong_model(STAGE + str(data.path).split(":")[1], earlier)):
         yield f"data.path: {wrong}"
     if data.path is not None and data.task is not None:
         yield (
-            (
-                "data.task",
-                "data.path",
-            ),
+            ("data.task", "data.path"),
             "say data.path (a file or a hub name) or data.task (a generated task), not both",
         )
     if recipe.environment.reasoning_gym is not None:
@@ -374,10 +356,7 @@ def _data(recipe: Recipe, earlier: Sequence[str]) -> Findings:
     at = "data.eval_fraction"
     if data.eval_path is not None and data.parts:
         yield (
-            (
-                at,
-                "data.eval_path",
-            ),
+            (at, "data.eval_path"),
             f"say data.eval_path or {at} ({show(data.eval_fraction)}), not both",
         )
     if unknown := sorted(data.parts.keys() - {"test", "validation"}):
@@ -439,7 +418,8 @@ def wrong_rows(path: str) -> str | None:
         return wrong
     file = expanded(path)
     if file.exists():
-        return None if (wrong := _no_rows(file)) is None else f"{path!r} {wrong}"
+        wrong = _no_rows(file)
+        return None if wrong is None else f"{path!r} {wrong}"
     if file.suffix.lower() in NO_HUB_NAMES or _means_local(path.partition(":")[0]):
         return f"no such file {path!r}{near_path(file)}"
     return None
@@ -460,11 +440,9 @@ def _no_rows(file: Path) -> str | None:
         return f"is a folder: give one of its files ({suffixes})"
     if file.suffix.lower() in DATA_SUFFIXES:
         return None
-    remedy = (
-        f"make one of it, datasets.Dataset.from_csv('{file}'){to_file}"
-        if file.suffix.lower() == ".csv"
-        else "convert it"
-    )
+    remedy = "convert it"
+    if file.suffix.lower() == ".csv":
+        remedy = f"make one of it, datasets.Dataset.from_csv('{file}'){to_file}"
     return f"is none of {suffixes}: {remedy}"
 
 
@@ -505,19 +483,13 @@ def _rewards(recipe: Recipe, earlier: Sequence[str]) -> Findings:
             yield f"{at}.function: {wrong}"
         if reward.function == "model" and "path" not in reward.args:
             yield (
-                (
-                    f"{at}.args",
-                    f"{at}.function",
-                ),
+                (f"{at}.args", f"{at}.function"),
                 f"{at}.args: the reward 'model' needs the path of a reward model: {{path: ...}}",
             )
         name = reward.name or reward.function.rpartition(":")[2]
         if name in names:
             yield (
-                (
-                    f"{at}.name",
-                    f"{at}.function",
-                ),
+                (f"{at}.name", f"{at}.function"),
                 f"two rewards are called {name!r}; give one of them another name",
             )
         names[name] = place
@@ -528,7 +500,7 @@ def _rewards(recipe: Recipe, earlier: Sequence[str]) -> Findings:
                 and (wrong := wrong_model(value, earlier))
             ):
                 yield (f"{at}.args.{key}",), f"{at}.args.{key}: {wrong}"
-    known = [*names, *(["environment"] if not recipe.rewards else [])]
+    known = list(names) if recipe.rewards else ["environment"]
     if recipe.verdict is not None and recipe.verdict not in known:
         there = f"the rewards are {', '.join(known)}" if known else "there are no rewards"
         message = (
@@ -562,14 +534,20 @@ def _environment(recipe: Recipe, _: Sequence[str]) -> Findings:
         if wrong := _wrong_name(tool):
             yield f"{at}.tools.{place}: {wrong}"
     names = [tool.rpartition(":")[2] for tool in environment.tools]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        yield f"{at}.tools: two tools are called {twice!r}; the policy tells them apart by name"
+    repeated = [name for name in names if names.count(name) > 1]
+    if repeated:
+        yield (
+            f"{at}.tools: two tools are called {repeated[0]!r}; the policy tells them apart by name"
+        )
     if factory is not None and not factory:
         yield f"{at}.factory names no environment: write {{name: file.py:Class}}"
-    for name, spec in (
-        factory.items() if isinstance(factory, Mapping) else [("", factory)] if factory else []
-    ):
-        key = f"{at}.factory.{name}" if name else f"{at}.factory"
+    factories: dict[str, str] = {}
+    if isinstance(factory, Mapping):
+        for name, spec in factory.items():
+            factories[f"{at}.factory.{name}"] = spec
+    elif factory:
+        factories[f"{at}.factory"] = factory
+    for key, spec in factories.items():
         if wrong := _wrong_choice(spec, FACTORIES, "Class", "module:Class or file.py:Class"):
             yield (key,), f"{key}: {wrong}"
     if environment.talks and recipe.objective in DATASET and recipe.objective != "sft":
@@ -628,12 +606,7 @@ def _environment(recipe: Recipe, _: Sequence[str]) -> Findings:
         and not recipe.data.chat
     ):
         yield (
-            (
-                "data.chat",
-                "data.task",
-                "data.template",
-                at,
-            ),
+            ("data.chat", "data.task", "data.template", at),
             f"{at}: conversations are chat messages: set data.chat: true",
         )
     names = [reward.function for reward in recipe.rewards]
@@ -651,10 +624,7 @@ def _group(recipe: Recipe, _: Sequence[str]) -> Findings:
         yield from _wrong_part(kind, recipe)
     if group.entropy_target is not None and group.entropy_bonus <= 0.0:
         yield (
-            (
-                "group.entropy_bonus",
-                "group.entropy_target",
-            ),
+            ("group.entropy_bonus", "group.entropy_target"),
             "group.entropy_target needs a bound: group.entropy_bonus, e.g. 0.02",
         )
     if not is_online(recipe.objective):
@@ -848,11 +818,10 @@ def _algorithm(recipe: Recipe) -> Algorithm:
 
 def _known(recipe: Recipe) -> GroupSettings:
     """Return `group` without the parts that are wrong or somebody's own; the row's stand there."""
-    unknown = [
-        kind
-        for kind in PARTS
-        if _named(recipe, kind) or any(True for _ in _wrong_part(kind, recipe))
-    ]
+    unknown: list[str] = []
+    for kind in PARTS:
+        if _named(recipe, kind) or list(_wrong_part(kind, recipe)):
+            unknown.append(kind)
     return replace(recipe.group, **dict.fromkeys(unknown))
 
 
@@ -894,10 +863,11 @@ def _wrong_part(kind: str, recipe: Recipe) -> Findings:
             yield f"group.{kind}: {wrong}"
     elif part is not None and (":" not in recipe.objective or _name(part) is not None or not part):
         row = ALGORITHMS.get(recipe.objective, PLAIN)
-        preset = getattr(row, kind, None) or (Jsd() if kind == "divergence" else None)
-        for key, message in part_problems(
-            kind, part, preset, {"beta": None} if kind == "credit" else None
-        ):
+        preset = getattr(row, kind, None)
+        if preset is None and kind == "divergence":
+            preset = Jsd()
+        further = {"beta": None} if kind == "credit" else None
+        for key, message in part_problems(kind, part, preset, further):
             yield (key, f"group.{kind}"), message
 
 
@@ -928,10 +898,7 @@ def _rollout(recipe: Recipe, _: Sequence[str]) -> Findings:
     ):
         needs = f"the {engine.name} engine needs packed streams"
         yield (
-            (
-                at,
-                "model.attention",
-            ),
+            (at, "model.attention"),
             f"model.attention is 'single', and {needs}; set rollout.engine to transformers",
         )
 
@@ -939,11 +906,11 @@ def _rollout(recipe: Recipe, _: Sequence[str]) -> Findings:
 def _engine(engine: EngineSettings, at: str) -> Findings:
     """What does not go together of an engine whose name is known."""
     plain, traits = EngineSettings(), engine_traits(engine.name)
-    for other, name in (
-        (one, key) for one, has in ENGINES.items() for key in has.takes if key not in traits.takes
-    ):
-        if getattr(engine, name) != getattr(plain, name):
-            yield f"{at}.{name} is for {other}; {engine.name} does not take it"
+    for other, has in ENGINES.items():
+        for name in has.takes:
+            differs = getattr(engine, name) != getattr(plain, name)
+            if name not in traits.takes and differs:
+                yield f"{at}.{name} is for {other}; {engine.name} does not take it"
     if traits.own_weights and engine.correct != plain.correct and not engine.ahead:
         trained = f"{engine.name} samples with the weights that are trained"
         yield f"{at}.correct: {trained}: there is nothing to correct, unless it is ahead of them"

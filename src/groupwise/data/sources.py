@@ -129,7 +129,8 @@ class SourceRows(Sequence[Item], Generic[Item]):
         absent = set(ours_of)
         for row in self.rows:
             absent -= row.keys()
-        for source in sorted(absent) if self.rows else ():
+        if absent and self.rows:
+            source = min(absent)
             raise DataError(missing_column(source, self.rows[0], self.where(0), ours_of[source]))
 
         def named(row: Row, where: str) -> Row:
@@ -199,24 +200,27 @@ def shared_conversation(row: Row, where: str) -> Row:
     {'messages': [{'role': 'user', 'content': 'Hi'}]}
     """
     turns = row.get("conversations")
-    if not isinstance(turns, list) or not all(
-        isinstance(turn, Mapping) and {"from", "value"} <= turn.keys() for turn in turns
-    ):
+    if not isinstance(turns, list) or not all(map(_is_spoken, turns)):
         return row
-    unknown = next((turn["from"] for turn in turns if turn["from"] not in SPEAKERS), None)
-    if unknown is not None:
-        remedy = f"the speakers of a conversation are {', '.join(SPEAKERS)}"
-        raise BadRow(
-            "with a speaker that is not known",
-            f"{where}: conversations holds a turn from {unknown!r:.40}: {remedy}",
-        )
     messages = []
     for turn in turns:
-        switches = {key: value for key, value in turn.items() if key not in ("from", "value")}
-        messages.append({"role": SPEAKERS[turn["from"]], "content": turn["value"], **switches})
-    return {name: value for name, value in row.items() if name != "conversations"} | {
-        "messages": messages
-    }
+        switches = dict(turn)
+        speaker, text = switches.pop("from"), switches.pop("value")
+        if speaker not in SPEAKERS:
+            remedy = f"the speakers of a conversation are {', '.join(SPEAKERS)}"
+            raise BadRow(
+                "with a speaker that is not known",
+                f"{where}: conversations holds a turn from {speaker!r:.40}: {remedy}",
+            )
+        messages.append({"role": SPEAKERS[speaker], "content": text, **switches})
+    columns = dict(row)
+    del columns["conversations"]
+    return {**columns, "messages": messages}
+
+
+def _is_spoken(turn: object) -> bool:
+    """True for a turn of ShareGPT's form."""
+    return isinstance(turn, Mapping) and {"from", "value"} <= turn.keys()
 
 
 SPEAKERS = {
@@ -297,10 +301,10 @@ def none_left(name: str, left_out: Sequence[LeftOut]) -> str:
     """
     counts = Counter(left.reason for left in left_out)
     first = {left.reason: left.where for left in reversed(left_out)}
-    reasons = ", ".join(
-        f"{count} {reason} (first: {first[reason]})" for reason, count in counts.items()
-    )
-    return f"{name}: 0 of {counted(len(left_out), 'row')} can be used: {reasons}"
+    reasons: list[str] = []
+    for reason, count in counts.items():
+        reasons.append(f"{count} {reason} (first: {first[reason]})")
+    return f"{name}: 0 of {counted(len(left_out), 'row')} can be used: {', '.join(reasons)}"
 
 
 def read_rows(
