@@ -72,6 +72,7 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (2, ["seed=1,2"], "the same thing"),
         (None, ["name=a,b"], "follow from their settings"),
         (None, ["rollout.stop=[a/b],[a:b]"], "two runs of the sweep would have the folder"),
+        (None, ["data.system=" + 300 * "x"], "make a folder name of 312 characters"),
     ],
 )
 def test_a_sweep_that_cannot_be_is_refused(seeds: int | None, sweeps: list[str], message: str) -> None:
@@ -87,6 +88,11 @@ def test_keys_with_one_last_name_stand_whole_in_the_names() -> None:
     ]
 
 
+def test_an_apostrophe_inside_a_value_is_no_quote() -> None:
+    found = settings("mine", 0, None, ["data.system=it's,that", "data.template='a,b'"])
+    assert [one.overrides[0] for one in found] == ["data.system=it's", "data.system=that"]
+
+
 def test_every_run_is_checked_before_the_first_starts(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "my.yaml", "--sweep", "group.group_size=2,1"]) == ConfigError.exit_code
     assert "group_size" in capsys.readouterr().err
@@ -95,7 +101,11 @@ def test_every_run_is_checked_before_the_first_starts(there: Path, capsys: pytes
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(["--seeds", "2", "--fresh"], "another name"), (["--at-once", "2"], "add one of them")],
+    [
+        (["--seeds", "2", "--fresh"], "another name"),
+        (["--at-once", "2"], "add one of them"),
+        (["optimizer.lr=1e-5", "--sweep", "optimizer.lr=1e-6"], "optimizer.lr is swept"),
+    ],
 )
 def test_options_that_do_not_fit_are_refused(
     there: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
@@ -213,7 +223,8 @@ def test_what_cannot_be_compared_is_refused(four_runs: Path, capsys: pytest.Capt
     for arguments, message in (
         ([run], "two groups"),
         ([run, str(four_runs / "runs/other-*")], "no run folder"),
-        ([run, run, "--metric", "eval/rewrd"], "did you mean eval/reward"),
+        ([run, run], "compared with others"),
+        ([run, str(four_runs / "runs/mine-lr=1e-2-seed=0"), "--metric", "eval/rewrd"], "did you mean eval/reward"),
     ):
         assert main(["compare", *arguments]) == ConfigError.exit_code
         assert message in capsys.readouterr().err
@@ -227,11 +238,13 @@ def test_what_cannot_be_compared_is_refused(four_runs: Path, capsys: pytest.Capt
         (Estimate(0.2, 0.1), Estimate(0.2, 0.3), "show no difference"),
         (Estimate(0.2, 0.3), Estimate(0.2, 0.1), "show no difference"),
         (Estimate(0.2, float("nan")), None, "show no difference"),
-        (Estimate(0.2, 0.1), None, "another seed changes is not known"),
+        (Estimate(0.2, 0.1), None, "Of these very runs B has the higher reward."),
+        (Estimate(0.2, 0.1), None, "A and B are single runs"),
     ],
 )
 def test_the_sentence(over_prompts: Estimate, over_seeds: Estimate | None, sentence: str) -> None:
-    paired = PairedDifference(4, 8, 0.1, 0.1 + over_prompts.mean, over_prompts, over_seeds)
+    runs = (1, 1) if over_seeds is None else (2, 2)
+    paired = PairedDifference(4, 8, runs, 0.1, 0.1 + over_prompts.mean, over_prompts, over_seeds)
     assert sentence in " ".join(verdict(paired, "A", "B"))
 
 

@@ -25,6 +25,7 @@ def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
         (["groupwise", "train", "demo", "optimizer.l"], {"optimizer.lr="}, "optimizer.eps="),
         (["groupwise", "config", "optimizer.l"], {"optimizer.lr"}, "optimizer.lr="),
         (["groupwise", "eval", "my-r"], {"my-run"}, "demo"),
+        (["groupwise", "completion", "z"], {"zsh"}, "bash"),
     ],
 )
 def test_bash_completes(typed: list[str], expected: set[str], absent: str, capsys: pytest.CaptureFixture[str], tmp_path) -> None:

@@ -131,6 +131,15 @@ def test_what_the_hub_refuses_is_said(
 
 
 @pytest.mark.slow
+def test_a_hub_that_does_not_answer_and_a_folder_of_runs_are_said(hub: ThreadingHTTPServer, finished: Path) -> None:
+    done = pushed(hub, str(finished / "runs"), "me/mine")
+    assert done.returncode == ConfigError.exit_code and "no run folder" in done.stderr, done.stderr
+    hub.address = "http://127.0.0.1:9"  # type: ignore[attr-defined]
+    done = pushed(hub, str(finished / "runs/demo/grpo"), "me/mine")
+    assert done.returncode == StorageError.exit_code and "failed" in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.slow
 def test_a_run_without_a_whole_final_model_is_not_pushed(hub: ThreadingHTTPServer, finished: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs/demo/grpo"
     shutil.copytree(finished / "runs/demo/grpo", run)

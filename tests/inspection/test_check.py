@@ -75,7 +75,7 @@ def test_p13_truncated_sampling_is_scored_over_its_support(truncation: dict, che
 
 
 def test_p11_a_scorer_at_another_temperature_is_found(check: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    import groupwise.training.passes as scoring
+    import groupwise.models.passes as scoring
 
     genuine = scoring.chosen_logprobs
     monkeypatch.setattr(

@@ -26,6 +26,8 @@ def push(
     if the upload fails.
     """
     folder = run_of(run).folder
+    if Path(run).resolve() != folder.resolve():
+        raise ConfigError(f"{run} is no run folder: name the run that is meant, such as {folder}")
     step = finished(folder)
     if step is None:
         raise CheckpointError(
@@ -62,6 +64,13 @@ def push(
                 " right to write there"
             ) from error
         raise StorageError(f"the upload to {repository} failed: {words}") from error
-    except OSError as error:
+    except Exception as error:
+        if not isinstance(error, OSError) and not _of_http(error):
+            raise
         raise StorageError(f"the upload to {repository} failed: {error}") from error
     return commit.commit_url
+
+
+def _of_http(error: Exception) -> bool:
+    """Return whether the hub's HTTP library raised it: httpx or httpx2, by the hub's version."""
+    return type(error).__module__.partition(".")[0] in ("httpx", "httpx2")

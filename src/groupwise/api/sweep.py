@@ -30,6 +30,8 @@ from groupwise.utils.process_main import end_with_parent
 
 POLL, REPORT = 0.2, 60.0
 """Seconds between two looks at the processes, and between two lines about runs that go on."""
+LONGEST_NAME = 200
+"""Characters of a run's name: a file name has at most 255 bytes."""
 LAST_WORDS = 12
 """Lines of a failed run's log that are shown."""
 
@@ -69,7 +71,7 @@ def split_values(text: str) -> list[str]:
     for character in text:
         if quote:
             quote = "" if character == quote else quote
-        elif character in "\"'":
+        elif character in "\"'" and not values[-1].strip("[{ "):  # it begins a value
             quote = character
         elif character in "[{":
             depth += 1
@@ -124,10 +126,20 @@ def settings(
         overrides = tuple(f"{key}={value}" for key, value in zip(axes, values, strict=True))
         same = [part for part in parts if not part.startswith("seed=")]
         found.append(SweepSetting("-".join(parts), "-".join(same), overrides))
+    for one in found:
+        if len(one.name) > LONGEST_NAME:
+            raise ConfigError(
+                f"the values of --sweep make a folder name of {len(one.name)} characters"
+                f" ({one.name[:40]}...), and {LONGEST_NAME} are possible: give a file of rows, a"
+                " template or a recipe for each instead"
+            )
     names = [one.name for one in found]
     for one in found:
         if names.count(one.name) > 1:
-            raise ConfigError(f"two runs of the sweep would have the folder {one.name}")
+            raise ConfigError(
+                f"two runs of the sweep would have the folder {one.name}: give values that"
+                " differ in letters, digits or . + -"
+            )
     return found
 
 
@@ -226,6 +238,7 @@ class _Sweep:
         self.overrides, self.flags = list(overrides), list(flags)
         self.environment, self.tell = environment, tell
         self.running: dict[subprocess.Popen[bytes], tuple[SweepRun, str | None]] = {}
+        self.begins: dict[subprocess.Popen[bytes], int] = {}
         self.failed: list[SweepRun] = []
 
     def start(self, run: SweepRun, device: str | None) -> None:
@@ -239,6 +252,7 @@ class _Sweep:
         run.log.parent.mkdir(parents=True, exist_ok=True)
         parent = os.getpid()
         with run.log.open("ab") as log:
+            begins = log.tell()
             process = subprocess.Popen(
                 [*self.command, *named, *self.flags],
                 stdin=subprocess.DEVNULL,
@@ -249,6 +263,7 @@ class _Sweep:
                 preexec_fn=lambda: end_with_parent(parent, signal.SIGTERM),
             )
         self.running[process] = run, device
+        self.begins[process] = begins
         self.tell(f"begun: {run.setting.name}")
 
     def ended(self) -> list[str | None]:
@@ -264,7 +279,8 @@ class _Sweep:
                 self.tell(f"finished: {run.setting.name}: {_standing(run)}")
                 continue
             self.failed.append(run)
-            lines = run.log.read_text(encoding="utf-8", errors="replace").splitlines()
+            said = run.log.read_bytes()[self.begins[process] :]
+            lines = said.decode("utf-8", "replace").splitlines()
             shown = "\n".join(f"  {line}" for line in lines[-LAST_WORDS:])
             self.tell(f"failed with status {status}: {run.setting.name}\n{shown}")
         return devices

@@ -256,7 +256,11 @@ def parsers(
     commands = {}
     for name, text in COMMANDS.items():
         command = subparsers.add_parser(
-            name, help=text, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+            name,
+            help=text,
+            description=text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,  # `--seed 3` is no `--seeds 3`
         )
         commands[name] = command
         if name in names:

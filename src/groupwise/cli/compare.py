@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the comparison."""
     from rich.console import Console
 
-    from groupwise.inspection.comparison import choose_metric, compare, read_group
+    from groupwise.inspection.comparison import check_apart, choose_metric, compare, read_group
 
     if len(options.groups) < 2:
         raise ConfigError(
@@ -39,5 +39,6 @@ def run(options: argparse.Namespace) -> int:
             " stands in quotes, or the shell makes many groups of it"
         )
     groups = [read_group(pattern) for pattern in options.groups]
+    check_apart(groups)
     compare(groups, choose_metric(groups, options.metric), Console())
     return 0

@@ -84,16 +84,22 @@ def _bash(words: dict[str, Words], recipes: list[str], keys: list[str], *, zsh: 
             known += [*recipes, *keys]
         if name == "config":
             known += [key.removesuffix("=") for key in keys]
+        if name == "completion":
+            known += SHELLS
         lines.append(f'    {name}) words="{" ".join(known)}" ;;')
     lines += [
         "  esac",
-        '  COMPREPLY=($(compgen -W "$words" -- "$word") $(compgen -f -- "$word"))',
+        '  COMPREPLY=($(compgen -W "$words" -- "$word"))',
+        "  if [ ${#COMPREPLY[@]} -eq 0 ]; then",
+        "    local IFS=$'\\n'",
+        "    compopt -o filenames 2>/dev/null",
+        '    COMPREPLY=($(compgen -f -- "$word"))',
         # A key is followed by its value, without a blank.
-        '  if [ ${#COMPREPLY[@]} -eq 1 ] && [[ "${COMPREPLY[0]}" == *= ]]; then',
+        '  elif [ ${#COMPREPLY[@]} -eq 1 ] && [[ "${COMPREPLY[0]}" == *= ]]; then',
         "    compopt -o nospace 2>/dev/null",
         "  fi",
         "}",
-        "complete -o filenames -F _groupwise groupwise",
+        "complete -F _groupwise groupwise",
     ]
     return "\n".join(lines) + "\n"
 

@@ -134,6 +134,11 @@ def _sweep(options: argparse.Namespace, threads: int | None) -> int:
 
     if options.fresh:
         raise ConfigError("--fresh is for one run: give a sweep another name=... instead")
+    swept = {sweep.partition("=")[0] for sweep in options.sweep}
+    for override in options.overrides:
+        key = override.partition("=")[0]
+        if key in swept:
+            raise ConfigError(f"{key} is swept: leave {override} out")
     runs = plan_sweep(options.recipe, options.overrides, seeds=options.seeds, sweeps=options.sweep)
     if options.dry_run:
         for run in runs:

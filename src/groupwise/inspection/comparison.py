@@ -29,6 +29,8 @@ from groupwise.viewer.groups import PROMPT, groups_in, key_of, mean, numbers
 EVALUATED = "eval/"
 PREFERRED = ("eval/greedy", "eval/sampled", "eval/reward", "eval/loss")
 """The metric that is compared where none is named: the first that every run has."""
+REWARDS = ("eval/reward", "eval/sampled")
+"""Metrics that are means over the completions whose rewards are paired."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class PairedDifference:
     """The mean rewards of two groups of runs on the held-out prompts that both answered.
 
     step: at which.  prompts: their number.  left, right: mean reward.
+    runs: of each group.
     over_prompts: right less left, with the interval that prompts alone give: these runs on other
         prompts.
     over_seeds: the same, with the interval that seeds alone give: other seeds on these prompts;
@@ -68,6 +71,7 @@ class PairedDifference:
 
     step: int
     prompts: int
+    runs: tuple[int, int]
     left: float
     right: float
     over_prompts: Estimate
@@ -92,9 +96,10 @@ def read_group(pattern: str) -> RunGroup:
     origins = [origin for origin in map(origin_of, paths) if origin is not None]
     if not origins:
         raise ConfigError(
-            f"no run folder is called {pattern}; a pattern with * stands in quotes: 'runs/mine-*'"
+            f"no run folder is called {pattern!r}; a pattern with * stands in quotes: 'runs/mine-*'"
         )
-    folders = tuple(dict.fromkeys(origin.folder for origin in origins))
+    places = {origin.folder.resolve(): origin.folder for origin in origins}
+    folders = tuple(places.values())
     metrics = []
     for folder in folders:
         lines = {}
@@ -104,8 +109,24 @@ def read_group(pattern: str) -> RunGroup:
                 for name, value in line.items()
                 if isinstance(value, (int, float)) and not math.isnan(value)
             }
+        if not lines:
+            raise DataError(f"{folder} has no metrics: leave it out of {pattern!r}")
         metrics.append(lines)
     return RunGroup(pattern, folders, tuple(metrics))
+
+
+def check_apart(groups: Sequence[RunGroup]) -> None:
+    """Raise ConfigError if a run stands in two groups: they would not be independent."""
+    seen: dict[Path, str] = {}
+    for group in groups:
+        for folder in group.folders:
+            place = folder.resolve()
+            if place in seen:
+                raise ConfigError(
+                    f"{folder} is among both {seen[place]!r} and {group.label!r}: a run is compared"
+                    " with others, not with itself"
+                )
+            seen[place] = group.label
 
 
 def choose_metric(groups: Sequence[RunGroup], wanted: str | None) -> str:
@@ -164,6 +185,7 @@ def paired_difference(left: RunGroup, right: RunGroup) -> PairedDifference | Non
     return PairedDifference(
         step=step,
         prompts=len(prompts),
+        runs=(len(lefts), len(rights)),
         left=float(left_RP.mean()),
         right=float(right_RP.mean()),
         over_prompts=statistics.mean(difference_P.tolist()),
@@ -205,15 +227,20 @@ def compare(groups: Sequence[RunGroup], metric: str, console: Console) -> None:
     differences = [f"{_name(number)} - A" for number in range(2, len(groups) + 1)]
     shown = Table("step", *columns, *differences, box=None, pad_edge=False)
     for step in shared:
-        cells = [str(statistics.mean_of_runs(group.values(step, metric))) for group in groups]
+        cells = []
+        for group in groups:
+            average = statistics.mean_of_runs(group.values(step, metric))
+            cells.append(f"{average.mean:.4g}{_half(average)}")
         for group in others:
             difference = statistics.difference(
                 first.values(step, metric), group.values(step, metric)
             )
-            cells.append(f"{difference.mean:+.3f}" + _half(difference))
+            cells.append(f"{difference.mean:+.4g}{_half(difference)}")
         shown.add_row(str(step), *cells)
     console.print(shown)
     console.print("(± is half of a 95 % interval over runs)\n", style="dim", highlight=False)
+    if metric not in REWARDS:
+        console.print(f"The sentences are about the reward, the table about {metric}.\n")
     for number, group in enumerate(others, 2):
         for line in verdict(paired_difference(first, group), "A", _name(number)):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -225,7 +252,7 @@ def _name(number: int) -> str:
 
 
 def _half(estimate: Estimate) -> str:
-    return "" if math.isnan(estimate.half) else f" ±{estimate.half:.3f}"
+    return "" if math.isnan(estimate.half) else f" ±{estimate.half:.3g}"
 
 
 def verdict(paired: PairedDifference | None, left: str, right: str) -> list[str]:
@@ -245,14 +272,18 @@ def verdict(paired: PairedDifference | None, left: str, right: str) -> list[str]
             f"{right} - {left}, over seeds: {over.mean:+.3f}{_half(over)} (other seeds, these"
             " prompts)."
         )
+    single = [name for name, runs in zip((left, right), paired.runs, strict=True) if runs == 1]
+    higher = right if by.mean > 0 else left
     if not paired.shown:
         lines.append(f"These data show no difference between {left} and {right}.")
+    elif paired.over_seeds is None:
+        lines.append(f"Of these very runs {higher} has the higher reward.")
     else:
-        higher = right if by.mean > 0 else left
         lines.append(f"These data show that {higher} has the higher reward.")
-    if paired.over_seeds is None:
+    if single:
+        are = "is a single run" if len(single) == 1 else "are single runs"
         lines.append(
-            "Both are single runs: how much another seed changes is not known. Compare at least two"
-            " runs with two (`groupwise train RECIPE --seeds 3`)."
+            f"{' and '.join(single)} {are}: how much another seed changes is not known. Compare at"
+            " least two runs with two (`groupwise train RECIPE --seeds 3`)."
         )
     return lines
