@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib
 import os
 import resource
@@ -52,6 +53,9 @@ def make(prefix=""):
         if what == "raise megabytes": raise ValueError("x" * 1_000_000)
         if what == "write": return [os.write(2, bytes([byte])) for byte in rest[0]]
         if what == "object": return object()
+        if what == "collect":
+            import gc
+            return gc.collect()
         if what == "print": print("noise " * 10000); return 1
         if what == "print megabytes": print("noise " * 833_333 + "."); return 1
         if what == "start":
@@ -180,6 +184,30 @@ def test_a_worker_of_any_kind_says_how_it_ended(worker_of, kind, what, said):
         process.call(what, seconds=WAIT)
     assert died.value.cpu == (what == "burn")
     assert not process.alive() and zombies() == 0
+
+
+class Waits:
+    """An object of a cycle, whose destructor waits for a thread of the process that made it."""
+
+    def __init__(self) -> None:
+        self.itself, self.process = self, os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self.process:
+            time.sleep(3600)
+
+
+def test_a_fork_takes_apart_nothing_that_came_along(worker_of):
+    """As a process group of gloo's would, whose destructor waits for its threads."""
+    gc.collect()
+    gc.disable()
+    try:
+        Waits()
+        process = worker_of("fork of the program")
+        assert process.call("collect", seconds=WAIT) >= 0
+    finally:
+        gc.enable()
+        gc.collect()
 
 
 @pytest.mark.parametrize("kind", KINDS[:2])

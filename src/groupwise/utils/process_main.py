@@ -123,6 +123,9 @@ def fork(run: Callable[[], Any]) -> int:
     process = os.fork()
     if process == 0:
         try:
+            # No collection in the copy takes apart what came along: a destructor may wait for a
+            # thread that did not (a process group of gloo's does), and pages would be copied.
+            gc.freeze()
             run()
         except BaseException:  # whatever it is, it ends the copy: nobody else would print it
             traceback.print_exc()
@@ -351,7 +354,6 @@ def answer_requests(
         if ends:
             forks = {process for process in forks if not os.waitpid(process, os.WNOHANG)[0]}
             run = partial(_copy_of_worker, os.getpid(), *ends, function, cpu_seconds)
-            gc.freeze()  # collections in the fork copy no page
             # There are no more processes: the parent sees the end of the channel.
             with contextlib.suppress(OSError):
                 forks.add(fork(run))
