@@ -566,9 +566,9 @@ def test_a_loaded_policy_and_an_evaluation_write_the_date_of_their_run(call: Cal
 
     inner = evaluate.evaluate_prompts
 
-    def watched(recipe: Any, rewards: Any, engine: Any, prompts: Any, progress: Any) -> Any:
+    def watched(recipe: Any, rewards: Any, engine: Any, prompts: Any, *rest: Any) -> Any:
         texts.extend(prompt.text for prompt in prompts)
-        return inner(recipe, rewards, engine, prompts, progress)
+        return inner(recipe, rewards, engine, prompts, *rest)
 
     monkeypatch.setattr(evaluate, "evaluate_prompts", watched)
     gw.evaluate("runs/mine", task="addition", limit=2, k=1, rewards=["accuracy"])

@@ -5,6 +5,7 @@ plan about it.
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -33,6 +34,7 @@ from groupwise.environments.runtime import ToolRuntime
 from groupwise.environments.schemas import name_of
 from groupwise.environments.tool_episodes import ToolEnvironment
 from groupwise.environments.verifiers import VerifiersHarness
+from groupwise.errors import ConfigError
 from groupwise.models.loading import Blueprint
 from groupwise.records import Sampling
 from groupwise.runs.plan import Lines
@@ -172,6 +174,13 @@ def _harness(settings: EnvironmentSettings) -> Harness:
     if function is None:
         function = imported(f"harness {named!r}", named, callable_only=True)
     if settings.args:
+        try:
+            inspect.signature(function).bind_partial(**settings.args)
+        except TypeError as error:
+            raise ConfigError(
+                f"environment.args: the harness {named!r} cannot be called with"
+                f" {', '.join(settings.args)}: {error}"
+            ) from None
         function = functools.partial(function, **settings.args)
     return FunctionHarness(function)
 

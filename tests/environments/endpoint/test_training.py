@@ -17,6 +17,7 @@ from groupwise.data.tokenizers import byte_tokenizer
 from groupwise.environments.chat_codec import ChatCodec
 from groupwise.environments.harness import FunctionHarness
 from groupwise.environments.harness_episodes import HarnessEnvironment
+from groupwise.errors import ConfigError
 from groupwise.models.attention import plain_attention
 from groupwise.records import Finish, Prompt, Sampling
 from groupwise.rollout.native.engine import NativeEngine
@@ -176,6 +177,21 @@ def test_a_recipe_with_a_harness(tmp_path, monkeypatch):
             expected = [len(one.episode.messages[-1]["content"] or "") % 2 for one in scored.rollouts]
             assert scored.reward.tolist() == expected
     assert seen
+
+
+@pytest.mark.slow
+def test_a_harness_that_does_not_take_the_recipes_arguments_is_refused_with_its_key(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"environment.args: the harness .*loops.* cannot be called with colour"):
+        gw.train(
+            objective="grpo",
+            model={"scratch": {"hidden": 32, "layers": 1, "heads": 2, "context": 512, "tokenizer": "bytes"}},
+            data={"path": [{"prompt": "1+1"}], "chat": True},
+            environment={"harness": loops, "args": {"colour": 1}},
+            rollout={"max_new_tokens": 4},
+            group={"prompts_per_step": 1, "group_size": 2},
+            steps=1,
+        ).run()
 
 
 def test_harnesses_that_fail_are_counted(talking):
