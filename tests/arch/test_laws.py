@@ -7,11 +7,14 @@ import re
 import subprocess
 import sys
 import tokenize
+import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from groupwise.utils.built_in import built_ins
 
@@ -324,6 +327,25 @@ def test_optional_and_heavy_dependencies_have_one_home(module: str) -> None:
     homes = {name for name in FILES if any(found.split(".")[0] == module for found in imports(name))}
     limit = {"pyarrow": 7, "datasets": 1, "vllm": 2}.get(module, 1)
     assert len(homes) <= limit, homes
+
+
+TOOLS = ("test", "dev", "docs", "bench")
+"""Extras of who works on the library; it imports nothing that they alone install."""
+PACKAGES = {"yaml": "pyyaml"}
+"""Names of packages that differ from the names of their modules."""
+APART = {"vllm", "groupwise_vllm", "groupwise_cpu", "fla"}
+"""Modules that no extra of ours installs: vLLM and our plug-in to it have an environment of their own, the kernels are another
+package, and flash-linear-attention is used where a user has it."""
+
+
+def test_what_is_imported_is_declared() -> None:
+    """A package that another one happens to bring may go with that package's next version."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needed = {name for extra, names in project["optional-dependencies"].items() if extra not in TOOLS for name in names}
+    packages = {canonicalize_name(Requirement(line).name) for line in needed.union(project["dependencies"])}
+    modules = {module.split(".")[0] for name in FILES for module in imports(name, typed=True)}
+    foreign = modules - set(sys.stdlib_module_names) - APART - {"groupwise"}
+    assert {module for module in foreign if canonicalize_name(PACKAGES.get(module, module)) not in packages} == set()
 
 
 def test_the_command_and_the_configuration_need_no_torch() -> None:

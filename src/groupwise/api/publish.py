@@ -42,7 +42,11 @@ def push(
         raise ConfigError("HF_HUB_OFFLINE is 1, which forbids an upload: unset it")
 
     import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        HTTPError,  # pyright: ignore[reportPrivateImportUsage]
+    )
 
     if huggingface_hub.get_token() is None:
         raise ConfigError("there is no token of the hub: run `hf auth login`, or set HF_TOKEN")
@@ -64,13 +68,6 @@ def push(
                 " right to write there"
             ) from error
         raise StorageError(f"the upload to {repository} failed: {words}") from error
-    except Exception as error:
-        if not isinstance(error, OSError) and not _of_http(error):
-            raise
+    except (HTTPError, OSError) as error:  # of httpx or httpx2, by the version of the hub's package
         raise StorageError(f"the upload to {repository} failed: {error}") from error
     return commit.commit_url
-
-
-def _of_http(error: Exception) -> bool:
-    """Return whether the hub's HTTP library raised it: httpx or httpx2, by the hub's version."""
-    return type(error).__module__.partition(".")[0] in ("httpx", "httpx2")
