@@ -210,7 +210,7 @@ def generate(policy: Policy, engine: NativeEngine, rows: int, prompt: int, token
     for number in range(rows // group):
         ids = rng.integers(2, policy.vocabulary, prompt)
         prompts.append(Prompt(id=f"{number:04}", tokens=ids, text="", row={}))
-    engine.set_version(engine.version + 1)
+    engine.send_weights(engine.version + 1)
     drawn = engine.generate(prompts, group_size=group, sampling=Sampling(max_new_tokens=tokens), seed=0)
     return sum(len(rollout) for rollouts in drawn for rollout in rollouts)
 
@@ -218,7 +218,7 @@ def generate(policy: Policy, engine: NativeEngine, rows: int, prompt: int, token
 def decoded(device: str, policy: Policy, rows: int, *, prompt: int, tokens: int) -> dict[str, Any]:
     """Milliseconds a token of a rollout behind its first, and tokens a second of the whole of it."""
     engine = NativeEngine(policy, max_rows=rows)
-    engine.set_version(0)
+    engine.send_weights(0)
     whole = median(walls(device, lambda: generate(policy, engine, rows, prompt, tokens), 3))
     first = median(walls(device, lambda: generate(policy, engine, rows, prompt, 1), 3))
     return {"ms a token": 1e3 * (whole - first) / (tokens - 1), "first token": first, "tokens a second": rows * tokens / whole}

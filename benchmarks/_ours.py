@@ -171,7 +171,7 @@ class Ours:
         work = self.work
         engine = Scheduled(self.policy, max_rows=work.prompts * work.group)
         engine.lengths = work.schedule()
-        engine.set_version(0)
+        engine.send_weights(0)
         judged = self.teacher is None
         rewards = build_rewards([RewardSettings(function="_workload:reward")], columns=["dead"]) if judged else no_rewards()
         settings = optimizer_settings(work)

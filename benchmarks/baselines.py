@@ -156,7 +156,7 @@ def rejection(
                 steps=taken + steps,
             )
         )
-        engine.set_version(optimizer.taken)
+        engine.send_weights(optimizer.taken)
         spent += time.process_time() - clock
     found = evaluate(
         engine,

@@ -104,7 +104,7 @@ def host(call: Call) -> None:
         updates = gpu.Updates(shape, policy, positions, prompt=prompt, budget=16_384, recompute=False)
     call.measure("memory after loading", lambda: memory)
     engine = gpu.NativeEngine(policy, max_rows=rows)
-    engine.set_version(0)
+    engine.send_weights(0)
 
     def phase(run: Callable[[], Any]) -> dict[str, Any]:
         found: dict[str, Any] = {}

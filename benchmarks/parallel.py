@@ -110,7 +110,7 @@ def run(work: Workload, policy: Any, engine: Any, optimizer: Any, size: int) -> 
 
     visits = iter(range(10**6))
     group = GroupSettings(group_size=work.group, prompts_per_step=work.prompts)
-    engine.set_version(0)
+    engine.send_weights(0)
     yield from train_online(
         policy,
         resolve("grpo", group, work.completion),

@@ -49,7 +49,7 @@ def _native(work: Workload, folder: Path) -> Callable[[], dict[str, float]]:
     engine.lengths = work.schedule()
 
     def run() -> dict[str, float]:
-        engine.set_version(engine.version + 1)
+        engine.send_weights(engine.version + 1)
         start = now(work)
         groups = list(
             engine.generate(prompts_of(work), group_size=work.group, sampling=Sampling(max_new_tokens=work.completion), seed=0)

@@ -162,29 +162,27 @@ class Branch:
     """int64 (c,), c >= 1: the context of token `begin`, prompt included."""
 
 
-def stretches(
+def context_spans(
     n: int, prompt: np.ndarray, branches: Sequence[Branch]
 ) -> list[tuple[int, int, np.ndarray]]:
-    """The tokens of a completion of `n` by what they were drawn behind: (first, one behind the
-    last, the ids before the first).
+    """Cut a completion of `n` tokens into spans that were each drawn behind one context.
+
+    Out: for each span its first token, the one behind its last, and the ids of its context.
 
     >>> branch = Branch(begin=2, context=np.array([5, 8]))
-    >>> for begin, end, context in stretches(3, np.array([5, 9]), [branch]):
+    >>> for begin, end, context in context_spans(3, np.array([5, 9]), [branch]):
     ...     print(begin, end, context.tolist())
     0 2 [5, 9]
     2 3 [5, 8]
     """
-    begins, contexts = (
-        [0, *(one.begin for one in branches), n],
-        [
-            prompt,
-            *(one.context for one in branches),
-        ],
-    )
-    parts = [
-        part for part in zip(begins[:-1], begins[1:], contexts, strict=True) if part[1] > part[0]
-    ]
-    return parts or [(0, 0, prompt)]
+    begins = [0, *(branch.begin for branch in branches)]
+    ends = [*begins[1:], n]
+    contexts = [prompt, *(branch.context for branch in branches)]
+    spans = []
+    for begin, end, context in zip(begins, ends, contexts, strict=True):
+        if end > begin:
+            spans.append((begin, end, context))
+    return spans or [(0, 0, prompt)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -656,7 +654,7 @@ class Batch:
     reference_logp_P: Tensor | None = None
     support: tuple[Tensor, Tensor] | None = None
     """Ids that could be drawn, flat (E,), and where each trained position's begin (M + 1,); an
-    empty stretch means all.
+    empty span means all.
     """
     extra_P: Mapping[str, Tensor] = field(default_factory=dict)
     sequence_P: Tensor = None  # type: ignore[assignment]

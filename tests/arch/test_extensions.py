@@ -47,7 +47,7 @@ class Engine(InProcess):
         self.inner = NativeEngine(policy, max_rows=max_rows, environment=environment)
 
     def generate(self, prompts, *, group_size, sampling, seed):
-        self.inner.set_version(self.version)
+        self.inner.send_weights(self.version)
         calls.append(("generate", len(prompts), group_size))
         return self.inner.generate(prompts, group_size=group_size, sampling=sampling, seed=seed)
 '''

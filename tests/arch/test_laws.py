@@ -495,14 +495,16 @@ def test_no_code_compares_an_algorithms_name() -> None:
 
 def test_no_code_compares_an_engines_name() -> None:
     """Engines say what they can do: `settings.EngineTraits` before they are made, `rollout.engine.Engine` after."""
-    from groupwise.config.settings import ENGINES
+    from groupwise.config.settings import ENGINE_TRAITS
 
     for name in FILES:
         for node in ast.walk(TREES[name]):
             if isinstance(node, (ast.Compare, ast.match_case)):
                 names = {child.value for child in ast.walk(node if isinstance(node, ast.Compare) else node.pattern)
                          if isinstance(child, ast.Constant)}  # fmt: skip
-                assert not names & set(ENGINES), f"{name}:{getattr(node, 'lineno', node)} compares {names & set(ENGINES)}"
+                assert not names & set(ENGINE_TRAITS), (
+                    f"{name}:{getattr(node, 'lineno', node)} compares {names & set(ENGINE_TRAITS)}"
+                )
 
 
 def test_public_names_are_documented() -> None:

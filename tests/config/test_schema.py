@@ -113,7 +113,7 @@ def test_names_that_recipes_may_use_are_those_of_the_tables() -> None:
         assert settings_table()[f"rollout.engine.correct.{name}"].choices == typing.get_args(correction[name])
     assert set(settings_table()["group.kl"].choices) == set(PARTS["kl"])
     assert set(typing.get_args(settings.BoardName)) == set(BOARDS)
-    assert set(settings.ENGINES) == set(ENGINES)
+    assert set(settings.ENGINE_TRAITS) == set(ENGINES)
     assert set(settings.DATASET) == set(OBJECTIVES)
 
 

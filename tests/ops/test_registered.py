@@ -40,7 +40,7 @@ def heads(count: int, dtype: torch.dtype, grad: bool = False) -> Tensor:
 
 def calls(dtype: torch.dtype) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
     """Arguments of every operation."""
-    families = kernels.segments([family.stretches for family in StreamAttention(LAYOUT).families])
+    families = kernels.segments(StreamAttention(LAYOUT).families)
     query, key, value = heads(4, dtype, True), heads(2, dtype, True), heads(2, dtype, True)
     x, weight, like = normal(3, 7, 32, dtype=dtype, grad=True), normal(32, grad=True), normal(7, 32, dtype=dtype)
     with torch.no_grad():

@@ -24,7 +24,7 @@ from groupwise.training.samples import unbranched
 def test_p06_p07_batches_score_like_single_sequences(family, sampling, policy_of, prompts_of, scored):
     policy = policy_of(family, dtype=torch.float32, eos_ids=(1, 2), sharpness=2.0)
     engine = TransformersEngine(policy, max_rows=7)
-    engine.set_version(3)
+    engine.send_weights(3)
     groups = list(engine.generate(prompts_of(1, 9, 4), group_size=3, sampling=sampling, seed=0))
     assert sorted(group[0].prompt.id for group in groups) == ["p0", "p1", "p2"]
     for group in groups:

@@ -393,7 +393,7 @@ Path("/proc/self/clear_refs").write_text("5")
 base = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 for step in range(2):
     prompts = [Prompt(id=f"{step}/{p}", tokens=np.arange(2, 34) + p, text="", row={}) for p in range(8)]
-    engine.set_version(step)
+    engine.send_weights(step)
     groups = list(engine.generate(prompts, group_size=8, sampling=Sampling(max_new_tokens=64), seed=0))
     samples = [sample_of(r, weight=1 / 64, advantage=np.ones(len(r))) for rollouts in groups for r in rollouts]
     assert sum(len(r) for rollouts in groups for r in rollouts) == 64 * 64

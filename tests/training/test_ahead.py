@@ -45,19 +45,19 @@ def prompt(place: int) -> Prompt:
 
 
 class Apart:
-    """Samples with a copy of the weights, which `set_version` renews: what a server is, within this process."""
+    """Samples with a copy of the weights, which `send_weights` renews: what a server is, within this process."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.version, self.begun = policy, 0, []
         self.before_group: Callable[[str], None] = lambda name: None
         self._copy = frozen_copy(policy)
 
-    def set_version(self, version: int) -> None:
+    def send_weights(self, version: int) -> None:
         self.version, self._copy = version, frozen_copy(self.policy)
 
     def generate(self, prompts: Sequence[Prompt], **keywords: Any) -> Iterator[tuple[Rollout, ...]]:
         inner = NativeEngine(self._copy, max_rows=8)
-        inner.set_version(self.version)
+        inner.send_weights(self.version)
         self.begun.append((prompts[0].id, self.version))
         for group in inner.generate(prompts, **keywords):
             self.before_group(group[0].prompt.id)
@@ -165,7 +165,7 @@ def test_an_error_of_the_sampling_thread_is_raised_by_the_next_take(run: Callabl
 def test_a_token_that_is_too_old_is_never_trained_on(run: Callable) -> None:
     """An engine that does not take new weights."""
     engine, steps = run(PrefetchedRollouts(1))
-    engine.set_version = lambda version: setattr(engine, "version", 0 if version < 2 else version)
+    engine.send_weights = lambda version: setattr(engine, "version", 0 if version < 2 else version)
     engine.generate, generate = lambda *a, **k: old(generate(*a, **k)), engine.generate
 
     def old(groups: Iterator[tuple[Rollout, ...]]) -> Iterator[tuple[Rollout, ...]]:

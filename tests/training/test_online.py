@@ -260,8 +260,8 @@ class Mute:
     def __init__(self, engine: NativeEngine) -> None:
         self.engine = engine
 
-    def set_version(self, version: int) -> None:
-        self.engine.set_version(version)
+    def send_weights(self, version: int) -> None:
+        self.engine.send_weights(version)
 
     def generate(self, prompts: Sequence[Prompt], **keywords: object) -> Iterator[tuple[Rollout, ...]]:
         nothing = np.zeros(0, dtype=np.int64)

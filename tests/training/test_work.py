@@ -7,7 +7,7 @@ import pytest
 
 from groupwise.models.shape import Shape
 from groupwise.records import Finish, Prompt, Rollout, RolloutGroup, Sampling, Step
-from groupwise.training.work import Meter, flops, stretch
+from groupwise.training.work import Meter, flops, tokens_seen
 
 SHAPE = Shape(
     parameters=1000 + 10 * 4 + 4, layers=2, hidden=4, intermediate=8, heads=2, kv_heads=1, head_width=3, vocabulary=10, tied=True
@@ -41,8 +41,8 @@ def test_a_forward_pass_by_hand() -> None:
     assert flops(SHAPE, 1, 0, 0) == 2000
     assert flops(SHAPE, 0, 1, 0) == 48
     assert flops(SHAPE, 0, 0, 1) == 80
-    assert stretch(0, 3) == 1 + 2 + 3
-    assert stretch(5, 2) == 6 + 7
+    assert tokens_seen(0, 3) == 1 + 2 + 3
+    assert tokens_seen(5, 2) == 6 + 7
 
 
 # Of a prompt of 3 and completions of 2 and 1.  Sampling: 3 positions that see 1 + 2 + 3, one with logits; then one position of the

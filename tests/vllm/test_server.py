@@ -163,7 +163,7 @@ def test_new_weights_are_sampled_with_at_once(engine: VllmEngine, prompts: list[
     for _ in range(3):
         moved(engine.policy)
         assert gaps(engine.policy, draw(engine, prompts)).mean() > 0.1  # the servers have the old ones
-        engine.set_version(engine.version + 1)
+        engine.send_weights(engine.version + 1)
         rollouts = draw(engine, prompts)
         assert gaps(engine.policy, rollouts).max() < 1e-4
         assert {int(v) for rollout in rollouts for v in rollout.version} == {engine.version}
@@ -200,7 +200,7 @@ def test_stale_weights_are_found(engine: VllmEngine, prompts: list[Prompt], move
     engine.servers.clients[0].post("/update_weight_version", {"new_version": "somebody else's"}, timeout=10)
     with pytest.raises(EngineError, match=r"stale or foreign weights .somebody else's"):
         draw(engine, prompts)
-    engine.set_version(engine.version + 1)
+    engine.send_weights(engine.version + 1)
     assert gaps(engine.policy, draw(engine, prompts)).max() < 1e-4
 
 
@@ -215,9 +215,9 @@ def test_a_missing_cache_reset_is_found(
         patch.setattr(
             type(engine.servers), "_tell", lambda self, path, *a, **k: None if path in kept else tell(self, path, *a, **k)
         )
-        engine.set_version(engine.version + 1)
+        engine.send_weights(engine.version + 1)
         stops(engine, draw(engine, prompts))
-    engine.set_version(engine.version + 1)
+    engine.send_weights(engine.version + 1)
     assert gaps(engine.policy, draw(engine, prompts)).max() < 1e-4
 
 
@@ -231,7 +231,7 @@ def test_a_tied_head_kept_stale_is_found(engine: VllmEngine, prompts: list[Promp
     wire.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path)}}, timeout=60)
     wire.post("/resume", timeout=10)
     stops(engine, draw(engine, prompts))
-    engine.set_version(engine.version + 1)
+    engine.send_weights(engine.version + 1)
     assert gaps(engine.policy, draw(engine, prompts)).max() < 1e-4
     assert EXACT >= 1e-4
 
@@ -239,10 +239,10 @@ def test_a_tied_head_kept_stale_is_found(engine: VllmEngine, prompts: list[Promp
 def test_p4_a_server_of_another_model_is_refused(serving: Any, tiny_policy: Callable) -> None:
     deeper = VllmEngine(tiny_policy("llama", layers=3, hidden=64, heads=2, kv_heads=1), servers=[serving.url])
     with pytest.raises(EngineError, match=r"/update_weights|/finish_weight_update"):
-        deeper.set_version(0)
+        deeper.send_weights(0)
     deeper.close()
     engine = VllmEngine(serving.policy, servers=[serving.url])  # the server has survived it
-    engine.set_version(0)
+    engine.send_weights(0)
     rollouts = draw(engine, [Prompt(id="a", tokens=np.array([5, 6, 7]), text="")])
     assert gaps(serving.policy, rollouts).max() < 1e-4
     engine.close()
@@ -252,7 +252,7 @@ def test_weights_that_arrive_in_flight_draw_the_rest_of_a_completion(serving: An
     """Tokens before are those of the old weights, tokens after those of the new ones, keys and values of the old ones included."""
     old, sampling = frozen_copy(serving.policy), Sampling(temperature=1.3, max_new_tokens=90)
     engine = VllmEngine(serving.policy, servers=[serving.url], in_flight=True)
-    engine.set_version(7)
+    engine.send_weights(7)
     prompts = [Prompt(id=str(i), tokens=np.array([7, 9 + i]), text="") for i in range(12)]
     found: list[Rollout] = []
     for _ in range(10):
@@ -263,7 +263,7 @@ def test_weights_that_arrive_in_flight_draw_the_rest_of_a_completion(serving: An
             time.sleep(0.01)
         old = frozen_copy(serving.policy)
         moved(serving.policy)
-        engine.set_version(engine.version + 1)
+        engine.send_weights(engine.version + 1)
         thread.join(60)
         if any(np.unique(rollout.version).size == 2 for rollout in found):
             break
@@ -347,11 +347,11 @@ def test_a_server_gives_given_tokens_the_log_probs_of_its_model(serving: Any, pr
 
 def test_a_server_that_another_run_has_taken_is_left_to_it(serving: Any, prompts: list[Prompt]) -> None:
     first, second = (VllmEngine(serving.policy, servers=[serving.url]) for _ in range(2))
-    first.set_version(0)
-    second.set_version(0)
+    first.send_weights(0)
+    second.send_weights(0)
     with pytest.raises(EngineError, match="takes its weights from another run"):
-        first.set_version(1)
-    second.set_version(1)
+        first.send_weights(1)
+    second.send_weights(1)
     assert gaps(second.policy, draw(second, prompts)).max() < 1e-4
     for engine in (first, second):
         engine.close()

@@ -37,8 +37,8 @@ class WithoutEnds:
     def version(self) -> int:
         return self.engine.version
 
-    def set_version(self, version: int) -> None:
-        self.engine.set_version(version)
+    def send_weights(self, version: int) -> None:
+        self.engine.send_weights(version)
 
     def generate(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: Sampling, seed: int

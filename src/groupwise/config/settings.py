@@ -266,7 +266,7 @@ class EngineTraits:
     """Keys of `rollout.engine` that are for it alone."""
 
 
-ENGINES: Mapping[str, EngineTraits] = {
+ENGINE_TRAITS: Mapping[str, EngineTraits] = {
     "native": EngineTraits(own_weights=True, packed=True, prepares=True),
     "transformers": EngineTraits(own_weights=True),
     "vllm": EngineTraits(beside=True, takes=("servers", "colocated", "dtype")),
@@ -276,7 +276,7 @@ ENGINES: Mapping[str, EngineTraits] = {
 
 def engine_traits(name: str) -> EngineTraits:
     """Return the traits of a built-in engine, or of `module:function`."""
-    return ENGINES.get(name, EngineTraits())
+    return ENGINE_TRAITS.get(name, EngineTraits())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,7 +29,7 @@ from groupwise.config.settings import (
     ASKING,
     DATA_SUFFIXES,
     DATASET,
-    ENGINES,
+    ENGINE_TRAITS,
     FACTORIES,
     OBJECTIVES,
     OWNERS,
@@ -875,7 +875,7 @@ def _rollout(recipe: Recipe, _: Sequence[str]) -> Findings:
     if "" in recipe.rollout.stop:
         yield "rollout.stop holds an empty string, which would end every completion at once"
     engine, at = recipe.rollout.engine, "rollout.engine"
-    if wrong := _wrong_choice(engine.name, ENGINES):
+    if wrong := _wrong_choice(engine.name, ENGINE_TRAITS):
         yield f"{at}.name {wrong}"
         return
     yield from _engine(engine, at)
@@ -906,7 +906,7 @@ def _rollout(recipe: Recipe, _: Sequence[str]) -> Findings:
 def _engine(engine: EngineSettings, at: str) -> Findings:
     """What does not go together of an engine whose name is known."""
     plain, traits = EngineSettings(), engine_traits(engine.name)
-    for other, has in ENGINES.items():
+    for other, has in ENGINE_TRAITS.items():
         for name in has.takes:
             differs = getattr(engine, name) != getattr(plain, name)
             if name not in traits.takes and differs:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from groupwise.distributed.comm import ALONE, World
 from groupwise.ops.onednn_shapes import filled
-from groupwise.records import Batch, Layout, Sample, stretches
+from groupwise.records import Batch, Layout, Sample, context_spans
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -207,7 +207,9 @@ def unpack(
 def _pieces(owner: int, sample: Sample) -> list[Span]:
     """The pieces of a sample with a token whose weight is not 0."""
     pieces = []
-    for begin, end, context in stretches(sample.completion.size, sample.prompt, sample.branches):
+    for begin, end, context in context_spans(
+        sample.completion.size, sample.prompt, sample.branches
+    ):
         if not sample.weight[begin:end].any():
             continue
         size = sample.prompt.size

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from groupwise import errors
 from groupwise.distributed.heartbeat import SILENCE, Watch, say
 from groupwise.errors import GroupwiseError, PeerError, StorageError
-from groupwise.utils.portions import portions
+from groupwise.utils.batching import batch_by_size
 
 Item = TypeVar("Item")
 
@@ -301,7 +301,7 @@ def sum_gradients(parameters: Sequence[Tensor]) -> None:
         dist.all_reduce(present, op=dist.ReduceOp.MAX)
         used = [parameter for parameter, flag in zip(plain, present.tolist(), strict=True) if flag]
         buckets = (
-            portions(alike, Tensor.numel, BUCKET_NUMBERS)
+            batch_by_size(alike, Tensor.numel, BUCKET_NUMBERS)
             for _, alike in groupby(used, lambda p: p.dtype)
         )
         for bucket in chain.from_iterable(buckets):

@@ -285,7 +285,7 @@ def _of_its_own(
 
 
 def _runs(chosen_X: Tensor) -> list[tuple[int, int]]:
-    """Where the stretches of true lie."""
+    """Return the runs of true as (from, to)."""
     edges = torch.diff(F.pad(chosen_X.int(), (1, 1))).nonzero()[:, 0].tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))
 

@@ -55,7 +55,7 @@ class Head:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PositionSupport:
-    """Ids that could have been drawn, per row: `ids_E[begin_M[i]:begin_M[i + 1]]`; an empty stretch
+    """Ids that could have been drawn, per row: `ids_E[begin_M[i]:begin_M[i + 1]]`; an empty span
     means all of them.
     """
 
@@ -544,7 +544,7 @@ class _Gradients:
 def _outside(
     support: PositionSupport, start: int, rows: int, vocabulary: int, device: torch.device
 ) -> Tensor:
-    """(C, V) True where a row's support does not reach; rows with an empty stretch have none."""
+    """(C, V) True where a row's support does not reach; rows with an empty span have none."""
     begin = support.begin_M[start : start + rows + 1]
     lengths = begin.diff()
     row = torch.repeat_interleave(torch.arange(rows), lengths).to(device)

@@ -74,18 +74,12 @@ class Family:
     """A prefix and its members, one behind the other in the stream; or a single segment."""
 
     causal: tuple[tuple[int, int], ...]
-    """Stretches (from, to) that look at themselves alone.  A prefix and its first member are one: a
+    """Spans (from, to) in which attention is causal.  A prefix and its first member are one span: a
     text as it was written.
     """
     prefix: tuple[int, int]
     rest: tuple[int, int]
     """The other members, which look at the prefix too."""
-
-    @property
-    def stretches(self) -> list[tuple[int, int, int, int]]:
-        """(from, to, prefix from, prefix to), member by member."""
-        (first, *others), prefix = self.causal, self.prefix
-        return [(*first, 0, 0), *((*other, *prefix) for other in others)]
 
 
 def families_of(layout: Layout) -> Iterator[Family]:

@@ -109,7 +109,7 @@ class Chunks:
 
 
 class Segments:
-    """Stretches of a stream, each of which a state passes through by itself; a prefix has none."""
+    """Segments of a stream, each of which a state passes through by itself; a prefix has none."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ class Engine(Protocol):
     """
 
     version: int
-    """Optimizer steps that the policy had taken when `set_version` was last called; every token
+    """Optimizer steps that the policy had taken when `send_weights` was last called; every token
     drawn carries it.
     """
 
@@ -52,8 +52,12 @@ class Engine(Protocol):
         if the weights give numbers that are not finite."""
         ...
 
-    def set_version(self, version: int) -> None:
-        """Tell the engine that the weights have changed: `version` optimizer steps are taken."""
+    def send_weights(self, version: int) -> None:
+        """Sample with the policy's newest weights from here on.
+
+        An engine outside of this process gets them sent; one in it samples on them anyway.
+        version: optimizer steps that the policy has taken.
+        """
         ...
 
     def close(self) -> None:
@@ -68,7 +72,7 @@ class InProcess:
     where: str | None = None
     tolerance = math.inf
 
-    def set_version(self, version: int) -> None:
+    def send_weights(self, version: int) -> None:
         """Note the version; the weights are the trainer's own, so nothing is sent."""
         self.version = version
 

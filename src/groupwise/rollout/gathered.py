@@ -19,10 +19,10 @@ class GatheredEngine(InProcess):
         """make: the engine to sample with, of a policy without shards."""
         self.policy, self.inner = policy, make(whole_policy(policy))
 
-    def set_version(self, version: int) -> None:
+    def send_weights(self, version: int) -> None:
         """Pass the version on to the engine inside."""
         self.version = version
-        self.inner.set_version(version)
+        self.inner.send_weights(version)
 
     def generate(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: Sampling, seed: int

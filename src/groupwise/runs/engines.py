@@ -86,7 +86,7 @@ def make_engine(
     demand_attributes(
         f"rollout.engine {engine.name}",
         made,
-        ["generate", "set_version", "close", "version", "where", "tolerance"],
+        ["generate", "send_weights", "close", "version", "where", "tolerance"],
     )
     return made
 

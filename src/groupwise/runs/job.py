@@ -157,7 +157,7 @@ class Job(Learner):
         return self.engine
 
     def _judge_completions(self, whole: bool) -> Evaluation | None:
-        self.sampler.set_version(self.optimizer.taken)
+        self.sampler.send_weights(self.optimizer.taken)
         prompts = self.prepared.prompts
         if prompts is None:
             return None
@@ -265,7 +265,7 @@ class OnlineJob(Job):
     def loop(self, done: int) -> Iterator[Step]:
         """See `Job.loop`."""
         recipe, last = self.recipe, self.prepared.steps
-        self.sampler.set_version(self.optimizer.taken)
+        self.sampler.send_weights(self.optimizer.taken)
         self.rewards.reach(done, last)
         steps = train_online(
             self.policy,

@@ -242,7 +242,7 @@ class SampledRollouts:
 
     def sync(self, version: int) -> None:
         """Hand the policy's weights to the engine."""
-        self.engine.set_version(version)
+        self.engine.send_weights(version)
 
     def prompts(self) -> list[Prompt]:
         """The prompts that a step begins with."""

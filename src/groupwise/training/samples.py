@@ -17,7 +17,7 @@ from groupwise.algorithms.losses import forking
 from groupwise.algorithms.parts import fact
 from groupwise.algorithms.table import Algorithm
 from groupwise.config.settings import GroupSettings
-from groupwise.records import Finish, Rollout, RolloutGroup, Sample, stretches
+from groupwise.records import Finish, Rollout, RolloutGroup, Sample, context_spans
 
 SIGNALS = ("scored_logp", "value", "old_value", "return", "teacher_logp", "process")
 """Signals of completions that a loss may read, beside the reference's."""
@@ -175,8 +175,8 @@ def unbranched(rollout: Rollout) -> list[Rollout]:
     if rollout.episode is None or not rollout.episode.branches:
         return [rollout]
     parts = []
-    segments = stretches(len(rollout), rollout.prompt.tokens, rollout.episode.branches)
-    for begin, end, context in segments:
+    spans = context_spans(len(rollout), rollout.prompt.tokens, rollout.episode.branches)
+    for begin, end, context in spans:
         name = f"{rollout.prompt.id}#{rollout.index}@{begin}"
         ends = end > begin and int(rollout.tokens[end - 1]) in rollout.eos_ids
         parts.append(

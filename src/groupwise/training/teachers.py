@@ -27,7 +27,7 @@ from groupwise.models.recurrence import PLACE
 from groupwise.ops.distillation import head_divergence
 from groupwise.ops.operations import operations
 from groupwise.protocols import TokenScorer
-from groupwise.records import Batch, Prompt, Rollout, RolloutGroup, Sample, stretches
+from groupwise.records import Batch, Prompt, Rollout, RolloutGroup, Sample, context_spans
 from groupwise.training.passes import score
 
 UNBOUNDED = 1 << 60
@@ -152,8 +152,8 @@ def predicting_rows(batch: Batch, samples: Sequence[Sample]) -> dict[int, np.nda
 def _longest_sequence(rollout: Rollout) -> int:
     """Return the tokens of the longest text that a part of a completion ends."""
     branches = () if rollout.episode is None else rollout.episode.branches
-    segments = stretches(len(rollout), rollout.prompt.tokens, branches)
-    return max(context.size + end - begin for begin, end, context in segments)
+    spans = context_spans(len(rollout), rollout.prompt.tokens, branches)
+    return max(context.size + end - begin for begin, end, context in spans)
 
 
 def _behind(hint: np.ndarray, sample: Sample) -> Sample:
@@ -175,8 +175,8 @@ def scored_by_servers(servers: TokenScorer, samples: Sequence[Sample]) -> list[n
     )
     texts = []
     for sample in samples:
-        segments = stretches(sample.completion.size, sample.prompt, sample.branches)
-        for begin, end, context in segments:
+        spans = context_spans(sample.completion.size, sample.prompt, sample.branches)
+        for begin, end, context in spans:
             texts.append((context, sample.completion[begin:end]))
 
     def scored() -> list[tuple[int, np.ndarray]]:

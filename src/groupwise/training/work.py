@@ -109,10 +109,10 @@ def flops(shape: Shape, positions: float, seen: float, logits: float) -> float:
     )
 
 
-def stretch(begin: int, count: int) -> float:
-    """Tokens that `count` positions see, added up, the first of which stands behind `begin` others.
+def tokens_seen(begin: int, count: int) -> float:
+    """Add up the tokens that `count` positions see; the first of them stands behind `begin` others.
 
-    >>> stretch(3, 2)  # the fourth sees 4, the fifth 5
+    >>> tokens_seen(3, 2)  # the fourth sees 4, the fifth 5
     9.0
     """
     return count * begin + count * (count + 1) / 2.0
@@ -124,9 +124,9 @@ def sampling_flops(shape: Shape, rows: Iterable[Row]) -> float:
     """
     prompts, completions = dict[str, float](), 0.0
     for group, m, n, k in rows:
-        prompts[group] = flops(shape, m, stretch(0, m), 1)
+        prompts[group] = flops(shape, m, tokens_seen(0, m), 1)
         positions = max(n - 1, 0)
-        completions += flops(shape, positions, stretch(m, positions), max(k - 1, 0))
+        completions += flops(shape, positions, tokens_seen(m, positions), max(k - 1, 0))
     return sum(prompts.values()) + completions
 
 
@@ -136,6 +136,6 @@ def forward_flops(shape: Shape, rows: Iterable[Row]) -> float:
     """
     prompts, completions = dict[str, float](), 0.0
     for group, m, n, k in rows:
-        prompts[group] = flops(shape, m - 1, stretch(0, m - 1), 0)
-        completions += flops(shape, n, stretch(m - 1, n), k)
+        prompts[group] = flops(shape, m - 1, tokens_seen(0, m - 1), 0)
+        completions += flops(shape, n, tokens_seen(m - 1, n), k)
     return sum(prompts.values()) + completions

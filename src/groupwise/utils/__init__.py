@@ -8,8 +8,8 @@ In: plain values.  Out: plain values.
 - `http`: the HTTP server that viewer and endpoint share.
 - `imports`, `built_in`: what a recipe names by `module:NAME`, or by a short name.
 - `terminal`, `secrets`, `spelling`: text made harmless, secrets hidden, words suggested.
-- `statistics`, `clock`, `portions`, `cache`: intervals, seconds by phase, bounded portions, the
-  user's cache.
+- `statistics`, `clock`, `batching`, `cache`: intervals, seconds by phase, batches of a bounded
+  size, the user's cache.
 
 Nothing here knows what a policy, a recipe or a run is.
 """

@@ -27,7 +27,7 @@ ATTENTION = decoding.CompiledBlockedAttention()
 
 
 def segments_of(layout):
-    return kernels.segments([family.stretches for family in StreamAttention(layout).families])
+    return kernels.segments(StreamAttention(layout).families)
 
 
 def rows_of(entry_R, prompt_length_P):
@@ -110,14 +110,14 @@ def test_attention_takes_any_steps_and_threads(threads) -> None:
     layout = layout_of([(20, [7, 31, 2]), (0, [40])], 3)
     joined = torch.randn(layout.total, 4 + 2 + 2, 32, generator=torch.Generator().manual_seed(0))
     query, key, value = (part.transpose(0, 1)[None] for part in joined.split([4, 2, 2], 1))
-    stretches = segments_of(layout)
+    segments = segments_of(layout)
     threads(1)
-    out, lse = kernels.operations.attention(query, key, value, *stretches, 0.2)
-    grads = kernels.operations.attention_backward(out.contiguous(), query, key, value, out, lse, *stretches, 0.2)
+    out, lse = kernels.operations.attention(query, key, value, *segments, 0.2)
+    grads = kernels.operations.attention_backward(out.contiguous(), query, key, value, out, lse, *segments, 0.2)
     threads(2)
-    other, _ = kernels.operations.attention(query.contiguous(), key.contiguous(), value.contiguous(), *stretches, 0.2)
+    other, _ = kernels.operations.attention(query.contiguous(), key.contiguous(), value.contiguous(), *segments, 0.2)
     assert torch.equal(out, other)
-    again = kernels.operations.attention_backward(out, query.contiguous(), key, value.contiguous(), out, lse, *stretches, 0.2)
+    again = kernels.operations.attention_backward(out, query.contiguous(), key, value.contiguous(), out, lse, *segments, 0.2)
     assert all(torch.equal(one, two) for one, two in zip(grads, again, strict=True))
 
 
@@ -130,13 +130,13 @@ def test_attention_over_many_keys_and_of_wide_heads(dtype: torch.dtype, prompt: 
     given_ = [torch.randn(1, 1, layout.total, width, generator=generator).to(dtype) for _ in range(4)]
     query, key, value, grad = given_
     scale = 20 / width
-    stretches = segments_of(layout)
-    out, lse = kernels.operations.attention(query, key, value, *stretches, scale)
+    segments = segments_of(layout)
+    out, lse = kernels.operations.attention(query, key, value, *segments, scale)
     exact = [tensor.double().requires_grad_() for tensor in given_[:3]]
     expected = definition(layout, Query(0, *(x[0].transpose(0, 1) for x in exact), scale)).transpose(0, 1)[None]
     close(out, expected, dtype)
     expected.backward(grad.double())
-    found = kernels.operations.attention_backward(grad, query, key, value, out, lse, *stretches, scale)
+    found = kernels.operations.attention_backward(grad, query, key, value, out, lse, *segments, scale)
     for one, other in zip(found, exact, strict=True):
         close(one, other.grad, dtype)
 
@@ -149,10 +149,10 @@ def test_attention_depends_on_nothing_that_was_there_before(dtype: torch.dtype) 
     broken = torch.full((4, 1, 2, longer.total, 80), torch.nan, dtype=dtype)
 
     def everything(layout: Layout, tensors: Tensor) -> tuple[Tensor, ...]:
-        stretches = segments_of(layout)
+        segments = segments_of(layout)
         query, key, value, grad = tensors.unbind()
-        out, lse = kernels.operations.attention(query, key, value, *stretches, 0.2)
-        return out, lse, *kernels.operations.attention_backward(grad, query, key, value, out, lse, *stretches, 0.2)
+        out, lse = kernels.operations.attention(query, key, value, *segments, 0.2)
+        return out, lse, *kernels.operations.attention_backward(grad, query, key, value, out, lse, *segments, 0.2)
 
     before = everything(layout, streams)
     assert all(bool(torch.isnan(one).all()) for one in everything(longer, broken))
@@ -403,11 +403,11 @@ def test_the_default_type_of_new_tensors_changes_nothing() -> None:
     """What the kernels write into is float32, whatever a program has made of torch's default."""
     x = torch.randn(5, 16)
     query = torch.randn(1, 1, 18, 16)
-    stretches = segments_of(layout_of([(0, [18])], 0))
-    _, expected = kernels.operations.attention(query, query, query, *stretches, 0.25)
+    segments = segments_of(layout_of([(0, [18])], 0))
+    _, expected = kernels.operations.attention(query, query, query, *segments, 0.25)
     try:
         torch.set_default_dtype(torch.float64)
-        _, lse = kernels.operations.attention(query, query, query, *stretches, 0.25)
+        _, lse = kernels.operations.attention(query, query, query, *segments, 0.25)
         _, scale_T = kernels.operations.rms_norm(x, torch.ones(16, dtype=torch.float32), 1e-5, torch.float32)
     finally:
         torch.set_default_dtype(torch.float32)

@@ -50,7 +50,7 @@ def drawn(policy, environment, prompts, *, rows=3, group_size=3, seed=5, **sampl
     return {(rollout.prompt.id, rollout.index): rollout for group in groups for rollout in group}
 
 
-def stretches(rollout):
+def context_spans(rollout):
     """What each token was drawn behind: (begin, end, the ids before token `begin`)."""
     branches = rollout.episode.branches
     begins = [0, *(branch.begin for branch in branches), len(rollout)]
@@ -61,7 +61,7 @@ def stretches(rollout):
 def fresh(policy, rollout):
     """Log-probs of all tokens, each stretch by an ordinary forward pass over its context and its tokens."""
     found = []
-    for begin, end, context in stretches(rollout):
+    for begin, end, context in context_spans(rollout):
         tokens = rollout.tokens[begin:end]
         own = None if rollout.support is None else rollout.support[begin:end]
         with plain_attention(policy.model), torch.no_grad():
@@ -416,7 +416,7 @@ def test_completions_go_on_by_newer_weights_and_say_so(policy_of, prompts_of, sc
     engine = NativeEngine(policy, max_rows=4, environment=environment)  # of several groups: those that end together come together
     groups = engine.generate(prompts_of(5, 9, 5, 7, 3, 8), group_size=3, sampling=Sampling(max_new_tokens=40), seed=5)
     found = list(next(groups))
-    engine.set_version(7)
+    engine.send_weights(7)
     found += [rollout for group in groups for rollout in group]
     assert {0, 7} == set(np.concatenate([rollout.version for rollout in found]).tolist())
     for rollout in found:

@@ -197,9 +197,9 @@ def test_groups_come_as_soon_as_they_are_complete(policy_of, prompts_of):
     policy = policy_of()
     engine = NativeEngine(policy, max_rows=2)
     stream = engine.generate(prompts_of(3, 3, 3), group_size=2, sampling=Sampling(max_new_tokens=12), seed=0)
-    engine.set_version(4)
+    engine.send_weights(4)
     first = next(stream)
-    engine.set_version(5)
+    engine.send_weights(5)
     rest = list(stream)
     assert [rollout.index for rollout in first] == [0, 1]
     assert set(first[0].version) == {4}

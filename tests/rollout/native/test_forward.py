@@ -308,7 +308,7 @@ def test_p46_new_weights_are_used_at_once(policy_of, prompts_of):
     with torch.no_grad():
         for parameter in policy.model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
-    engine.set_version(1)
+    engine.send_weights(1)
     expected = completions(ModuleEngine(policy, max_rows=2), prompts_of(4, 4), temperature=0.0)
     assert next(stream)[0].tokens.tolist() == expected["p1"][0].tokens.tolist(), "in the middle of a call, once told"
     after = completions(engine, prompts_of(4), temperature=0.0)["p0"][0].tokens.tolist()

@@ -161,7 +161,7 @@ def test_later_rollouts_draw_new_weights_from_the_first_ones_records(family, pre
     engine = Engine(policy, max_rows=7)
     made = []
     for version in range(3):
-        engine.set_version(version)
+        engine.send_weights(version)
         found = drawn_by(engine, prompts, sampling)
         made.append(len(records))
         same(found, drawn_by(Engine(policy, max_rows=7), prompts, sampling))
@@ -198,7 +198,7 @@ def test_an_adapter_is_merged_into_what_a_gpu_decodes_with(family, policy_of, pr
     assert engine.path == "specialised"
     made = []
     for version in range(3):
-        engine.set_version(version)
+        engine.send_weights(version)
         found = drawn_by(engine, prompts, sampling)
         made.append(len(records))
         same(found, sampled(plain_policy(policy, merge=True), prompts, sampling, max_rows=7))
@@ -280,7 +280,7 @@ def test_memory_beyond_what_may_stay_is_free_once_rollouts_are_there(device, pol
             groups = engine.generate(prompts, group_size=3, sampling=Sampling(max_new_tokens=30), seed=3)
             next(groups)
             first = used[-1]
-            engine.set_version(1)
+            engine.send_weights(1)
             next(groups)
             assert first() is None and len(used) == 4
             list(groups)
@@ -299,7 +299,7 @@ def test_a_model_that_is_altered_between_groups_is_decoded_through_its_modules(p
     groups = engine.generate(prompts, group_size=3, sampling=sampling, seed=3)
     found = list(next(groups))
     policy.model.model.layers[0].register_forward_hook(lambda *_: None)
-    engine.set_version(1)
+    engine.send_weights(1)
     found += next(groups)
     same({rollout.prompt.id + str(rollout.index): rollout for rollout in found}, expected)
 
@@ -331,7 +331,7 @@ def test_weights_that_change_between_two_groups_draw_all_tokens_from_then_on(pol
     next(groups)
     with torch.no_grad():
         policy.model.lm_head.weight.zero_()
-    engine.set_version(1)
+    engine.send_weights(1)
     (last,) = list(groups)
     for rollout in last:
         np.testing.assert_allclose(rollout.behavior_logp[30:], -np.log(policy.vocabulary), atol=1e-5)

@@ -197,7 +197,7 @@ def draw(engine: VllmEngine, prompts: list[Prompt], sampling: Sampling = SAMPLIN
 @pytest.mark.slow
 def test_groups_come_back_whole_with_versions_and_log_probs(server, engine_of, prompts_of) -> None:
     engine, prompts = engine_of(server), prompts_of(4, 7, 2)
-    engine.set_version(3)
+    engine.send_weights(3)
     groups = draw(engine, prompts)
     assert set(groups) == {prompt.id for prompt in prompts}
     for prompt in prompts:
@@ -309,7 +309,7 @@ def test_who_leaves_early_hangs_up(server, engine_of, prompts_of) -> None:
 def test_every_turn_is_a_request_with_all_ids_so_far(server, engine_of, prompts_of, scripted_environment, cut) -> None:
     other, prompts = FakeServer(), prompts_of(4, 7, 2)
     engine = engine_of(server, other)
-    engine.set_version(3)
+    engine.send_weights(3)
     told, asked = None, []
     for delays in (None, 0, 1):
         for fake in (server, other):
@@ -416,7 +416,7 @@ def test_weights_arrive_in_the_servers_dtype_between_pause_and_resume(server, en
     monkeypatch.setattr(weight_sync.buckets, "__defaults__", (10_000,))
     server.facts["dtype"] = "bfloat16"
     engine = engine_of(server)
-    engine.set_version(2)
+    engine.send_weights(2)
     for name, weight in engine.policy.model.named_parameters():
         assert torch.equal(server.weights[name], weight.detach().to(torch.bfloat16)), name
     told = [call for call in server.calls if call not in ("/health", "/collective_rpc", "/init_weight_transfer_engine")]
@@ -430,10 +430,10 @@ def test_weights_arrive_in_the_servers_dtype_between_pause_and_resume(server, en
 @pytest.mark.slow
 def test_the_same_version_is_sent_once(server, engine_of, prompts_of) -> None:
     engine = engine_of(server)
-    draw(engine, prompts_of(4))  # before any set_version the weights go out too: version 0
-    engine.set_version(0)
+    draw(engine, prompts_of(4))  # before any send_weights the weights go out too: version 0
+    engine.send_weights(0)
     assert server.calls.count("/finish_weight_update") == 1
-    engine.set_version(1)
+    engine.send_weights(1)
     assert server.calls.count("/finish_weight_update") == 2
 
 
@@ -444,7 +444,7 @@ def test_the_same_version_is_sent_once(server, engine_of, prompts_of) -> None:
 def test_new_weights_reach_completions_that_are_half_done(server, engine_of, prompts_of) -> None:
     """They are kept while the servers pause, and each token says which weights drew it."""
     engine, asked, go_on = engine_of(server, in_flight=True), threading.Event(), threading.Event()
-    engine.set_version(4)
+    engine.send_weights(4)
     begun = server.label
 
     def hold(_: dict[str, Any]) -> None:
@@ -463,7 +463,7 @@ def test_new_weights_reach_completions_that_are_half_done(server, engine_of, pro
     thread = threading.Thread(target=lambda: found.update(draw(engine, prompts_of(4))))
     thread.start()
     assert asked.wait(10)
-    engine.set_version(5)
+    engine.send_weights(5)
     assert server.paused == ["keep", "keep"]
     go_on.set()
     thread.join(10)
@@ -484,7 +484,7 @@ def test_new_weights_reach_completions_that_are_half_done(server, engine_of, pro
 )
 def test_p5_a_token_of_no_version_that_it_can_have_is_refused(spans, server, engine_of, prompts_of) -> None:
     engine = engine_of(server, in_flight=True)
-    engine.set_version(4)
+    engine.send_weights(4)
     run = server.label.removesuffix("4")
     server.spoil = spoilt(weight_versions=[{"version": run + name, "start": begin, "end": end} for name, begin, end in spans])
     with pytest.raises(EngineError, match="drawn by stale or foreign weights"):
@@ -555,7 +555,7 @@ def test_p4_an_answer_that_cannot_be_is_refused(spoil, says: str, server, engine
 @pytest.mark.slow
 def test_p5_tokens_of_two_versions_are_refused(server, engine_of, prompts_of) -> None:
     engine = engine_of(server)
-    engine.set_version(1)
+    engine.send_weights(1)
     server.spoil = spoilt(
         weight_versions=[{"version": server.label, "start": 0, "end": 2}, {"version": "other", "start": 2, "end": 4}]
     )
@@ -603,17 +603,17 @@ def test_a_mixture_of_experts_is_refused_on_a_cpu(policy_of, server) -> None:
         policy_of("mixtral", dtype=torch.float32, num_attention_heads=1, num_key_value_heads=1), servers=[server.url]
     )
     with pytest.raises(EngineError, match=r"do not all reach its experts"):
-        engine.set_version(0)
+        engine.send_weights(0)
     server.facts["device"] = "cuda"
     with pytest.raises(EngineError, match=r"runs on a GPU and the policy on a CPU"):
-        engine.set_version(0)
+        engine.send_weights(0)
     engine.close()
 
 
 def test_a_server_without_the_plug_in_is_refused(server, engine_of) -> None:
     server.status["/collective_rpc"] = 500
     with pytest.raises(EngineError, match="groupwise serve"):
-        engine_of(server).set_version(0)
+        engine_of(server).send_weights(0)
 
 
 # ---- servers that are gone
@@ -627,7 +627,7 @@ def test_p1_a_server_that_is_not_there_is_named(engine_of, server, monkeypatch) 
     with pytest.raises(
         PeerError, match=rf"{server.url} does not exist: the connection is refused; start one with `groupwise serve"
     ):
-        engine.set_version(0)
+        engine.send_weights(0)
 
 
 @pytest.mark.slow
@@ -642,7 +642,7 @@ def test_p3_a_server_that_falls_silent_is_named(engine_of, server, prompts_of, m
     monkeypatch.setattr(request_pool, "PATIENCE", 0.2)
     monkeypatch.setattr(request_pool, "POLL", 0.1)
     engine, silent = engine_of(server), threading.Event()
-    engine.set_version(0)
+    engine.send_weights(0)
 
     def fall_silent(body: dict[str, Any]) -> None:
         silent.set()
@@ -672,7 +672,7 @@ def test_p3_a_server_that_is_slow_is_waited_for(why: str, engine_of, server, pro
     monkeypatch.setattr(request_pool, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(request_pool, "POLL", 0.02)
     engine = engine_of(server)
-    engine.set_version(0)
+    engine.send_weights(0)
     engine._sending = why == "it takes weights"
     server.computed = 0.0 if why == "it compiles" else 5.0
 
@@ -703,32 +703,32 @@ def test_a_server_that_counts_nothing_is_refused(engine_of, server, prompts_of, 
 def test_a_server_that_another_run_has_taken_is_left_to_it(server, engine_of) -> None:
     """Before anything is paused: it would wait for the other's weights, and this run for a group that is gone."""
     first, second = engine_of(server), engine_of(server)
-    first.set_version(0)
-    second.set_version(0)
+    first.send_weights(0)
+    second.send_weights(0)
     server.calls.clear()
     with pytest.raises(EngineError, match=r"takes its weights from another run \(at 127.0.0.1:\d+\): give each run its own"):
-        first.set_version(1)
+        first.send_weights(1)
     assert server.calls == ["/collective_rpc"]
-    second.set_version(1)
+    second.send_weights(1)
 
 
 def test_a_server_that_was_started_anew_has_met_nobody(server, engine_of) -> None:
     engine = engine_of(server)
-    engine.set_version(0)
+    engine.send_weights(0)
     server.facts["trainer"] = None
     with pytest.raises(EngineError, match="was started anew since this run connected to it: resume the run"):
-        engine.set_version(1)
+        engine.send_weights(1)
 
 
 def test_a_server_of_an_older_groupwise_is_refused_at_once(server, engine_of) -> None:
     del server.facts["trainer"]
     with pytest.raises(EngineError, match="was started by an older Groupwise: start it anew with `groupwise serve MODEL`"):
-        engine_of(server).set_version(0)
+        engine_of(server).send_weights(0)
 
 
 def test_a_server_of_ones_own_that_ends_between_two_updates_is_named_by_how_it_ended(server, engine_of) -> None:
     engine = engine_of(server)
-    engine.set_version(0)
+    engine.send_weights(0)
     server.dies.add("/collective_rpc")
 
     def alive() -> None:
@@ -736,7 +736,7 @@ def test_a_server_of_ones_own_that_ends_between_two_updates_is_named_by_how_it_e
 
     engine.servers.alive = alive
     with pytest.raises(EngineError, match="killed by signal 9"):
-        engine.set_version(1)
+        engine.send_weights(1)
 
 
 @pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights", "/resume"])
@@ -744,7 +744,7 @@ def test_an_update_that_fails_ends_at_once(path: str, engine_of, server, monkeyp
     monkeypatch.setattr(weight_sync, "UPDATE_SECONDS", 3600.0)  # whoever waits for the server waits too long for this test
     server.status[path] = 500
     with pytest.raises((EngineError, PeerError), match=path):
-        engine_of(server).set_version(0)
+        engine_of(server).send_weights(0)
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ gives.  For tensors that they do not take, torch's operations compute the same, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from groupwise.ops.query import Family
 
 operations: Any = torch.ops.groupwise
 """The kernels, by name.  They have no gradients: autograd Functions call them."""
@@ -56,19 +57,27 @@ def worth_attention(keys: int, query: Tensor, key: Tensor, value: Tensor) -> boo
     return keys <= (MOST_KEYS_ON_TILES if operations.has_tiles() else MOST_KEYS[query.dtype])
 
 
-def segments(
-    families: Sequence[Sequence[tuple[int, int, int, int]]],
-) -> tuple[Tensor, Tensor, int]:
-    """Stretches of a stream, family by family, as `attention` takes them.
+def segments(families: Sequence[Family]) -> tuple[Tensor, Tensor, int]:
+    """Return the segments of a stream, family by family, as `attention` takes them.
 
-    In: a family's stretches are tokens from..to, which see themselves causally and the tokens
-        prompt from..prompt to. Out: where each family's begin, and where the last one's end (F +
-        1), and the stretches (N, 4), both int64; and the tokens of the stream, behind which lies
-        filler.
+    A segment is (from, to, prefix from, prefix to): its tokens see themselves causally, and the
+    whole prefix.  A family's first segment holds its prefix.
+
+    Out: each family's first segment, and one behind the last (F + 1) int64; the segments (N, 4)
+        int64; the tokens of the stream, behind which lies filler.
     """
-    first_F = torch.tensor([0, *accumulate(map(len, families))], dtype=torch.int64)
-    stretch_N4 = torch.tensor([stretch for family in families for stretch in family], dtype=torch.int64).view(-1, 4)
-    return first_F, stretch_N4, max((family[-1][1] for family in families), default=0)
+    rows: list[tuple[int, int, int, int]] = []
+    firsts = [0]
+    end = 0
+    for family in families:
+        prefix = (0, 0)
+        for begin, end in family.causal:
+            rows.append((begin, end, *prefix))
+            prefix = family.prefix
+        firsts.append(len(rows))
+    first_F = torch.tensor(firsts, dtype=torch.int64)
+    segment_N4 = torch.tensor(rows, dtype=torch.int64).view(-1, 4)
+    return first_F, segment_N4, end
 
 
 def draws(logits_RV: Tensor) -> bool:

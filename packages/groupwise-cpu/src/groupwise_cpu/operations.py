@@ -53,7 +53,7 @@ class CpuOperations(Operations):
         if not compiled.worth_attention(stream.longest, *query.heads):
             return None
         if stream.prepared is None:
-            stream.prepared = compiled.segments([family.stretches for family in stream.families])
+            stream.prepared = compiled.segments(stream.families)
         return _StreamAttention.apply(*query.heads, *stream.prepared, query.scale)  # type: ignore[return-value]
 
     def logits_reader(self, raw_CV: Tensor) -> CompiledLogitsReader | None:

@@ -129,7 +129,7 @@ def blocks_seen(layout: Layout, reach: Reach = EVERYTHING) -> tuple[Tensor, Tens
     for start, length, prefix, sees in segments:
         begin, before = (layout.start[prefix], layout.length[prefix]) if prefix >= 0 else (start, 0)
 
-        def stretches(
+        def spans(
             low: int, high: int, start: int = start, begin: int = begin, before: int = before
         ) -> list[tuple[int, int]]:
             """Where the positions low..high of a sequence lie in the stream."""
@@ -143,12 +143,12 @@ def blocks_seen(layout: Layout, reach: Reach = EVERYTHING) -> tuple[Tensor, Tens
         for q in range(start // FLEX_BLOCK, -(-(start + length) // FLEX_BLOCK)):
             a, b = max(start, q * FLEX_BLOCK), min(start + length, (q + 1) * FLEX_BLOCK)
             first, last = before + a - start, before + b - start - 1
-            for from_, to in stretches(
+            for from_, to in spans(
                 max(int(sees.first(first)), 0), last + 1
             ):  # what one of them sees
                 if to > from_:
                     some_QK[q, from_ // FLEX_BLOCK : -(-to // FLEX_BLOCK)] = True
-            for from_, to in stretches(max(int(sees.first(last)), 0), first + 1):  # what all do
+            for from_, to in spans(max(int(sees.first(last)), 0), first + 1):  # what all do
                 if to > from_:
                     whole_QK[q, -(-from_ // FLEX_BLOCK) : to // FLEX_BLOCK] += b - a
     return some_QK, whole_QK == FLEX_BLOCK

@@ -22,7 +22,7 @@ from groupwise.models.attention import Attend
 from groupwise.rollout.native.decode_attention import Extend, Prefill
 from groupwise.rollout.native.forward import RolloutForward
 from groupwise.rollout.native.kv_cache import KVCache, SavedEntry
-from groupwise.utils.portions import portions
+from groupwise.utils.batching import batch_by_size
 
 PREFILL_TOKENS = 8192
 """Most tokens of one prefill pass (a longer prompt has a pass of its own): bounds the memory of its
@@ -79,7 +79,7 @@ class PromptCache:
         self, prefixes: abc.Sequence[Prefix], forward: RolloutForward, device: torch.device
     ) -> None:
         """Compute prefixes in passes of bounded length; their keys and values become entries."""
-        for batch in portions(prefixes, lambda prefix: prefix.tokens.size, PREFILL_TOKENS):
+        for batch in batch_by_size(prefixes, lambda prefix: prefix.tokens.size, PREFILL_TOKENS):
             lengths = [prefix.tokens.size for prefix in batch]
             self.store.reserve(self.store.live + len(batch), max(lengths))
             tokens_T = np.concatenate([prefix.tokens for prefix in batch])
@@ -135,7 +135,7 @@ class LiveSequences:
         uncached tokens, most first.  Returns the final hidden state of each one's last token.
         """
         hidden: dict[Sequence, Tensor] = {}
-        for batch in portions(sequences, lambda sequence: sequence.uncached, PREFILL_TOKENS):
+        for batch in batch_by_size(sequences, lambda sequence: sequence.uncached, PREFILL_TOKENS):
             first = len(self.live) + len(hidden)
             counts = [sequence.uncached for sequence in batch]
             extend = Extend(

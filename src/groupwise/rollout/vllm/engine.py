@@ -76,12 +76,12 @@ class VllmEngine:
 
         max_rows, dtype: of its own server: completions decoded at the same time; `float32` or
             `bfloat16` (default: the policy's products').
-        in_flight: `generate` may run in other threads while `set_version` sends weights;
+        in_flight: `generate` may run in other threads while `send_weights` sends weights;
             completions go on with the new ones, and each token carries the version that drew it.
         colocated: no servers, but vLLM in this process.
         environment: that answers the turns of completions; the caller closes it.
         Raises ConfigError if no server can be started, EngineError for an environment with a
-        colocated vLLM.  A server is waited for at the first `set_version` or `generate`.
+        colocated vLLM.  A server is waited for at the first `send_weights` or `generate`.
         """
         if colocated and environment is not None:
             raise EngineError(
@@ -178,7 +178,7 @@ class VllmEngine:
             self._own.close()
             self._own = None
 
-    def set_version(self, version: int) -> None:
+    def send_weights(self, version: int) -> None:
         """See `engine.Engine`: sends the weights to all servers, unless they have this version.
         All processes must call it.
 
@@ -207,7 +207,7 @@ class VllmEngine:
         """See `engine.Engine`."""
         check_request(self.policy, prompts, group_size, sampling)
         if self._held is None:
-            self.set_version(self.version)
+            self.send_weights(self.version)
         oldest = self._held or 0
         self._check(prompts, group_size if self.environment is None else 1, sampling)
         if self.environment is not None:

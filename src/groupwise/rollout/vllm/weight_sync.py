@@ -22,7 +22,7 @@ from groupwise.models.saving import merged
 from groupwise.models.shape import Shape
 from groupwise.rollout.vllm.client import Client
 from groupwise.utils import threads
-from groupwise.utils.portions import portions
+from groupwise.utils.batching import batch_by_size
 
 Alive = Callable[[], None]
 """Raises if a server is known to have ended; it knows better than a broken connection what
@@ -246,7 +246,9 @@ def buckets(
     weights = revert_weight_conversion(
         model, {name: parameter.detach() for name, parameter in model.named_parameters()}
     )
-    for bucket in portions(weights.items(), lambda named: named[1].numel() * dtype.itemsize, limit):
+    for bucket in batch_by_size(
+        weights.items(), lambda named: named[1].numel() * dtype.itemsize, limit
+    ):
         names, parts = zip(*bucket, strict=True)
         flat = torch.cat([part.to(dtype).reshape(-1) for part in parts])
         yield list(names), [list(part.shape) for part in parts], flat.view(torch.uint8)
