@@ -15,7 +15,7 @@ import pytest
 from scipy import stats
 
 import groupwise as gw
-from groupwise.api.sweep import settings
+from groupwise.api.sweep import settings, tags_of
 from groupwise.cli.commands import main
 from groupwise.errors import ConfigError, DataError
 from groupwise.inspection.comparison import PairedDifference, paired_difference, read_group, verdict
@@ -103,6 +103,10 @@ def test_every_run_is_checked_before_the_first_starts(there: Path, capsys: pytes
     ("options", "message"),
     [
         (["--seeds", "2", "--fresh"], "another name"),
+        (["--seeds", "2", "--print-config"], "--print-config is about one run"),
+        (["--sweep", "seed=1,2", "--dry-run", "--world", "2"], "--world is about one run"),
+        (["--seeds", "2", "--dry-run", "--model-config", "c.json"], "--model-config is about one run"),
+        (["--at-once", "2", "--print-config"], "add one of them"),
         (["--at-once", "2"], "add one of them"),
         (["optimizer.lr=1e-5", "--sweep", "optimizer.lr=1e-6"], "optimizer.lr is swept"),
     ],
@@ -118,6 +122,25 @@ def test_a_dry_run_lists_the_runs(there: Path, capsys: pytest.CaptureFixture[str
     assert main(["train", "my.yaml", "seed=7", "--seeds", "2", "--sweep", "optimizer.lr=1e-6,3e-6", "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "runs/mine-lr=1e-6-seed=7: optimizer.lr=1e-6 seed=7" and len(lines) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+def test_data_of_every_setting_are_read_before_the_first_run_starts(
+    there: Path, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = ["--sweep", "data.columns={prompt: prompt},{prompt: question}", "--seeds", "2", *options]
+    assert main(["train", "my.yaml", *sweep]) == DataError.exit_code
+    shown = capsys.readouterr()
+    assert "question" in shown.err and "before any run of the sweep started" in shown.err
+    assert "begun" not in shown.out and not (there / "runs").exists()
+
+
+def test_tags_of_a_setting_are_one_for_each_key() -> None:
+    (setting, _) = settings("mine", 0, None, ["optimizer.betas=[0.9, 0.95],[0.9, 0.99]"])
+    long = settings("mine", 0, None, [f"data.system={100 * 'x'}"])[0]
+    assert tags_of(setting) == "optimizer.betas=[0.9; 0.95]"
+    assert len(tags_of(long)) == 64
 
 
 # ---------------------------------------------------------------- processes
@@ -274,3 +297,9 @@ def test_metrics_and_completions_as_tables(four_runs: Path) -> None:
     assert set(gw.read_rollouts(run, [2], columns=["reward"]).columns) == {"step", "reward"}
     with pytest.raises(DataError):
         gw.read_rollouts(run, [9])
+
+
+def test_a_folder_of_runs_is_no_run(four_runs: Path) -> None:
+    for read in (gw.read_metrics, gw.read_rollouts):
+        with pytest.raises(ConfigError, match=r"name one of them \(mine-lr=1e-2-seed=0, mine-lr=1e-2-seed=1, .*seed=1\)"):
+            read(four_runs / "runs")

@@ -26,6 +26,10 @@ def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
         (["groupwise", "config", "optimizer.l"], {"optimizer.lr"}, "optimizer.lr="),
         (["groupwise", "eval", "my-r"], {"my-run"}, "demo"),
         (["groupwise", "completion", "z"], {"zsh"}, "bash"),
+        (["groupwise", "train", "demo", "model.path", "="], {"my-run"}, "demo"),
+        (["groupwise", "train", "demo", "model.path", "=", "my-"], {"my-run"}, "demo"),
+        (["groupwise", "train", "demo", "model.path", "=", "de"], set(), "demo"),
+        (["groupwise", "train", "demo", "model.path=my-"], {"model.path=my-run"}, "demo"),
     ],
 )
 def test_bash_completes(typed: list[str], expected: set[str], absent: str, capsys: pytest.CaptureFixture[str], tmp_path) -> None:

@@ -21,9 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Console
+
 from groupwise.config.recipes import load_stages
 from groupwise.config.settings import Recipe
-from groupwise.errors import ConfigError, RunError
+from groupwise.errors import ConfigError, GroupwiseError, RunError
 from groupwise.runs.metrics_log import last_metrics
 from groupwise.runs.run_files import RunFiles
 from groupwise.utils.process_main import end_with_parent
@@ -34,6 +36,8 @@ LONGEST_NAME = 200
 """Characters of a run's name: a file name has at most 255 bytes."""
 LAST_WORDS = 12
 """Lines of a failed run's log that are shown."""
+LONGEST_TAG = 64
+"""Characters of a tag that W&B takes."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +150,7 @@ def settings(
 def plan_sweep(
     recipe: str | Path, overrides: Sequence[str], *, seeds: int | None, sweeps: Sequence[str]
 ) -> list[SweepRun]:
-    """Check every run of a sweep before the first one starts.  Raises ConfigError."""
+    """Check the recipe of every run of a sweep before the first one starts.  Raises ConfigError."""
     name, first = _named(load_stages(recipe, overrides))
     runs = []
     for setting in settings(name, first.seed, seeds, sweeps):
@@ -155,6 +159,47 @@ def plan_sweep(
         log = Path(next(iter(stages.values())).runs) / f"{setting.name}.log"
         runs.append(SweepRun(setting, folders, log))
     return runs
+
+
+def check_inputs(
+    recipe: str | Path,
+    overrides: Sequence[str],
+    runs: Sequence[SweepRun],
+    *,
+    world: int | None = None,
+) -> None:
+    """Read the data and make the functions of each setting, as `--dry-run` does of one run.
+
+    The seeds of a setting read the same data: the first one stands for all.  world: processes of
+    each run.   Raises ConfigError, DataError.
+    """
+    from groupwise.api.planning import plan_recipe
+
+    checked = set()
+    for run in runs:
+        if run.setting.group in checked:
+            continue
+        checked.add(run.setting.group)
+        try:
+            plan_recipe(
+                recipe,
+                [*overrides, *run.setting.overrides, f"name={run.setting.name}"],
+                world=world,
+                console=Console(quiet=True),
+            )
+        except GroupwiseError as error:
+            error.add_note(f"found before any run of the sweep started, in {run.setting.name}")
+            raise
+
+
+def tags_of(setting: SweepSetting) -> str:
+    """Write the setting as W&B's list of tags, which commas separate.
+
+    >>> tags_of(SweepSetting("a", "a", ("optimizer.betas=[0.9, 0.95]", "seed=0")))
+    'optimizer.betas=[0.9; 0.95],seed=0'
+    """
+    tags = [override.replace(",", ";")[:LONGEST_TAG] for override in setting.overrides]
+    return ",".join(tags)
 
 
 def _named(stages: Mapping[str, Recipe]) -> tuple[str, Recipe]:
@@ -245,7 +290,7 @@ class _Sweep:
         """Start the process of a run, on one device."""
         environment = dict(self.environment)
         environment.setdefault("WANDB_RUN_GROUP", run.setting.group)
-        environment.setdefault("WANDB_TAGS", ",".join(run.setting.overrides))
+        environment.setdefault("WANDB_TAGS", tags_of(run.setting))
         if device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = device
         named = [*self.overrides, *run.setting.overrides, f"name={run.setting.name}"]

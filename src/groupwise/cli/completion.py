@@ -70,7 +70,7 @@ def _bash(words: dict[str, Words], recipes: list[str], keys: list[str], *, zsh: 
     lines = ["autoload -U +X bashcompinit && bashcompinit"] if zsh else []
     lines += [
         "_groupwise() {",
-        '  local word="${COMP_WORDS[COMP_CWORD]}" words=""',
+        '  local word="${COMP_WORDS[COMP_CWORD]}" words="" key=""',
         "  COMPREPLY=()",
         "  if [ $COMP_CWORD -eq 1 ]; then",
         f'    COMPREPLY=($(compgen -W "{" ".join(words)}" -- "$word"))',
@@ -89,11 +89,19 @@ def _bash(words: dict[str, Words], recipes: list[str], keys: list[str], *, zsh: 
         lines.append(f'    {name}) words="{" ".join(known)}" ;;')
     lines += [
         "  esac",
+        # bash splits KEY=VALUE at the equals sign; zsh does not, and wants it back whole.
+        '  if [[ "$word" == "=" ]]; then',
+        '    word="" words=""',
+        '  elif [[ "${COMP_WORDS[COMP_CWORD-1]}" == "=" ]]; then',
+        '    words=""',
+        '  elif [[ "$word" == *=* ]]; then',
+        '    key="${word%%=*}=" word="${word#*=}" words=""',
+        "  fi",
         '  COMPREPLY=($(compgen -W "$words" -- "$word"))',
         "  if [ ${#COMPREPLY[@]} -eq 0 ]; then",
         "    local IFS=$'\\n'",
         "    compopt -o filenames 2>/dev/null",
-        '    COMPREPLY=($(compgen -f -- "$word"))',
+        '    COMPREPLY=($(compgen -P "$key" -f -- "$word"))',
         # A key is followed by its value, without a blank.
         '  elif [ ${#COMPREPLY[@]} -eq 1 ] && [[ "${COMPREPLY[0]}" == *= ]]; then',
         "    compopt -o nospace 2>/dev/null",

@@ -94,6 +94,11 @@ def run(options: argparse.Namespace) -> int:
 def _train(options: argparse.Namespace) -> int:
     from groupwise.config.recipes import dump_stages, load_stages
 
+    sweeping = options.seeds is not None or bool(options.sweep)
+    if sweeping:
+        _refuse_of_one_run(options)
+    elif options.at_once is not None:
+        raise ConfigError("--at-once is about --seeds and --sweep: add one of them")
     if options.dry_run and options.model_config is not None:
         return _plan(options)  # the recipe's own model need not be there
     stages = load_stages(
@@ -107,10 +112,8 @@ def _train(options: argparse.Namespace) -> int:
             raise ConfigError(
                 f"--{option.replace('_', '-')} plans what nobody starts: add --dry-run"
             )
-    if options.seeds is not None or options.sweep:
+    if sweeping:
         return _sweep(options, next(iter(stages.values())).threads)
-    if options.at_once is not None:
-        raise ConfigError("--at-once is about --seeds and --sweep: add one of them")
     if options.dry_run:
         return _plan(options)
     if options.nproc > 1:
@@ -128,18 +131,31 @@ def _train(options: argparse.Namespace) -> int:
     )
 
 
-def _sweep(options: argparse.Namespace, threads: int | None) -> int:
-    """Train several runs, or list them."""
-    from groupwise.api.sweep import plan_sweep, run_sweep
-
+def _refuse_of_one_run(options: argparse.Namespace) -> None:
+    """Raise ConfigError for options that are about one run, where there are several."""
     if options.fresh:
         raise ConfigError("--fresh is for one run: give a sweep another name=... instead")
+    for name in ("print_config", "world", "model_config"):
+        if getattr(options, name):
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{option} is about one run: leave --seeds and --sweep out, and give the values of"
+                " that run as KEY=VALUE"
+            )
+
+
+def _sweep(options: argparse.Namespace, threads: int | None) -> int:
+    """Train several runs, or list them."""
+    from groupwise.api.sweep import check_inputs, plan_sweep, run_sweep
+
     swept = {sweep.partition("=")[0] for sweep in options.sweep}
     for override in options.overrides:
         key = override.partition("=")[0]
         if key in swept:
             raise ConfigError(f"{key} is swept: leave {override} out")
     runs = plan_sweep(options.recipe, options.overrides, seeds=options.seeds, sweeps=options.sweep)
+    world = options.nproc if options.nproc > 1 else None
+    check_inputs(options.recipe, options.overrides, runs, world=world)
     if options.dry_run:
         for run in runs:
             print(f"{run.folders[-1]}: {' '.join(run.setting.overrides)}")

@@ -21,6 +21,8 @@ from groupwise.utils.spelling import near_path
 
 HEIGHT = 3
 """From runs/x/checkpoints/000100/policy up to runs/x."""
+LISTED = 12
+"""Runs that are named of a folder that holds more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +59,7 @@ def origin_of(path: str | Path) -> Origin | None:
 
     Of a run of several stages the stage that was written last is meant.  Data, models and reward
     functions that the recipe names need not be there any more.  Raises RunError or ConfigError if
-    the run's `config.yaml` cannot be read.
+    the run's `config.yaml` cannot be read, ConfigError for a folder of several runs.
     """
     place = expanded(path)
     if not place.exists():
@@ -67,16 +69,19 @@ def origin_of(path: str | Path) -> Origin | None:
         if _is_run(folder):
             shown = expanded(path) if folder == place else folder
             return _read(shown)
-    stages = (
-        sorted(place.glob(f"*/{METRICS}"), key=lambda log: log.stat().st_mtime)
-        if place.is_dir()
-        else []
-    )
-    return (
-        _read(expanded(path) / stages[-1].parent.name)
-        if stages and _is_run(stages[-1].parent)
-        else None
-    )
+    if not place.is_dir():
+        return None
+    logs = sorted(place.glob(f"*/{METRICS}"), key=lambda log: log.stat().st_mtime)
+    if not logs or not _is_run(logs[-1].parent):
+        return None
+    newest = _read(expanded(path) / logs[-1].parent.name)
+    if "/" not in newest.recipe.name:  # a stage is called RUN/STAGE
+        runs = sorted(log.parent.name for log in logs)
+        listed = ", ".join(runs[:LISTED])
+        if len(runs) > LISTED:
+            listed += ", ..."
+        raise ConfigError(f"{path} holds runs and is none itself: name one of them ({listed})")
+    return newest
 
 
 def is_config_of(path: str | Path, origin: Origin) -> bool:
