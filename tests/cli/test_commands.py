@@ -323,6 +323,10 @@ def test_config(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("group.group_size\n")
     assert commands.main(["config", "group.grup_size"]) == 2
     assert capsys.readouterr().err == "ConfigError: there is no setting 'group.grup_size' (did you mean group.group_size?)\n"
+    assert commands.main(["config", "clip"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("'clip' is no key. These name it:\n")
+    assert re.findall(r"^[a-z_]+\.[a-z_]+", shown, re.MULTILINE) == ["group.surrogate", "optimizer.clip_norm"]
     assert commands.main(["config"]) == 0
     frozen = Path(__file__).parents[1] / "config" / "settings_names.txt"
     assert len(capsys.readouterr().out.splitlines()) == len(frozen.read_text().split())

@@ -181,6 +181,7 @@ def test_k8_never_says_could_not_connect(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.chdir(tmp_path)
     assert "no such folder 'gpt2'" in refused(GOOD, "model.path=gpt2")[0]
+    assert "no such folder 'smollm' (did you mean smollm2?); as a hub name" in refused(GOOD, "model.path=smollm")[0]
     assert "no such file 'openai/gsm8k'" in refused(GOOD, "data.path=openai/gsm8k")[0]
     (tmp_path / "runs" / "sums").mkdir(parents=True)
     assert refused(GOOD, "model.path=runs/sum")[0].endswith("no such folder 'runs/sum' (did you mean runs/sums?)")
@@ -195,6 +196,28 @@ def test_k8_never_says_could_not_connect(tmp_path: Path, monkeypatch: pytest.Mon
     assert one(GOOD, "model.path=gpt2").model.path == "gpt2"
     monkeypatch.delenv("HF_HUB_OFFLINE")
     assert one(GOOD, "model.path=Qwen/Qwen3-0.6B").model == ModelSettings(path="Qwen/Qwen3-0.6B")
+
+
+def test_files_beside_the_recipe_are_named_where_the_working_directory_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    (folder / "reward.py").write_text("def right(completion):\n    return 1.0\n")
+    text = "objective: grpo\nname: r\nsteps: 1\nmodel: {scratch: {}}\ndata: {path: rows.jsonl}\nrewards: [reward.py:right]\n"
+    (folder / "r.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_recipe("mine/r.yaml")
+    assert str(caught.value).splitlines() == [
+        "2 problems in mine/r.yaml:",
+        "  mine/r.yaml:5: data.path: no such file 'rows.jsonl'",
+        "  mine/r.yaml:6: rewards.0.function: no such file 'reward.py'",
+        "  beside the recipe: rows.jsonl, reward.py. Run the command in mine",
+    ]
+    monkeypatch.chdir(folder)
+    assert load_recipe("r.yaml").data.path == "rows.jsonl"
 
 
 ALL_WRONG = """\

@@ -74,6 +74,7 @@ def test_describe_says_all() -> None:
         ("group.grup_size", "group.group_size"),
         ("rollout.temprature", "rollout.temperature"),
         ("modle", "model"),
+        ("groupsize", "group.group_size"),
         ("rewards.0.wieght", "rewards.N.weight"),
     ],
 )

@@ -39,6 +39,9 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("case", CORPUS["wrong"], ids=range(len(CORPUS["wrong"])))
 def test_every_mistake_is_said_with_its_line_and_remedy(case: dict[str, Any]) -> None:
+    overrides = case.get("override", [])
+    if isinstance(overrides, str):
+        overrides = [overrides]
     with pytest.raises(ConfigError) as caught:
-        parse_stages(text_of(case), "r.yaml", [case["override"]] if "override" in case else [])
+        parse_stages(text_of(case), "r.yaml", overrides)
     assert str(caught.value) == case["says"]

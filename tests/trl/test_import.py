@@ -92,7 +92,12 @@ def test_groupwise_config_knows_every_name(name: str) -> None:
 
 
 def test_the_command_explains_a_name_of_trls(capsys: pytest.CaptureFixture[str]) -> None:
-    for name, text in (("epsilon", "{name: clipped, low: ..., high: ...}"), ("push_to_hub", "groupwise push"), ("seed", "seed")):
+    for name, text in (
+        ("epsilon", "{name: clipped, low: ..., high: ...}"),
+        ("push_to_hub", "groupwise push"),
+        ("seed", "seed"),
+        ("async_training", "see rollout.ahead"),
+    ):
         assert main(["config", name]) == 0
         assert text in capsys.readouterr().out
 

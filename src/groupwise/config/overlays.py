@@ -41,7 +41,8 @@ Change = tuple[tuple[str, ...], Document]
 def read_overrides(overrides: Iterable[str], problems: list[Problem]) -> list[Change]:
     """`a.b=1` -> (("a", "b"), document).  Later ones win."""
     changes = []
-    for override in overrides:
+    words = list(overrides)
+    for number, override in enumerate(words):
         key, equals, text = override.partition("=")
         key = key.strip().removeprefix("--")
         where = f"override {key}={text}" if equals else f"override {override}"
@@ -51,10 +52,19 @@ def read_overrides(overrides: Iterable[str], problems: list[Problem]) -> list[Ch
             )
             continue
         document, wrong = parse_value(text, where)
+        if wrong and _goes_on(words, number):
+            message = f"the shell cut this value at a space: put it in quotes, '{key}=...'"
+            problems.append(Problem(where, message))
+            break  # the next words are the rest of this value
         problems += wrong
         if not wrong:
             changes.append((tuple(key.split(".")), document))
     return changes
+
+
+def _goes_on(words: Sequence[str], number: int) -> bool:
+    """Return True if the word behind one of a command line is no override itself."""
+    return number + 1 < len(words) and "=" not in words[number + 1]
 
 
 def stage_documents(

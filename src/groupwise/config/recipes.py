@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -278,8 +279,25 @@ def _checked(
                 problems.append(Problem(document.place(path).where, before + message))
         earlier = [*earlier, *([stage] if staged else [])]
     if problems:
-        raise ConfigError(_listed(name, problems))
+        raise ConfigError(_listed(name, problems) + _files_beside(name, documents))
     return recipes
+
+
+def _files_beside(name: str, documents: Mapping[str, Document]) -> str:
+    """Return a line about files that lie beside a recipe and not in the working directory, where
+    files are looked for; or an empty text.
+
+    name: the path of the recipe.
+    """
+    folder = os.path.dirname(name)
+    beside = {}
+    for text in _texts([document.values for document in documents.values()]):
+        file = text.partition(":")[0]  # my_rewards.py:right
+        if os.path.isfile(os.path.join(folder, file)) and not os.path.exists(file):
+            beside[file] = None
+    if not beside:
+        return ""
+    return f"\n  beside the recipe: {', '.join(beside)}. Run the command in {folder}"
 
 
 @cache

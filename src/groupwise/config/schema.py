@@ -288,6 +288,9 @@ def suggestion(key: str) -> str:
         return f" (TRL name; here it is {TRL_KEYS[leaf]})"
     if leaf in everywhere:
         return f" (did you mean {everywhere[leaf]}?)"
+    joined = {name.replace("_", ""): key for name, key in everywhere.items()}
+    if leaf.replace("-", "") in joined:
+        return f" (did you mean {joined[leaf.replace('-', '')]}?)"
     for names in (here, everywhere, TRL_KEYS):
         near = nearest(leaf, names, cutoff=0.7)
         if near is not None:
@@ -299,6 +302,21 @@ def suggestion(key: str) -> str:
     if here and inside:
         return f" (`groupwise config {inside.removesuffix('.N')}` lists the keys)"
     return " (`groupwise config` lists all keys)"
+
+
+def keys_about(word: str) -> list[str]:
+    """Return the keys whose name, meaning or name in TRL holds a word, whatever its capitals.
+
+    >>> keys_about("clip")
+    ['group.surrogate', 'optimizer.clip_norm']
+    """
+    word = word.lower()
+    keys = []
+    for key in knobs():
+        setting = settings_table()[key]
+        if word in " ".join((key, *setting.trl, setting.meaning)).lower():
+            keys.append(key)
+    return keys
 
 
 def first_sentence(text: str) -> str:

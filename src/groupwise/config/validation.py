@@ -21,7 +21,12 @@ from urllib.parse import urlsplit
 from groupwise.algorithms.losses import Jsd
 from groupwise.algorithms.table import ALGORITHMS, PARTS, Algorithm
 from groupwise.config.live_objects import LIVE
-from groupwise.config.packaged_models import is_fetched, is_packaged, not_fetched
+from groupwise.config.packaged_models import (
+    PACKAGED_MODELS,
+    is_fetched,
+    is_packaged,
+    not_fetched,
+)
 from groupwise.config.resolve import conflicts, part_problems, with_group
 from groupwise.config.schema import lookup, show
 from groupwise.config.settings import (
@@ -217,7 +222,10 @@ def wrong_model(path: str, earlier: Sequence[str] = ()) -> str | None:
         return f"{path!r} is a file; a model is a folder in Hugging Face's format, or a .gguf file"
     if _means_local(path):
         return f"no such folder {path!r}{near_path(folder)}"
-    return f"no such folder {path!r}; {UNREACHABLE}" if _unreachable("models", path) else None
+    if not _unreachable("models", path):
+        return None
+    near = closest(path, PACKAGED_MODELS) or near_path(folder)
+    return f"no such folder {path!r}{near}; {UNREACHABLE}"
 
 
 def _no_model(folder: Path, path: str) -> str | None:

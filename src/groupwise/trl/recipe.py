@@ -20,7 +20,7 @@ from groupwise.errors import ConfigError
 from groupwise.trl import data_keys, loss_keys, model_keys, rollout_keys, schedule_keys
 from groupwise.trl.configuration import KINDS, OPEN, Configuration, Fate, Line
 from groupwise.trl.files import read_configuration
-from groupwise.trl.table import ASYNCHRONOUS, FATES, REMOVED, SHOWN, TABLE, Argument
+from groupwise.trl.table import FATES, FOREIGN, SHOWN, TABLE, Argument
 from groupwise.trl.values import flow, short
 from groupwise.utils.files import expanded
 from groupwise.utils.spelling import closest, counted, nearest
@@ -214,10 +214,8 @@ def _carried(trl: Configuration, name: str, value: Any, row: Argument) -> Line:
 
 def _unknown(name: str) -> str:
     """What a name may be that is no argument of TRL 1.16."""
-    if name in REMOVED.split():
-        return "an argument of TRL before 1.16, which went"
-    if name in ASYNCHRONOUS.split():
-        return "an argument of TRL's asynchronous trainer: see rollout.ahead"
+    if name in FOREIGN:
+        return FOREIGN[name]
     near = nearest(name, TABLE, cutoff=MISSPELT)
     hint = "" if near is None else f" (did you mean {near}?)"
     return f"no argument of TRL 1.16{hint}"

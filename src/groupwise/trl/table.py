@@ -277,22 +277,24 @@ ELSEWHERE = {
     "groupwise serve MODEL -- --tensor-parallel-size N": "vllm_tensor_parallel_size",
 }
 """The line that does it -> arguments of what a recipe does not do."""
-REMOVED = (
-    "base_model_attribute_name chars_per_token cliprange dataset_batch_size force_use_ref_model "
-    "generate_during_eval is_encoder_decoder kl_coef label_pad_token_id max_target_length "
-    "missing_eos_penalty model_adapter_name normalize_advantage normalize_reward num_mini_batches "
-    "num_of_sequences num_ppo_epochs padding_value ref_adapter_name ref_model_init_kwargs "
-    "reference_free response_length rloo_k rpo_alpha stop_token stop_token_id token_level_kl "
-    "total_episodes use_liger_loss use_logits_to_keep use_num_logits_to_keep "
-    "vllm_enable_prefix_caching vllm_guided_decoding_regex wandb_log_unique_prompts "
-    "whiten_rewards"
-)
-"""Arguments of TRL before 1.16 that went."""
-ASYNCHRONOUS = (
-    "async_training fork_threshold_tokens heartbeat_stale_after_s max_inflight_tasks max_staleness "
-    "queue_maxsize request_timeout token_budget weight_sync_steps weight_sync_timeout"
-)
-"""Arguments of TRL's asynchronous trainers."""
+OTHER_VERSIONS = {
+    "an argument of TRL before 1.16, which went": (
+        "base_model_attribute_name chars_per_token cliprange dataset_batch_size "
+        "force_use_ref_model generate_during_eval is_encoder_decoder kl_coef label_pad_token_id "
+        "max_target_length missing_eos_penalty model_adapter_name normalize_advantage "
+        "normalize_reward num_mini_batches num_of_sequences num_ppo_epochs padding_value "
+        "ref_adapter_name ref_model_init_kwargs reference_free response_length rloo_k rpo_alpha "
+        "stop_token stop_token_id token_level_kl total_episodes use_liger_loss use_logits_to_keep "
+        "use_num_logits_to_keep vllm_enable_prefix_caching vllm_guided_decoding_regex "
+        "wandb_log_unique_prompts whiten_rewards"
+    ),
+    "an argument of TRL's asynchronous trainer: see rollout.ahead": (
+        "async_training fork_threshold_tokens heartbeat_stale_after_s max_inflight_tasks "
+        "max_staleness queue_maxsize request_timeout token_budget weight_sync_steps "
+        "weight_sync_timeout"
+    ),
+}
+"""What to know -> arguments that are none of TRL 1.16's trainers."""
 
 
 def _table() -> dict[str, Argument]:
@@ -315,6 +317,8 @@ def _table() -> dict[str, Argument]:
 
 TABLE = _table()
 """TRL's argument -> what becomes of it."""
+FOREIGN = {name: detail for detail, names in OTHER_VERSIONS.items() for name in names.split()}
+"""Argument of another version or trainer of TRL -> what to know."""
 CALLS: dict[str, Argument] = {
     "add_callback": TABLE["callbacks"],
     "create_model_card": Argument("unneeded", detail="`final/README.md` is one"),
@@ -332,6 +336,8 @@ CALLS: dict[str, Argument] = {
 
 def explain(name: str) -> str:
     """Explain an argument: the key in its place with what differs, or what becomes of it."""
+    if name in FOREIGN:
+        return f"{name}: {FOREIGN[name]}"
     row = TABLE[name]
     if row.key is None:
         return f"{name} (an argument of TRL's)\n  {FATES[row.fate]}: {row.detail}"
