@@ -27,6 +27,7 @@ from groupwise.config.recipes import (
     make_recipe,
     parse_recorded,
     parse_stages,
+    read_environment,
     redacted,
     run_folder,
 )
@@ -334,6 +335,30 @@ def test_data_from_an_earlier_stage_keep_coming_from_there(tmp_path: Path) -> No
 def test_part_mappings_are_replaced_not_merged() -> None:
     text = STAGED.replace("rewards:", "group: {surrogate: {name: cispo, cap: 4.0}}\nrewards:", 1)
     assert parse_stages(text, "r.yaml")["grpo"].group.surrogate == {"name": "clipped", "low": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({}, None),
+        ({"tools": ["tools.py:add"]}, "tools.py"),  # the file is not there
+        ({"verifiers": "reverse-text"}, None),  # brings rows of its own, and nothing else has any here
+        ({"harness": "outside", "past": "split"}, None),
+        ({"past": "split"}, "environment.past is about conversations"),
+        ({"openenv": "ws://a:1", "args": {"url": "ws://b:2"}}, "the server's address is one of them"),
+        ({"max_turns": 0, "at_once": "x"}, "2 problems in the environment:\n  environment.at_once"),
+        ({"turns": 3}, "unknown key 'environment.turns'"),
+        ({"interface": "gym"}, "environment.interface is no key any more"),
+    ],
+)
+def test_an_environment_alone_is_judged_by_what_it_holds(keys: dict, said: str | None, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    if said is None:
+        settings = read_environment(keys)
+        assert {name: getattr(settings, name) for name in keys} == keys
+    else:
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            read_environment(keys)
 
 
 def test_load_recipe_and_load_stages(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import torch
 from groupwise.api import objects
 from groupwise.api.loaded_policy import model_folder, settings_of
 from groupwise.config.live_objects import LIVE, Live
+from groupwise.config.recipes import read_environment
 from groupwise.config.settings import (
     CriticSettings,
     DataSettings,
@@ -40,7 +41,7 @@ from groupwise.proof.texts import NATIVE
 from groupwise.records import Sampling
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.checkpoint import step_of
-from groupwise.runs.environments import environment_of, with_environment_data
+from groupwise.runs.environments import with_environment_data
 from groupwise.runs.inputs import inputs_of, resolved, warn_of_changed_inputs
 from groupwise.runs.job import evaluate_prompts
 from groupwise.runs.origin import Origin, origin_of, overridden
@@ -172,7 +173,7 @@ def evaluate(
             " to evaluate"
         )
     if keys is not None:
-        run = replace(run, environment=environment_of(keys))
+        run = replace(run, environment=read_environment(keys))
     demand_values(run.environment, "environment")
     run = with_environment_data(run)
     held_out = _data_of(

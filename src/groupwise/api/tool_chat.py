@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from groupwise.api.loaded_policy import LoadedPolicy
+from groupwise.config.recipes import read_environment
+from groupwise.config.settings import EnvironmentSettings
 from groupwise.data.templates import Template
 from groupwise.data.wording import ReadRow
 from groupwise.models.loading import Blueprint
@@ -15,12 +17,7 @@ from groupwise.proof.prove import prove
 from groupwise.proof.texts import NATIVE
 from groupwise.records import Prompt, Rollout, Sampling
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.runs.environments import (
-    environment_of,
-    make_environment,
-    make_runtime,
-    tools_of,
-)
+from groupwise.runs.environments import make_environment, make_runtime, tools_of
 from groupwise.runs.origin import Origin
 
 
@@ -45,12 +42,10 @@ class Answered:
         """A policy with its environment; None without an environment, or where a harness drives the
         episodes.
         """
-        settings = environment_of(environment or {})
-        if (
-            environment is None
-            and origin is not None
-            and not origin.recipe.environment.named(("factory", "openenv"))
-        ):
+        settings = EnvironmentSettings()
+        if environment is not None:
+            settings = read_environment(environment)
+        elif origin is not None and not origin.recipe.environment.named(("factory", "openenv")):
             settings = origin.recipe.environment  # a game is no conversation
         source = make_runtime(settings)
         if source is None:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -25,19 +25,28 @@ from groupwise.config import schema
 from groupwise.config.bundled import find_recipe
 from groupwise.config.live_objects import Live, object_of
 from groupwise.config.overlays import in_full, overlaid, read_overrides, stage_documents
-from groupwise.config.settings import Recipe, is_online
+from groupwise.config.settings import EnvironmentSettings, Recipe, is_online
 from groupwise.config.strict_yaml import Document, Problem, parse
 from groupwise.config.strict_yaml import dump as dump_yaml
 from groupwise.config.texts import with_texts
-from groupwise.config.validation import STAGE, policy_updates, validate_recipe
+from groupwise.config.validation import (
+    STAGE,
+    policy_updates,
+    validate_environment,
+    validate_recipe,
+)
 from groupwise.errors import ConfigError, GroupwiseError, Problems
 from groupwise.utils.files import expanded
 from groupwise.utils.secrets import redacted
 from groupwise.utils.spelling import closest
 from groupwise.utils.terminal import half_character
 
-NEUTRAL = ("save.", "parallel.", "runs", "name", "threads")
-"""Keys that may change when a run is resumed: they do not say what is computed."""
+NEUTRAL = ("save.", "parallel.", "runs.", "name.", "threads.")
+"""Beginnings of keys that may change when a run is resumed: they do not say what is computed."""
+
+
+Section = TypeVar("Section")
+"""A recipe, or a part of one."""
 
 
 # ---------------------------------------------------------------- loading
@@ -82,17 +91,16 @@ def parse_stages(text: str, name: str, overrides: Sequence[str] = ()) -> dict[st
         root.values = {}
     if not root.values and problems:
         raise ConfigError(_listed(name, problems))
-    documents, staged = (
-        stage_documents(root, read_overrides(overrides, problems), problems),
-        "stages" in root.values,
-    )
+    documents = stage_documents(root, read_overrides(overrides, problems), problems)
+    staged = "stages" in root.values
     recipes = _checked(name, documents, problems, staged=staged)
-    if not staged:
-        return {recipe.objective: recipe for recipe in recipes.values()}
-    return {
-        stage: dataclasses.replace(recipe, name=f"{recipe.name}/{stage}")
-        for stage, recipe in recipes.items()
-    }
+    named: dict[str, Recipe] = {}
+    for stage, recipe in recipes.items():
+        if staged:
+            named[stage] = dataclasses.replace(recipe, name=f"{recipe.name}/{stage}")
+        else:
+            named[recipe.objective] = recipe
+    return named
 
 
 def make_recipe(keys: Mapping[str, Any], base: str | Path | Recipe | None = None) -> Recipe:
@@ -110,10 +118,9 @@ def make_recipe(keys: Mapping[str, Any], base: str | Path | Recipe | None = None
     document = Document({})
     if isinstance(base, Recipe):
         document = Document(_lists(dataclasses.asdict(base)))
-        texts = _texts(document.values)
-        earlier = [
-            text.removeprefix(STAGE).partition(":")[0] for text in texts if text.startswith(STAGE)
-        ]
+        for text in _texts(document.values):
+            if text.startswith(STAGE):
+                earlier.append(text.removeprefix(STAGE).partition(":")[0])
     elif base is not None:
         text, name = _read(base)
         document, problems = parse(text, name)
@@ -123,23 +130,48 @@ def make_recipe(keys: Mapping[str, Any], base: str | Path | Recipe | None = None
                 f" {schema.show(document.values)}"
             )
         if "stages" in document.values:
-            stages = (
-                ", ".join(document.values["stages"] or ())
-                if isinstance(document.values["stages"], dict | None)
-                else ""
-            )
+            stages = document.values["stages"]
+            named = ", ".join(stages) if isinstance(stages, dict) else ""
             raise ConfigError(
-                f"{name} holds the stages {stages}: load_stages gives them one by one, each a"
-                " recipe"
+                f"{name} holds the stages {named}: load_stages gives them one by one, each a recipe"
             )
     document = overlaid(in_full(document), in_full(Document(_lists(keys))))
     recipe = _checked(name, {"": document}, problems, earlier)[""]
+    return _with_objects(recipe, document)
+
+
+def read_environment(keys: Mapping[str, Any]) -> EnvironmentSettings:
+    """Make a section `environment` of its keys alone, for a model that no run made.
+
+    A value may be a `Live` name.   Raises ConfigError with every mistake of the first round that
+    has one.
+
+    >>> read_environment({"openenv": "ws://localhost:8000", "max_turns": 4}).max_turns
+    4
+    """
+    document = in_full(Document({"environment": _lists(keys)}))
+    problems: list[Problem] = []
+    alone = _valid(document, _EnvironmentAlone, problems)
+    if alone is not None:
+        problems += [Problem("", message) for message in validate_environment(alone.environment)]
+    if alone is None or problems:
+        raise ConfigError(_listed("the environment", problems))
+    return _with_objects(alone.environment, document)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _EnvironmentAlone:
+    """The part of a recipe that is read where nothing is trained."""
+
+    environment: EnvironmentSettings
+
+
+def _with_objects(settings: Any, document: Document) -> Any:
+    """Return settings, which are checked as plain text, with the `Live` names of their document."""
     objects: dict[str, str] = {
         text: text for text in _texts(document.values) if isinstance(text, Live)
     }
-    return with_texts(
-        recipe, lambda _, text: objects.get(text, text)
-    )  # a recipe is checked as plain text
+    return with_texts(settings, lambda _, text: objects.get(text, text))
 
 
 def _lists(value: Any) -> Any:
@@ -234,17 +266,18 @@ def with_lines(
     try:
         yield
     except GroupwiseError as error:
-        problems = error.errors if isinstance(error, Problems) else (error,) if error.key else ()
-        if not problems:
+        errors: Sequence[GroupwiseError] = (error,)
+        if isinstance(error, Problems):
+            errors = error.errors
+        elif not error.key:
             raise
         text, name = _read(path)
         documents = stage_documents(parse(text, name)[0], read_overrides(overrides, []), [])
         document = documents.get(stage or "") or next(iter(documents.values()))
-        error.args = (
-            _listed(
-                name, [Problem(document.place(_path(one.key)).where, str(one)) for one in problems]
-            ),
-        )
+        problems = []
+        for one in errors:
+            problems.append(Problem(document.place(_path(one.key)).where, str(one)))
+        error.args = (_listed(name, problems),)
         raise
 
 
@@ -267,17 +300,22 @@ def _checked(
         stages, in order.
     changed: only rules about what begins so count; default: all.
     """
-    readable = len(problems)
-    recipes = {stage: _valid(document, problems) for stage, document in documents.items()}
-    for stage, recipe in recipes.items() if len(problems) == readable else ():
-        document, before = documents[stage], f"stage {stage}: " if len(recipes) > 1 else ""
-        for keys, message in validate_recipe(recipe, earlier):
+    recipes: dict[str, Recipe] = {}
+    for stage, document in documents.items():
+        recipe = _valid(document, Recipe, problems)
+        if recipe is not None:
+            recipes[stage] = recipe
+    if len(recipes) < len(documents):
+        raise ConfigError(_listed(name, problems) + _files_beside(name, documents))
+    before = list(earlier)
+    for stage, recipe in recipes.items():
+        prefix = f"stage {stage}: " if len(recipes) > 1 else ""
+        for keys, message in validate_recipe(recipe, before):
             if changed is None or any(f"{key}.".startswith(changed) for key in keys):
-                path = next(
-                    (path for path in map(_path, keys) if document.holds(path)), _path(keys[0])
-                )
-                problems.append(Problem(document.place(path).where, before + message))
-        earlier = [*earlier, *([stage] if staged else [])]
+                where = _where(documents[stage], keys)
+                problems.append(Problem(where, prefix + message))
+        if staged:
+            before.append(stage)
     if problems:
         raise ConfigError(_listed(name, problems) + _files_beside(name, documents))
     return recipes
@@ -300,16 +338,26 @@ def _files_beside(name: str, documents: Mapping[str, Document]) -> str:
     return f"\n  beside the recipe: {', '.join(beside)}. Run the command in {folder}"
 
 
+def _where(document: Document, keys: Sequence[str]) -> str:
+    """Return the place of the first of these keys that a document holds."""
+    for key in keys:
+        if document.holds(_path(key)):
+            return document.place(_path(key)).where
+    return document.place(_path(keys[0])).where
+
+
 @cache
-def _adapter() -> TypeAdapter[tuple[Recipe]]:
+def _adapter(section: Any) -> TypeAdapter[tuple[Any]]:
     # A tuple, because pydantic takes a configuration for everything but a dataclass itself, and
     # hands it on to those inside.
-    return TypeAdapter(tuple[Recipe], config=ConfigDict(extra="forbid", allow_inf_nan=False))
+    everything: Any = tuple[section]  # pyright: ignore[reportInvalidTypeForm]
+    return TypeAdapter(everything, config=ConfigDict(extra="forbid", allow_inf_nan=False))
 
 
-def _valid(document: Document, problems: list[Problem]) -> Recipe:
-    """The recipe of a document; adds a problem for every value that no recipe can have, and the
-    recipe is then a stand-in.
+def _valid(document: Document, section: type[Section], problems: list[Problem]) -> Section | None:
+    """Return the recipe of a document, or a part of one.
+
+    None with a problem for every value that no recipe can have.
 
     JSON's strict mode: a list is a tuple and a mapping a section, but no number is made from text
     or from true.
@@ -317,21 +365,17 @@ def _valid(document: Document, problems: list[Problem]) -> Recipe:
     if half := half_character(document.values):
         raise ConfigError(f"half of a character, {half}, stands alone in the recipe: mend the text")
     try:
-        return _adapter().validate_json(json.dumps([document.values]), strict=True)[0]
+        return _adapter(section).validate_json(json.dumps([document.values]), strict=True)[0]
     except ValidationError as error:
         wrong: dict[tuple[str | int, ...], Problem] = {}
         for item in error.errors(include_url=False):
             path, kind = _known_path(document, item["loc"][1:]), item["type"]
-            place, value = (
-                document.place(path),
-                (document.get(path) if kind == "missing" else item["input"]),
-            )
-            wrong.setdefault(
-                path,
-                Problem(place.where, _message(".".join(map(str, path)), kind, value, place.text)),
-            )
+            value = document.get(path) if kind == "missing" else item["input"]
+            place = document.place(path)
+            message = _message(".".join(map(str, path)), kind, value, place.text)
+            wrong.setdefault(path, Problem(place.where, message))
         problems += wrong.values()
-        return Recipe(objective="")
+        return None
 
 
 def _known_path(document: Document, loc: tuple[str | int, ...]) -> tuple[str | int, ...]:
@@ -413,18 +457,16 @@ def _message(key: str, kind: str, value: Any, text: str = "") -> str:
     setting = schema.lookup(key)
     if setting is None and key.rpartition(".")[2].isdigit():
         return f"{key} must be a section (a mapping); got {schema.show(value)}"
+    if key in WENT:
+        return f"{key} is no key any more: {WENT[key]}"
     if kind == "unexpected_keyword_argument" or setting is None:
-        return (
-            f"{key} is no key any more: {WENT[key]}"
-            if key in WENT
-            else f"unknown key {key!r}{schema.suggestion(key)}"
-        )
+        return f"unknown key {key!r}{schema.suggestion(key)}"
     if kind == "missing" and setting.default is dataclasses.MISSING:
         return f"{key} is missing. {setting.meaning}"
-    got = (
-        f"{key} must be {setting.expected}; got"
-        f" {text or repr(value) if isinstance(value, float) else schema.show(value)}"
-    )
+    shown = schema.show(value)
+    if isinstance(value, float):
+        shown = text or repr(value)
+    got = f"{key} must be {setting.expected}; got {shown}"
     if kind == "string_type" and isinstance(value, int):
         return f'{got} (write it in quotes: "{text or value}")'
     if kind.startswith("int_") and isinstance(value, float) and value.is_integer():
@@ -461,19 +503,17 @@ def dump(recipe: Recipe) -> str:
 
 def dump_stages(stages: Mapping[str, Recipe]) -> str:
     """What `load_stages` reads back as the same stages."""
-    if (
-        len(stages) == 1
-        and (recipe := stages.get(next(iter(stages.values())).objective)) is not None
-    ):
-        return dump(recipe)
-    plain = {stage: redacted(_plain(recipe)) for stage, recipe in stages.items()}
-    for stage, keys in plain.items():
-        keys["name"] = keys["name"].removesuffix(f"/{stage}")
+    plain: dict[str, Any] = {}
+    for stage, recipe in stages.items():
+        if len(stages) == 1 and stage == recipe.objective:
+            return dump(recipe)
+        plain[stage] = redacted(_plain(recipe))
+        plain[stage]["name"] = recipe.name.removesuffix(f"/{stage}")
     return dump_yaml({"stages": plain})
 
 
 def _plain(recipe: Recipe) -> dict[str, Any]:
-    """Dicts, lists and scalars only."""
+    """Return a recipe as dicts, lists and scalars."""
     return json.loads(json.dumps(dataclasses.asdict(recipe)))
 
 
@@ -493,21 +533,21 @@ def changes(old: str, new: Recipe) -> list[str]:
     before, after = _flat(redacted(_plain(recorded))), _flat(redacted(_plain(new)))
     neutral = NEUTRAL
     if _steps_are_neutral(recorded) and _steps_are_neutral(new):
-        neutral += ("steps",)
+        neutral += ("steps.",)
     if is_online(new.objective):
-        neutral += ("data.max_tokens",)
+        neutral += ("data.max_tokens.",)
     root, _ = parse(old, "config.yaml")
     went: list[str] = []
     for key in WENT:
         value = root.get(_path(key))
         if root.holds(_path(key)) and value != WERE.get(key):
             went.append(f"{key}: {schema.show(value)} -> no key any more: {WENT[key]}")
-    return went + [
-        f"{key}: {schema.show(before.get(key))} -> {schema.show(after.get(key))}"
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key)
-        and not any(key == name or (name[-1] == "." and key.startswith(name)) for name in neutral)
-    ]
+    changed = []
+    for key in sorted(before.keys() | after.keys()):
+        if before.get(key) != after.get(key) and not f"{key}.".startswith(neutral):
+            shown = schema.show(before.get(key)), schema.show(after.get(key))
+            changed.append(f"{key}: {shown[0]} -> {shown[1]}")
+    return went + changed
 
 
 def _steps_are_neutral(recipe: Recipe) -> bool:
@@ -519,11 +559,10 @@ def _steps_are_neutral(recipe: Recipe) -> bool:
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     """Dotted key -> scalar; empty mappings and null sections vanish."""
     if isinstance(value, Mapping):
-        return {
-            key: inner
-            for name, below in value.items()
-            for key, inner in _flat(below, f"{prefix}.{name}".lstrip(".")).items()
-        }
+        flat: dict[str, Any] = {}
+        for name, below in value.items():
+            flat |= _flat(below, f"{prefix}.{name}".lstrip("."))
+        return flat
     if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
         return _flat({str(place): item for place, item in enumerate(value)}, prefix)
     return {} if value is None else {prefix: value}

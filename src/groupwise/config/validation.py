@@ -42,6 +42,7 @@ from groupwise.config.settings import (
     TASKS,
     CriticSettings,
     EngineSettings,
+    EnvironmentSettings,
     GroupSettings,
     Part,
     Recipe,
@@ -77,6 +78,14 @@ def validate_recipe(recipe: Recipe, earlier: Sequence[str] = ()) -> list[Finding
                 finding = (_keys(finding, recipe), finding)
             findings.append(finding)
     return findings
+
+
+def validate_environment(environment: EnvironmentSettings) -> list[str]:
+    """Return what is wrong in a section `environment` whose single values are in range."""
+    messages = []
+    for finding in _environment_alone(environment):
+        messages.append(finding if isinstance(finding, str) else finding[1])
+    return messages
 
 
 def _keys(message: str, recipe: Recipe) -> tuple[str, ...]:
@@ -536,8 +545,8 @@ def _wrong_name(function: str, kind: str = "function") -> str | None:
     return f"{place!r} is neither a module nor a .py file"
 
 
-def _environment(recipe: Recipe, _: Sequence[str]) -> Findings:
-    environment, at, factory = recipe.environment, "environment", recipe.environment.factory
+def _environment_alone(environment: EnvironmentSettings) -> Findings:
+    at, factory = "environment", environment.factory
     for place, tool in enumerate(environment.tools):
         if wrong := _wrong_name(tool):
             yield f"{at}.tools.{place}: {wrong}"
@@ -558,23 +567,9 @@ def _environment(recipe: Recipe, _: Sequence[str]) -> Findings:
     for key, spec in factories.items():
         if wrong := _wrong_choice(spec, FACTORIES, "Class", "module:Class or file.py:Class"):
             yield (key,), f"{key}: {wrong}"
-    if environment.talks and recipe.objective in DATASET and recipe.objective != "sft":
-        yield (
-            f"{at}: {recipe.objective!r} samples no conversations and shows no tools: leave it out"
-            " of this stage"
-        )
     bringing = [f"{at}.{name}" for name in environment.named((*ANSWERING, *ASKING))]
     if len(bringing) > 1 and bringing != [f"{at}.tools", f"{at}.factory"]:
         yield f"{' and '.join(bringing)}: who answers the policy is one of them"
-    if environment.asks and not is_online(recipe.objective):
-        yield (
-            f"{bringing[-1]}: {recipe.objective!r} samples no episodes: leave it out of this stage"
-        )
-    path = recipe.data.path
-    if environment.verifiers is not None and (
-        recipe.data.task is not None or (path is not None and not path.startswith(LIVE))
-    ):
-        yield f"{at}.verifiers brings its own rows: leave data.path and data.task out"
     if isinstance(environment.harness, tuple) and not environment.harness[0]:
         yield (
             f"{at}.harness: a program has a name, [python, agent.py]; got"
@@ -595,11 +590,6 @@ def _environment(recipe: Recipe, _: Sequence[str]) -> Findings:
             f"{at}.listen is written ADDRESS:PORT, with a port of at most 65535; got"
             f" {environment.listen!r}"
         )
-    if environment.reasoning_gym is not None and not is_online(recipe.objective):
-        yield (
-            f"{at}.reasoning_gym has prompts and a scorer, and no completions for"
-            f" {recipe.objective!r} to learn from"
-        )
     if environment.args and not environment.named(OWNERS):
         yield f"{at}.args are those of {', '.join(OWNERS)}, and none is set"
     if environment.openenv is not None and "url" in environment.args:
@@ -608,17 +598,38 @@ def _environment(recipe: Recipe, _: Sequence[str]) -> Findings:
         yield f"{at}.args: say whose they are: leave {at}.factory or {at}.reasoning_gym out"
     if environment.past == "split" and not (environment.talks or environment.asks):
         yield f"{at}.past is about conversations, and neither {at}.tools nor {at}.factory is set"
-    if (
-        environment.talks
-        and (recipe.data.task is not None or recipe.data.template is not None)
-        and not recipe.data.chat
-    ):
+
+
+def _environment(recipe: Recipe, _: Sequence[str]) -> Findings:
+    environment, data, at = recipe.environment, recipe.data, "environment"
+    yield from _environment_alone(environment)
+    if environment.talks and recipe.objective in DATASET and recipe.objective != "sft":
+        yield (
+            f"{at}: {recipe.objective!r} samples no conversations and shows no tools: leave it out"
+            " of this stage"
+        )
+    if environment.asks and not is_online(recipe.objective):
+        asking = f"{at}.{environment.named(ASKING)[-1]}"
+        yield f"{asking}: {recipe.objective!r} samples no episodes: leave it out of this stage"
+    own_rows = data.task is not None
+    if data.path is not None:
+        own_rows = own_rows or not data.path.startswith(LIVE)
+    if environment.verifiers is not None and own_rows:
+        yield f"{at}.verifiers brings its own rows: leave data.path and data.task out"
+    if environment.reasoning_gym is not None and not is_online(recipe.objective):
+        yield (
+            f"{at}.reasoning_gym has prompts and a scorer, and no completions for"
+            f" {recipe.objective!r} to learn from"
+        )
+    written = data.task is not None or data.template is not None
+    if environment.talks and written and not data.chat:
         yield (
             ("data.chat", "data.task", "data.template", at),
             f"{at}: conversations are chat messages: set data.chat: true",
         )
     names = [reward.function for reward in recipe.rewards]
-    if "environment" in names and not (factory or environment.openenv or environment.asks):
+    gives = environment.factory or environment.openenv or environment.asks
+    if "environment" in names and not gives:
         where = f"rewards.{names.index('environment')}.function"
         yield (
             (where,),

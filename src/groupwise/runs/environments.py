@@ -14,7 +14,6 @@ from functools import cache
 from typing import Any
 
 from groupwise.config.live_objects import object_of
-from groupwise.config.recipes import make_recipe
 from groupwise.config.settings import (
     FACTORIES,
     DataSettings,
@@ -59,26 +58,6 @@ def with_environment_data(recipe: Recipe) -> Recipe:
             data=replace(recipe.data, path=live_rows(rows, f"verifiers {settings.verifiers}")),
         )
     return procedural.with_procedural_data(recipe)
-
-
-def recipe_of_environment(environment: Mapping[str, Any]) -> Recipe:
-    """A recipe of nothing but an environment, for a model that no run made.   Raises ConfigError
-    for a key that is wrong.
-    """
-    keys = {
-        "objective": "grpo",
-        "steps": 1,
-        "model": {"scratch": {}},
-        "rewards": [{"function": "exact"}],
-    }
-    return make_recipe(
-        keys | {"data": {"task": "addition", "chat": True}, "environment": dict(environment)}
-    )
-
-
-def environment_of(keys: Mapping[str, Any]) -> EnvironmentSettings:
-    """The section that these keys make.   Raises ConfigError."""
-    return recipe_of_environment(keys).environment
 
 
 @cache

@@ -17,13 +17,15 @@ import numpy as np
 import openai
 import pytest
 
+from groupwise.config.recipes import read_environment
+from groupwise.config.settings import Recipe
 from groupwise.data.rendering import Chat, render_chats
 from groupwise.environments import harness_episodes
 from groupwise.environments.conversation import Stream
 from groupwise.environments.harness import FunctionHarness, OutsideHarness, ProgramHarness
 from groupwise.errors import ConfigError, EnvironmentFailure
 from groupwise.records import Finish, Prompt, Sampling
-from groupwise.runs.environments import environment_lines, recipe_of_environment
+from groupwise.runs.environments import environment_lines
 from groupwise.utils.processes import Pool
 
 from .conftest import ADD, WAIT, play
@@ -551,20 +553,25 @@ def test_the_token_of_the_endpoint_is_not_for_code_of_others(worlds, says, a_pro
         assert pool.call("none") == "none"
 
 
+def lines_of(harness):
+    """The lines of the plan about an environment with this harness."""
+    return str(environment_lines(Recipe(objective="grpo", environment=read_environment({"harness": harness})), None))
+
+
 def test_a_secret_of_a_harness_is_in_no_plan_and_no_record(worlds, says, a_prompt, tmp_path, monkeypatch):
     monkeypatch.delenv("GROUPWISE_TOKEN", raising=False)
     key = "sk-abcdefghijkl1mnop"
     monkeypatch.setenv("JUDGE_API_KEY", key)
     command = [sys.executable, "agent.py", key]
-    shown = str(environment_lines(recipe_of_environment({"harness": command}), None))
+    shown = lines_of(command)
     assert "agent.py [redacted]" in shown and key not in shown
     file = tmp_path / "agent.py"
     file.write_text(PROGRAM + "import sys; sys.exit(f'{sys.argv[1]} is refused')")
     played = play(worlds(ProgramHarness([sys.executable, str(file), key])), a_prompt, says("5"))
     assert "[redacted] is refused" in played.episode.turns[-1].answer
-    assert "GROUPWISE_TOKEN" in str(environment_lines(recipe_of_environment({"harness": "outside"}), None))
+    assert "GROUPWISE_TOKEN" in lines_of("outside")
     monkeypatch.setenv("GROUPWISE_TOKEN", "sesame-1234")
-    assert "GROUPWISE_TOKEN" not in str(environment_lines(recipe_of_environment({"harness": "outside"}), None))
+    assert "GROUPWISE_TOKEN" not in lines_of("outside")
 
 
 def test_a_process_of_somebody_else_fetches_episodes(worlds, says, a_prompt):

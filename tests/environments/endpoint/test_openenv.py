@@ -11,9 +11,11 @@ from websockets.datastructures import Headers
 from websockets.http11 import Response
 from websockets.sync.server import serve
 
+from groupwise.config.recipes import read_environment
+from groupwise.config.settings import Recipe
 from groupwise.environments.openenv import OpenEnv
 from groupwise.errors import ConfigError, EnvironmentFailure
-from groupwise.runs.environments import environment_lines, make_runtime, recipe_of_environment
+from groupwise.runs.environments import environment_lines, make_runtime
 
 
 class Server:
@@ -72,8 +74,9 @@ def server():
 
 @pytest.mark.parametrize("keys", [{"openenv": "URL"}, {"factory": "openenv", "args": {"url": "URL"}}])
 def test_a_recipe_names_it_by_its_key_or_as_a_factory(server, keys):
-    recipe = recipe_of_environment(json.loads(json.dumps(keys | {"runs": "thread", "max_turns": 1}).replace("URL", server.url)))
-    runtime = make_runtime(recipe.environment)
+    settings = read_environment(json.loads(json.dumps(keys | {"runs": "thread", "max_turns": 1}).replace("URL", server.url)))
+    recipe = Recipe(objective="grpo", environment=settings)
+    runtime = make_runtime(settings)
     (kind,) = runtime.kinds.values()
     runtime.close()
     assert (kind.title, kind.steps, kind.rewarded) == ("OpenEnv", True, True)
