@@ -72,7 +72,7 @@ def segments(families: Sequence[Family]) -> tuple[Tensor, Tensor, int]:
     for family in families:
         prefix = (0, 0)
         for begin, end in family.causal:
-            rows.append((begin, end, *prefix))
+            rows.append((begin, end, prefix[0], prefix[1]))
             prefix = family.prefix
         firsts.append(len(rows))
     first_F = torch.tensor(firsts, dtype=torch.int64)
