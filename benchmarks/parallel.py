@@ -36,7 +36,7 @@ def worker(work: Workload, mode: str, folder: Path, steps: int, out: Path) -> No
     from _ours import load, optimizer_settings
 
     from groupwise.config.settings import ParallelSettings, RolloutSettings
-    from groupwise.distributed import comm, fsdp
+    from groupwise.distributed import comm, fsdp, process_group
     from groupwise.models.shape import Shape
     from groupwise.models.sharded import shard
     from groupwise.runs.job import make_engine
@@ -45,7 +45,7 @@ def worker(work: Workload, mode: str, folder: Path, steps: int, out: Path) -> No
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
-    here = comm.join(600.0, cuda=False)
+    here = process_group.join(600.0, cuda=False)
     policy = load(work, folder)
     parameters = sum(parameter.numel() for parameter in policy.model.parameters())
     shape = Shape.of(policy.model.config.to_dict(), parameters, dtype="float32")
@@ -81,7 +81,7 @@ def worker(work: Workload, mode: str, folder: Path, steps: int, out: Path) -> No
             "wire_bytes": significant(median(wire) / here.size),
         }
         out.write_text(json.dumps(result))
-    comm.leave()
+    process_group.leave()
 
 
 def scheduled(engine: Any, work: Workload) -> Any:

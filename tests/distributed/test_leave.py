@@ -11,7 +11,7 @@ from groupwise.errors import RewardError
 
 PAIR = """
 import os, socket
-from groupwise.distributed import comm
+from groupwise.distributed import comm, process_group
 
 with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
@@ -20,7 +20,7 @@ other = os.fork()
 rank = 0 if other else 1
 os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
-comm.join(60, cuda=False)
+process_group.join(60, cuda=False)
 """
 PARTS = (
     PAIR
@@ -31,7 +31,7 @@ def threads():
 comm.open_aside()
 assert comm.gather([rank]) == comm.gather([rank], aside=True) == [0, 1]
 assert any("gloo" in name for name in threads()), threads()
-comm.leave()
+process_group.leave()
 left = [name for name in threads() if "gloo" in name]
 assert not left, left
 print("parted", flush=True)
@@ -88,5 +88,5 @@ def test_whoever_knows_the_cause_speaks_before_the_first_one_goes(forked: Any) -
 @pytest.mark.slow
 def test_one_that_does_not_come_is_not_waited_for_long(forked: Any) -> None:
     begin = PAIR + "import time; comm.wait()\nif rank: time.sleep(3600)\n"
-    ended = forked.run(code=begin + "comm.last_words(0.2)\nos.kill(other, 9)\nprint('gone')")
+    ended = forked.run(code=begin + "process_group.last_words(0.2)\nos.kill(other, 9)\nprint('gone')")
     assert "gone" in ended.said, ended.said

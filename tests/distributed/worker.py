@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from groupwise.distributed import comm
+from groupwise.distributed import process_group
 
 
 def main() -> None:
@@ -26,11 +26,11 @@ def main() -> None:
     cases = importlib.util.module_from_spec(spec)
     sys.modules["cases"] = cases
     spec.loader.exec_module(cases)
-    here = comm.join(60.0, cuda=False)
+    here = process_group.join(60.0, cuda=False)
     if len(sys.argv) > 1:
         request = json.loads(sys.argv[1])
         answer(cases, request, Path(f"{request['out']}-{here.rank}"))
-        comm.leave()
+        process_group.leave()
         return
     for line in sys.stdin:
         request = json.loads(line)

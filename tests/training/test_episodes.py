@@ -28,12 +28,11 @@ from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
 from groupwise.models.sharded import frozen_copy
 from groupwise.records import Branch, Episode, Finish, Prompt, Rollout, RolloutGroup, Sampling, Step, ToolCall, Turn
-from groupwise.rewards.step_rewards import with_turns
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.rollout_table import groups_from_bytes, groups_of, groups_to_bytes, table_of
 from groupwise.training.closed_form import RecordedStep, closed_form
 from groupwise.training.critics import Critic
-from groupwise.training.groups import SampledRollouts
+from groupwise.training.groups import SampledRollouts, with_turn_rewards
 from groupwise.training.loss import Loss, with_gradient
 from groupwise.training.metrics import completion_metrics, episode_metrics, measure
 from groupwise.training.online import train_online
@@ -323,13 +322,13 @@ def test_tables_of_before_have_no_episodes(tmp_path: Any) -> None:
 
 def test_rewards_of_turns_stand_at_their_last_tokens() -> None:
     (group,) = groups_with(None, count=1)
-    found = with_turns(group).signals["process"]
+    found = with_turn_rewards(group).signals["process"]
     for rollout, column in zip(group.rollouts, found, strict=True):
         ends = [turn.end - 1 for turn in rollout.episode.turns]
         assert np.flatnonzero(~np.isnan(column)).tolist() == ends
         assert column[ends].tolist() == [turn.reward for turn in rollout.episode.turns]
     steps = tuple(np.where(np.arange(len(r)) == 0, 10.0, np.nan) for r in group.rollouts)
-    both = with_turns(replace(group, signals={"process": steps})).signals["process"]
+    both = with_turn_rewards(replace(group, signals={"process": steps})).signals["process"]
     for rollout, one, other in zip(group.rollouts, both, found, strict=True):
         assert one[0] == pytest.approx(10.0 + np.nan_to_num(other[0]))
         assert np.array_equal(one[1:], other[1:], equal_nan=True)
@@ -338,10 +337,10 @@ def test_rewards_of_turns_stand_at_their_last_tokens() -> None:
         replace(r, episode=replace(r.episode, turns=tuple(replace(t, reward=None) for t in r.episode.turns)))
         for r in group.rollouts
     ]
-    (advantages,) = Process()([with_turns(replace(group, rollouts=tuple(unrewarded)))])
+    (advantages,) = Process()([with_turn_rewards(replace(group, rollouts=tuple(unrewarded)))])
     assert not any(column.any() for column in advantages)
     plain = replace(group, rollouts=tuple(replace(r, episode=None) for r in group.rollouts))
-    assert with_turns(plain) is plain
+    assert with_turn_rewards(plain) is plain
 
 
 def remainder(rollout: Rollout) -> float:

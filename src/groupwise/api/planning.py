@@ -18,7 +18,7 @@ from groupwise.config.recipes import changes, load_stages, run_folder, with_line
 from groupwise.config.settings import Recipe
 from groupwise.config.validation import STAGE
 from groupwise.data.tokenizers import byte_tokenizer
-from groupwise.distributed import comm
+from groupwise.distributed import comm, process_group
 from groupwise.errors import ConfigError, RunError
 from groupwise.runs.folder import CONFIG, LARGEST_CONFIG, anew
 from groupwise.runs.metrics_log import LogReader, merged
@@ -61,7 +61,7 @@ def plan_recipe(
                 ("tokenizer", "bytes: the recipe's model is not at hand; its prompts are shorter")
             ]
         stages = load_stages(path, overrides)
-        here = comm.join(comm.TIMEOUT, cuda=False)
+        here = process_group.join(process_group.TIMEOUT, cuda=False)
         console = console or make_console(quiet=not here.first)
         if fresh:
             stages = comm.from_first(lambda: anew(stages))
@@ -77,7 +77,7 @@ def plan_recipe(
                 plan = _plan_from_beginning(recipe, stages, world, model_config)
                 times = time_lines(recipe, path, overrides, elsewhere=elsewhere)
                 progress.plan([*plan, *notes, *times])
-    comm.leave()
+    process_group.leave()
     return 0
 
 

@@ -20,7 +20,7 @@ from groupwise.api.progress import Progress, make_console, safe
 from groupwise.config.live_objects import LIVE
 from groupwise.config.recipes import load_stages, with_lines
 from groupwise.config.settings import Recipe, is_online
-from groupwise.distributed import comm
+from groupwise.distributed import comm, process_group
 from groupwise.errors import CheckpointError, GroupwiseError
 from groupwise.runs import checkpoint
 from groupwise.runs.final_model import unfinished
@@ -47,7 +47,7 @@ def train_recipe(
     fresh: bool = False,
     accept_changes: bool = False,
     quiet: bool = False,
-    timeout: float = comm.TIMEOUT,
+    timeout: float = process_group.TIMEOUT,
     console: Console | None = None,
     report: Callable[[Path], object] | None = None,
 ) -> int:
@@ -90,7 +90,7 @@ def train_recipe(
                 console.print(safe(f"no report: {error}", style="yellow"), soft_wrap=True)
     if outcomes:
         closing_table(outcomes, stages, console)
-    comm.leave()
+    process_group.leave()
     return 0
 
 

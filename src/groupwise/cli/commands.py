@@ -99,9 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             text = written.sub(option, text) if name in vars(options) else text
         _tell(text)
         if error.everywhere:
-            from groupwise.distributed import comm
+            from groupwise.distributed import process_group
 
-            comm.last_words()
+            process_group.last_words()
         return error.exit_code
     except KeyboardInterrupt as interrupt:
         if options.debug:

@@ -6,22 +6,18 @@ the whole step; it works on its share of the packed tokens; the gradients are su
 that is learnt depends on the number of processes.  With one process every function here is the
 identity, and no process group exists.
 
-Processes are started by torchrun (or by anything that sets RANK, WORLD_SIZE, LOCAL_RANK,
-MASTER_ADDR and MASTER_PORT)."""
+How processes meet and part is in `process_group.py`.
+"""
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain, groupby
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,14 +25,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from groupwise import errors
-from groupwise.distributed.heartbeat import SILENCE, Watch, say
 from groupwise.errors import GroupwiseError, PeerError, StorageError
 from groupwise.utils.batching import batch_by_size
 
 Item = TypeVar("Item")
 
-TIMEOUT = 1800.0
-"""Seconds that a process waits for the others: longer than the slowest share of a rollout."""
 BUCKET_NUMBERS = 1 << 24
 """Gradient numbers that travel together: 64 MB in float32."""
 LOST = ("gloo/", "NCCL", "Connection reset", "Connection closed", "Broken pipe", "monitoredBarrier")
@@ -60,115 +53,23 @@ ALONE = World()
 
 
 @dataclass(slots=True)
-class _Talk:
-    """How processes exchange host objects, and how long this one has waited for the others."""
+class Channels:
+    """The process groups by which host objects travel, and the seconds spent waiting for others."""
 
     group: Any = None
     aside: Any = None
-    """The same, for a thread that writes while another one trains."""
+    """The group of a thread that writes while another one trains."""
     timeout: timedelta = timedelta(0)
     waited: float = 0.0
-    watch: Watch | None = None
-    advice: str = "the same command begins anew"
 
 
-_talk = _Talk()
+CHANNELS = Channels()
+"""Those of this process; `process_group.join` opens them."""
 
 
 def world() -> World:
     """This process's place; World(0, 1) unless `join` found others."""
     return World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else ALONE
-
-
-def launched() -> int:
-    """How many processes the launcher says there are; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
-
-
-def join(timeout: float, *, cuda: bool) -> World:
-    """Meet the other processes that torchrun started; does nothing for a single one, or the second
-    time.
-
-    timeout: seconds that one process waits for another before it counts as lost.
-    cuda: tensors travel by NCCL between GPUs, each process on its own; else by gloo.
-    Raises PeerError if they do not meet.  From then on a process that sends no heartbeat, and a
-    SIGTERM (torchrun's, once another one has failed), end this one with a last line.
-    """
-    if dist.is_initialized() or launched() == 1:
-        return world()
-    _talk.timeout = timedelta(seconds=timeout)
-    if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    with peers():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=_talk.timeout)
-        # Records are host objects and must not travel over the GPUs; gloo also knows which rank is
-        # missing.
-        _talk.group = (
-            dist.new_group(backend="gloo", timeout=_talk.timeout) if cuda else dist.group.WORLD
-        )
-        _talk.watch = Watch(_store(), dist.get_rank(), dist.get_world_size(), lambda: _talk.advice)
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _ended)
-    return world()
-
-
-def _store() -> Any:
-    """A connection of its own to the store where the processes met; a call on it gives up after
-    some seconds.
-    """
-    place, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    seconds = timedelta(seconds=SILENCE)
-    stores: Any = dist
-    store = stores.TCPStore(place, port, is_master=False, wait_for_workers=False, timeout=seconds)
-    attempt = (
-        f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
-    )
-    return dist.PrefixStore(f"groupwise/{attempt}", store)  # type: ignore[reportPrivateImportUsage]
-
-
-def _ended(*_: object) -> NoReturn:
-    say(
-        world().rank,
-        "ended from outside (SIGTERM), as a launcher does when another process has failed;"
-        f" {_talk.advice}",
-    )
-    os._exit(128 + signal.SIGTERM)
-
-
-def set_failure_hint(text: str) -> None:
-    """What to do should the run end now, for the last message of a process that is ended: where the
-    last checkpoint is.
-    """
-    _talk.advice = text
-
-
-def advice() -> str:
-    """What was last advised."""
-    return _talk.advice
-
-
-def last_words(seconds: float = 10.0) -> None:
-    """Wait, no longer than `seconds`, until every process has come to the same place: behind its
-    message on an error that all of them raise (the command does; a program of your own may).  A
-    launcher ends the others as soon as the first one is gone, and the message that names the cause
-    is theirs.
-    """
-    if dist.is_initialized():
-        with suppress(RuntimeError):  # one that does not come has nothing more to say
-            dist.monitored_barrier(_talk.group, timeout=timedelta(seconds=seconds))
-
-
-def leave() -> None:
-    """Part in order, when all are done.  A process that fails just ends: the others notice."""
-    if dist.is_initialized():
-        wait()  # the first one to go may take the meeting point with it
-        if _talk.watch is not None:
-            _talk.watch.stop()
-        dist.destroy_process_group()
-        # gloo's threads end with the last reference.  One that lives on, and lets go of the last
-        # exchange's tensors while Python is being taken down, asks for the interpreter then: that
-        # aborts the process.
-        _talk.group = _talk.aside = _talk.watch = None
 
 
 @contextmanager
@@ -179,10 +80,11 @@ def peers() -> Iterator[None]:
     except RuntimeError as error:
         if not (isinstance(error, dist.DistError) or any(word in str(error) for word in LOST)):
             raise
+        seconds = CHANNELS.timeout.total_seconds()
         raise PeerError(
             "the other processes are lost: one of them ended, or did not answer within"
-            f" {_talk.timeout.total_seconds():.0f} s (--timeout); its own message names the cause. "
-            f" torch says: {str(error).strip().splitlines()[0][:300]}"
+            f" {seconds:.0f} s (--timeout); its own message names the cause.  torch says:"
+            f" {str(error).strip().splitlines()[0][:300]}"
         ) from error
 
 
@@ -210,9 +112,9 @@ def gather(items: Iterable[Item], *, aside: bool = False) -> list[Item]:
     with peers():
         if not aside:
             begin = time.perf_counter()
-            dist.monitored_barrier(_talk.group, timeout=_talk.timeout, wait_all_ranks=True)
-            _talk.waited += time.perf_counter() - begin
-        dist.all_gather_object(parts, mine, group=_talk.aside if aside else _talk.group)
+            dist.monitored_barrier(CHANNELS.group, timeout=CHANNELS.timeout, wait_all_ranks=True)
+            CHANNELS.waited += time.perf_counter() - begin
+        dist.all_gather_object(parts, mine, group=CHANNELS.aside if aside else CHANNELS.group)
     return [item for part in parts for item in part]
 
 
@@ -220,10 +122,10 @@ def open_aside() -> Any:
     """The process group of the threads that write, made at the first call (all must make it, in
     their main threads).
     """
-    if _talk.aside is None and world().size > 1:
+    if CHANNELS.aside is None and world().size > 1:
         with peers():
-            _talk.aside = dist.new_group(backend="gloo", timeout=_talk.timeout)
-    return _talk.aside
+            CHANNELS.aside = dist.new_group(backend="gloo", timeout=CHANNELS.timeout)
+    return CHANNELS.aside
 
 
 def from_first(function: Callable[[], Item]) -> Item:
@@ -277,8 +179,8 @@ def waiting() -> dict[str, float]:
     """
     if world().size == 1:
         return {}
-    waited = gather([_talk.waited])
-    _talk.waited = 0.0
+    waited = gather([CHANNELS.waited])
+    CHANNELS.waited = 0.0
     return {f"waiting/rank{rank}": seconds for rank, seconds in enumerate(waited)}
 
 
@@ -312,52 +214,3 @@ def sum_gradients(parameters: Sequence[Tensor]) -> None:
                 bucket, flat.split([p.numel() for p in bucket]), strict=True
             ):
                 parameter.grad = total.view_as(parameter)
-
-
-# ---------------------------------------------------------------- processes that are not of the run
-
-
-class BroadcastGroup:
-    """Processes outside of the run, such as an engine's workers, that receive what this one
-    broadcasts to them.
-    """
-
-    def __init__(self, host: str, size: int, *, cuda: bool, timeout: float) -> None:
-        """Opens the place to meet, `host`:`port`.  size: how many will come.   cuda: by NCCL; else
-        by gloo.   timeout: seconds.
-        """
-        self.size, self.cuda, self.timeout = size, cuda, timedelta(seconds=timeout)
-        self.host = host
-        self._group: Any = None
-        listener = socket.create_server(
-            (host, 0)
-        )  # on this address alone, where torch would listen on all
-        self.port: int = listener.getsockname()[1]
-        self._store = dist.TCPStore(  # type: ignore[reportPrivateImportUsage]
-            host,
-            self.port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=self.timeout,
-            master_listen_fd=listener.detach(),
-        )
-
-    def meet(self) -> None:
-        """Wait until all have come.  They must be on their way: this blocks."""
-        if self.cuda:
-            options: Any = dist.ProcessGroupNCCL.Options()
-            options._timeout = self.timeout
-            self._group = dist.ProcessGroupNCCL(self._store, 0, self.size + 1, options)
-        else:
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.host)]
-            options._timeout = self.timeout
-            gloo: Any = dist.ProcessGroupGloo
-            self._group = gloo(self._store, 0, self.size + 1, options)
-
-    def broadcast(self, tensor: Tensor) -> None:
-        """Send a tensor to all of them; blocks until it has left."""
-        assert self._group is not None, "nobody has been met"
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        self._group.broadcast([tensor], options).wait()

@@ -18,7 +18,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from groupwise.errors import ConfigError
 from groupwise.models.attention import Attend, attending
-from groupwise.models.lora import adapter_off
 from groupwise.models.policy import Policy
 
 
@@ -44,10 +43,7 @@ def computing(policy: Policy) -> Iterator[None]:
     """
     if policy.model.training:
         policy.model.eval()
-    with (
-        policy.precision(),
-        contextlib.nullcontext() if policy.adapter_on else adapter_off(policy.model),
-    ):
+    with policy.precision(), policy.adapter_state():
         yield
 
 

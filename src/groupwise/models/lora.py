@@ -185,19 +185,6 @@ def adapter_size(model: PreTrainedModel, lora: LoraSettings) -> int:
     return sum(parameter.numel() for name, parameter in model.named_parameters() if "lora_" in name)
 
 
-@contextmanager
-def adapter_off(model: nn.Module) -> Iterator[None]:
-    """Run the weights under the adapter while inside."""
-    layers: list[Any] = [module for module in model.modules() if _is_adapted(module)]
-    for layer in layers:
-        layer._disable_adapters = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer._disable_adapters = False
-
-
 def merge_adapter(model: PreTrainedModel, folder: str) -> PreTrainedModel:
     """A base model with the adapter of a folder (peft's format) merged into its weights.  Raises
     ConfigError.
@@ -260,6 +247,18 @@ class LoraAdapter(Adapter):
     """A low-rank adapter by peft's layers."""
 
     __slots__ = ()
+
+    @contextmanager
+    def off(self, model: PreTrainedModel) -> Iterator[None]:
+        """See `Adapter.off`."""
+        layers: list[Any] = [module for module in model.modules() if _is_adapted(module)]
+        for layer in layers:
+            layer._disable_adapters = True
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer._disable_adapters = False
 
     def plain_model(self, model: PreTrainedModel) -> PreTrainedModel:
         """See `Adapter.plain_model`."""

@@ -42,6 +42,10 @@ class Adapter:
     trained: tuple[str, ...]
     """Names of the trained parameters."""
 
+    def off(self, model: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager inside of which the model computes without its adapter."""
+        raise NotImplementedError
+
     def plain_model(self, model: PreTrainedModel) -> PreTrainedModel:
         """Return the model without the adapter's layers; it shares the weights under them."""
         raise NotImplementedError
@@ -175,6 +179,13 @@ class Policy:
         if self.autocast:
             return torch.autocast(self.device.type, torch.bfloat16)
         return contextlib.nullcontext()
+
+    def adapter_state(self) -> contextlib.AbstractContextManager[None]:
+        """The region in which the model computes with its adapter, or without it."""
+        if self.adapter_on:
+            return contextlib.nullcontext()
+        assert self.adapter is not None
+        return self.adapter.off(self.model)
 
     def decode(self, ids: list[int]) -> str:
         """Text of token ids, without special tokens."""

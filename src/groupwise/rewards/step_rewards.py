@@ -12,7 +12,7 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,8 +20,6 @@ from groupwise.errors import ConfigError, RewardError
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from groupwise.records import RolloutGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,23 +168,3 @@ def step_signal(name: str, steps: Steps, length: int, label: str) -> np.ndarray:
             )
         signal[end] = reward
     return signal
-
-
-def with_turns(group: RolloutGroup) -> RolloutGroup:
-    """The group with the rewards that environments gave for turns: each stands in the signal
-    `process` at the turn's last token, beside what functions reward.  Unchanged if no completion is
-    an episode."""
-    import numpy as np
-
-    if all(rollout.episode is None for rollout in group.rollouts):
-        return group
-    columns = [np.full(len(rollout), np.nan) for rollout in group.rollouts]
-    if "process" in group.signals:
-        columns = [np.array(column, np.float64) for column in group.signals["process"]]
-    for rollout, column in zip(group.rollouts, columns, strict=True):
-        if rollout.episode is None:
-            continue
-        for turn in rollout.episode.turns:
-            if turn.end > turn.begin and turn.reward is not None:
-                column[turn.end - 1] = np.nansum([column[turn.end - 1], turn.reward])
-    return replace(group, signals={**group.signals, "process": tuple(columns)})

@@ -37,7 +37,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from groupwise.distributed import comm, fsdp, sharded_checkpoint
+from groupwise.distributed import comm, fsdp, process_group, sharded_checkpoint
 from groupwise.errors import CheckpointError, GroupwiseError, RunError, StorageError
 from groupwise.models.saving import save_to_resume
 from groupwise.models.sharded import own_parts, write_parts
@@ -392,7 +392,7 @@ def set_failure_hint(newest: Path | None) -> None:
     hint = "nothing was saved yet (save.every): the same command begins anew"
     if newest is not None:
         hint = f"the last checkpoint is {newest}; the same command continues from there"
-    comm.set_failure_hint(hint)
+    process_group.set_failure_hint(hint)
 
 
 # ---------------------------------------------------------------- loading

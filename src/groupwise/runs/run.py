@@ -23,7 +23,7 @@ from groupwise.config.live_objects import LIVE, Live, source_of
 from groupwise.config.recipes import demand_objects, dump
 from groupwise.config.settings import Recipe
 from groupwise.config.texts import with_texts
-from groupwise.distributed import comm
+from groupwise.distributed import comm, process_group
 from groupwise.errors import Ended, GroupwiseError, PeerError, RewardError
 from groupwise.models.loading import resolve_device
 from groupwise.models.policy import Policy
@@ -134,11 +134,11 @@ def _train(recipe: Recipe, accept_changes: bool) -> Generator[Step]:
         yield from run.steps()
 
 
-def join(recipe: Recipe, timeout: float = comm.TIMEOUT) -> comm.World:
+def join(recipe: Recipe, timeout: float = process_group.TIMEOUT) -> comm.World:
     """Meet the other processes of the run, if a launcher started several.  timeout: see
-    `comm.join`.
+    `process_group.join`.
     """
-    return comm.join(timeout, cuda=resolve_device(recipe.model).type == "cuda")
+    return process_group.join(timeout, cuda=resolve_device(recipe.model).type == "cuda")
 
 
 class Run:
@@ -212,7 +212,7 @@ class Run:
             self._release_lock()
             torch.set_num_threads(self._threads)
         if isinstance(error, (GroupwiseError, Ended, KeyboardInterrupt)):
-            error.add_note(comm.advice())
+            error.add_note(process_group.failure_hint())
         if isinstance(error, RewardError) and error.of_file and checkpoint.exists(self.folder):
             error.add_note(
                 "with a repaired file of reward functions it continues by accept_changes=True"

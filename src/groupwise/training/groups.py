@@ -33,7 +33,6 @@ from groupwise.distributed import comm
 from groupwise.errors import EngineError, RewardError
 from groupwise.protocols import Grader
 from groupwise.records import Prompt, Rollout, RolloutGroup, Sampling
-from groupwise.rewards.step_rewards import with_turns
 from groupwise.rollout.engine import Engine
 from groupwise.utils import threads
 from groupwise.utils.spelling import counted
@@ -271,7 +270,9 @@ class SampledRollouts:
         groups = []
         for rollouts in iter(finished.get, None):
             (group,) = self.rewards.score([rollouts])
-            groups.append(with_turns(group) if self.algorithm.needs.steps else group)
+            if self.algorithm.needs.steps:
+                group = with_turn_rewards(group)
+            groups.append(group)
         return groups
 
     def collect(
@@ -309,6 +310,26 @@ class SampledRollouts:
             if lacking <= 0:
                 return live or dead[:wanted], len(live) + len(dead)
             prompts, sampled = self.draw(lacking), None
+
+
+def with_turn_rewards(group: RolloutGroup) -> RolloutGroup:
+    """Return the group with the rewards that environments gave for turns, in the signal `process`.
+
+    Each stands at its turn's last token, and is added to what process reward functions gave there.
+    A group without an episode is returned as it is.
+    """
+    if all(rollout.episode is None for rollout in group.rollouts):
+        return group
+    columns = [np.full(len(rollout), np.nan) for rollout in group.rollouts]
+    if "process" in group.signals:
+        columns = [np.array(column, np.float64) for column in group.signals["process"]]
+    for rollout, column in zip(group.rollouts, columns, strict=True):
+        if rollout.episode is None:
+            continue
+        for turn in rollout.episode.turns:
+            if turn.end > turn.begin and turn.reward is not None:
+                column[turn.end - 1] = np.nansum([column[turn.end - 1], turn.reward])
+    return replace(group, signals={**group.signals, "process": tuple(columns)})
 
 
 def _is_silent(groups: Sequence[RolloutGroup]) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from groupwise.distributed import comm
+from groupwise.distributed.broadcast import BroadcastGroup
 from groupwise.errors import ConfigError, EngineError, PeerError
 from groupwise.models.policy import Policy
 from groupwise.models.saving import merged
@@ -62,7 +62,7 @@ class Servers:
             )
         self.alive = alive
         self.facts: list[Facts] = []
-        self._group: comm.BroadcastGroup | None = None
+        self._group: BroadcastGroup | None = None
 
     @property
     def names(self) -> list[str]:
@@ -90,7 +90,7 @@ class Servers:
             )
         workers = [int(one["workers"]) for one in self.facts]
         on_gpu = self.facts[0]["device"] != "cpu"
-        group = comm.BroadcastGroup(
+        group = BroadcastGroup(
             self.clients[0].own_address(), sum(workers), cuda=on_gpu, timeout=UPDATE_SECONDS
         )
         meeting = {
