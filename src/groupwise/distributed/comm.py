@@ -64,7 +64,7 @@ class Channels:
 
 
 CHANNELS = Channels()
-"""Those of this process; `process_group.join` opens them."""
+"""The channels of this process; `process_group.join` opens them."""
 
 
 def world() -> World:
