@@ -23,18 +23,14 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from groupwise.config.settings import ModelSettings, OptimizerSettings
 from groupwise.data.packing import pack
 from groupwise.models import layers
+from groupwise.models.fused import _BY_CLASS, fused_modules
 from groupwise.models.passes import forward
-from groupwise.ops import attention, linear_cross_entropy
+from groupwise.ops import attention, functional, linear_cross_entropy
+from groupwise.ops.functional import mlp, rms_norm, rotary
 from groupwise.ops.in_place_gradients import gradient_of, summed_in_place, summing
 from groupwise.ops.linear_cross_entropy import FusedLoss, Head, chosen_logprobs
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.passes import BatchPass, assess, score, update
-
-functional = pytest.importorskip("groupwise_cpu.functional")
-kernels = pytest.importorskip("groupwise_cpu.compiled")
-fused = pytest.importorskip("groupwise_cpu.fused")
-mlp, rms_norm, rotary = functional.mlp, functional.rms_norm, functional.rotary
-_BY_CLASS, fused_modules = fused._BY_CLASS, fused.fused_modules
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -406,7 +402,7 @@ def test_weights_get_their_lower_precision_once_and_only_while_inside(
     """Two passes over the same weights, forward and backward: as many copies as weights, the same bits as made anew each time."""
     policy = replace(tiny_policy(family, hidden=128), autocast=True)
     weights = [m.weight for n, m in policy.model.named_modules() if n.endswith(("proj", "c_attn", "c_fc"))]
-    matrices = [weight for weight in weights if min(weight.shape) >= kernels.LEAST_SIDE]  # smaller ones are left to torch
+    matrices = [weight for weight in weights if min(weight.shape) >= functional.LEAST_SIDE]  # smaller ones are left to torch
     (batch,) = pack(random_samples(), 10_000)
 
     class Lowered(TorchDispatchMode):

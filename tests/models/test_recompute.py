@@ -16,14 +16,14 @@ from torch.utils.checkpoint import checkpoint
 from groupwise.config.settings import ModelSettings
 from groupwise.data.packing import pack
 from groupwise.models.backbone import checkpointing
+from groupwise.models.fused import fused_modules
 from groupwise.models.passes import forward
 from groupwise.models.policy import Policy
+from groupwise.ops import functional
+from groupwise.ops.functional import FirstProducts, LastProduct
 from groupwise.ops.in_place_gradients import summed_in_place
+from groupwise.ops.operations import operations
 from groupwise.records import Batch
-
-functional = pytest.importorskip("groupwise_cpu.functional")
-fused_modules = pytest.importorskip("groupwise_cpu.fused").fused_modules
-FirstProducts, LastProduct = functional.FirstProducts, functional.LastProduct
 
 LAYERS = 4
 
@@ -52,7 +52,8 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     for kind, name in ((FirstProducts, "mlp"), (LastProduct, "last product")):
         monkeypatch.setattr(kind, "forward", staticmethod(counted(name, kind.forward)))
-    monkeypatch.setattr(functional, "add_product", counted("sum in place", functional.add_product))
+    ours = operations()
+    monkeypatch.setattr(ours, "add_product", counted("sum in place", ours.add_product))
     return counts
 
 

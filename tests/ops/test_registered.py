@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from groupwise.ops import functional
 from groupwise.ops.attention import StreamAttention
 from groupwise.ops.operations import absence
 from groupwise.records import Layout
 
 decoding = pytest.importorskip("groupwise_cpu.decoding")
-functional = pytest.importorskip("groupwise_cpu.functional")
 kernels = pytest.importorskip("groupwise_cpu.compiled")
 operations = kernels.operations
 needs_kernels = pytest.mark.skipif(absence() is not None, reason=f"no compiled kernels: {absence()}")

@@ -13,12 +13,12 @@ from kernel_calls import KernelCalls
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from groupwise.models.fused import fused_modules
 from groupwise.models.passes import forward
 from groupwise.ops.in_place_gradients import summed_in_place
 from groupwise.ops.operations import absence
 
 kernels = pytest.importorskip("groupwise_cpu.compiled")
-fused_modules = pytest.importorskip("groupwise_cpu.fused").fused_modules
 add_product = pytest.importorskip("groupwise_cpu.matmul").add_product
 product = pytest.importorskip("groupwise_cpu.matmul").product
 right = pytest.mark.skipif(absence() is not None, reason="no kernels")

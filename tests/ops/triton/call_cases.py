@@ -40,10 +40,9 @@ MODELS = {"qwen2": (Qwen2ForCausalLM, Qwen2Config), "qwen3": (Qwen3ForCausalLM, 
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="counts what the interpreter launches")
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch, *, triton: bool) -> None:
-    """Compute with the kernels, or with all that is there without them."""
-    rest = operations_module._for_cpus()[0]
-    monkeypatch.setattr(operations_module, "_chosen", TritonOperations(rest, DEVICE) if triton else rest)
+def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute with the kernels, as where the package for CPUs is not installed."""
+    monkeypatch.setattr(operations_module, "_chosen", TritonOperations(Operations(), DEVICE))
 
 
 class Launched(TorchDispatchMode):
@@ -111,7 +110,7 @@ def test_a_model_draws_what_it_draws_without_them(kind: str, fixed: bool, monkey
     for triton in (False, True):
         monkeypatch.setattr(operations_module, "_chosen", Operations())
         if triton:
-            chosen(monkeypatch, triton=True)
+            chosen(monkeypatch)
         logps, _ = sampled(kind, 2, fixed=fixed, steps=3)
         results.append(torch.stack(logps))
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
@@ -121,7 +120,7 @@ def test_a_model_draws_what_it_draws_without_them(kind: str, fixed: bool, monkey
 @pytest.mark.parametrize(("kind", "launches"), [("qwen2", 10), ("qwen3", 11)])
 def test_a_decoded_token_is_few_launches_a_layer(kind: str, launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer is the difference between a model of two and of one."""
-    chosen(monkeypatch, triton=True)
+    chosen(monkeypatch)
     (_, one), (_, two) = (sampled(kind, layers, fixed=True, steps=2) for layers in (1, 2))
     assert len(two) - len(one) == launches, (one, two)
     assert one.count("draw_kernel") == 1
@@ -144,16 +143,19 @@ def trained(kind: str) -> list[torch.Tensor]:
 def test_a_model_is_trained_as_without_them(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operations_module, "_chosen", Operations())
     expected = trained(kind)
-    chosen(monkeypatch, triton=True)
-    ours = trained(kind)
+    chosen(monkeypatch)
+    counter = Launched()
+    with heard(counter):
+        ours = trained(kind)
     assert len(ours) == len(expected) > 10
+    assert not INTERPRETED or {"rotary_kernel", "gated_backward_kernel"} < set(counter.names), "the blocks are fused"
     for one, exact in zip(ours, expected, strict=True):
         torch.testing.assert_close(one, exact, rtol=1e-3, atol=2e-4)
 
 
 def test_weights_that_are_prepared_again_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded operations read the new ones."""
-    chosen(monkeypatch, triton=True)
+    chosen(monkeypatch)
     policy, buffers = policy_of("qwen3", 1), Buffers(copy_all=True)
     with torch.no_grad():
         first = SpecialisedForward(policy, 16, buffers=buffers)

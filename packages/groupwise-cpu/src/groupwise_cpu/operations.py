@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from groupwise.ops.autograd import first_derivative
 from groupwise.ops.decoding import DecodeOperations
-from groupwise.ops.operations import Operations, TokenSampler
+from groupwise.ops.fused import FusedOperations
+from groupwise.ops.operations import TokenSampler
 from groupwise.ops.query import EVERYTHING, PackedStream, Query
 from groupwise_cpu import compiled, matmul
 from groupwise_cpu.decoding import (
@@ -20,11 +20,10 @@ from groupwise_cpu.decoding import (
     PackedOperations,
     draw_tokens,
 )
-from groupwise_cpu.functional import rms_norm
 
 
-class CpuOperations(Operations):
-    """Compiled kernels on a CPU; everything else by torch's operations."""
+class CpuOperations(FusedOperations):
+    """Compiled kernels on a CPU, in fused blocks; everything else by torch's operations."""
 
     def product(self, a_MK: Tensor, b_KN: Tensor, bias_N: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         """See `Operations`."""
@@ -33,16 +32,6 @@ class CpuOperations(Operations):
     def add_product(self, total_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, fresh: bool) -> None:
         """See `Operations`."""
         matmul.add_product(total_MN, a_MK, b_KN, fresh=fresh)
-
-    def rms_norm(self, x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        """See `Operations`."""
-        return rms_norm(x, weight_D, eps, dtype)
-
-    def fused_modules(self, model: nn.Module, *, keep: bool = True) -> AbstractContextManager[None]:
-        """See `Operations`."""
-        from groupwise_cpu.fused import fused_modules  # imports transformers
-
-        return fused_modules(model, keep=keep)
 
     def stream_attention(self, stream: PackedStream, query: Query) -> Tensor | None:
         """See `Operations`."""

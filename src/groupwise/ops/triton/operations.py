@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from groupwise.ops.decoding import DecodeOperations, PreparedNorm
+from groupwise.ops.fused import FusedOperations
 from groupwise.ops.operations import (
     BlockedAttention,
     DecodeAttention,
@@ -25,8 +25,8 @@ from groupwise.ops.triton.head import TritonLogitsReader
 from groupwise.ops.triton.launch import TYPES, fits
 
 
-class TritonOperations(Operations):
-    """Kernels on CUDA devices; everything else by other operations."""
+class TritonOperations(FusedOperations):
+    """Kernels on CUDA devices, in fused blocks; everything else by other operations."""
 
     def __init__(self, rest: Operations, device: str = "cuda") -> None:
         """rest: the operations for what has no kernel here.   device: the type of devices whose
@@ -49,14 +49,6 @@ class TritonOperations(Operations):
     def add_product(self, total_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, fresh: bool) -> None:
         """See `Operations`."""
         self.rest.add_product(total_MN, a_MK, b_KN, fresh=fresh)
-
-    def rms_norm(self, x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        """See `Operations`."""
-        return self.rest.rms_norm(x, weight_D, eps, dtype)
-
-    def fused_modules(self, model: nn.Module, *, keep: bool = True) -> AbstractContextManager[None]:
-        """See `Operations`.  The fused forms ask for `block_kernels`."""
-        return self.rest.fused_modules(model, keep=keep)
 
     def stream_attention(self, stream: PackedStream, query: Query) -> Tensor | None:
         """See `Operations`."""

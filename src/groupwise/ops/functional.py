@@ -1,4 +1,4 @@
-"""The operations of `fused`: transformers' functions to rounding, with their gradients
+"""The operations of `models/fused.py`: transformers' functions to rounding, with their gradients
 written out.
 
 Each saves less for the backward pass than a composition of torch's operations does (of an MLP a
@@ -6,8 +6,8 @@ third less: what is between its products is made again), and makes fewer passes 
 activations: one, where there are kernels (`Operations.block_kernels`).
 
 Each is an autograd Function that computes by kernels where they take its tensors, else by
-torch's operations.  Gradients of weights are added to `.grad` in place, and the down projection of
-an MLP is deferred behind what it saves (`LastProduct`).
+torch's operations: the same on every device.  Gradients of weights are added to `.grad` in place,
+and the down projection of an MLP is deferred behind what it saves (`LastProduct`).
 
 T positions of a stream   D width   H heads   W head width   I inner width of an MLP
 """
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,11 +28,13 @@ from torch.nn import functional as F
 from groupwise.ops.autograd import first_derivative, unchanged, version
 from groupwise.ops.in_place_gradients import gradient_of, summing
 from groupwise.ops.operations import operations
-from groupwise_cpu import compiled
-from groupwise_cpu.matmul import add_product, product
 
 BLOCK_NUMBERS = 1 << 16
 """Activations that are worked on at a time between products."""
+NORM_TYPES = (torch.float32, torch.bfloat16)
+"""Types that kernels of norms round to."""
+LEAST_SIDE = 96
+"""A linear layer with a shorter side is not worth what `Linear` does around its product."""
 
 
 class Copies(dict[tuple[Any, ...], tuple[Tensor, Tensor]]):
@@ -86,7 +89,8 @@ class RMSNorm(torch.autograd.Function):
             return out
         # What is returned is no view, for those who get it may change it in place.
         x_TD = x.flatten(0, -2)
-        scale_T = x_TD.new_empty(x_TD.shape[0], 1, dtype=torch.promote_types(x.dtype, torch.float32))
+        wide = torch.promote_types(x.dtype, torch.float32)
+        scale_T = x_TD.new_empty(x_TD.shape[0], 1, dtype=wide)
         out = torch.empty_like(x, dtype=dtype)
         out_TD = out.flatten(0, -2)
         for rows in blocks(x_TD):
@@ -107,7 +111,8 @@ class RMSNorm(torch.autograd.Function):
         x_TD, weight_D, scale_T = ctx.saved_tensors
         needs_weight = ctx.needs_input_grad[1]  # a norm under an adapter is frozen
         if ctx.kernels is not None:
-            inputs = ctx.kernels.rms_norm_backward(grads[0].contiguous(), x_TD, weight_D, scale_T, needs_weight)
+            saved = x_TD, weight_D, scale_T
+            inputs = ctx.kernels.rms_norm_backward(grads[0].contiguous(), *saved, needs_weight)
             return (*inputs, None, None)
         grad_out_TD, wide_D = grads[0].flatten(0, -2), weight_D.to(scale_T.dtype)
         grad_x_TD, grad_weight_D = torch.empty_like(x_TD), None
@@ -120,7 +125,8 @@ class RMSNorm(torch.autograd.Function):
             if grad_weight_D is not None:
                 grad_weight_D += along_TD.sum(0)
             share_T = (along_TD @ wide_D).div_(-x_TD.shape[-1])[..., None]
-            grad_x_TD[rows] = torch.mul(grad_TD, wide_D, out=along_TD).addcmul_(unit_TD, share_T).mul_(scale_T[rows])
+            torch.mul(grad_TD, wide_D, out=along_TD).addcmul_(unit_TD, share_T)
+            grad_x_TD[rows] = along_TD.mul_(scale_T[rows])
         if grad_weight_D is not None:
             grad_weight_D = grad_weight_D.to(weight_D.dtype)
         return grad_x_TD.view_as(grads[0]), grad_weight_D, None, None
@@ -130,7 +136,7 @@ def norm_kernels(x_TD: Tensor, weight_D: Tensor, dtype: torch.dtype) -> Any:
     """Return kernels whose norm rounds where transformers does, or None: a weight in a lower
     precision multiplies what has been rounded already.
     """
-    if dtype not in compiled.TYPES or not x_TD.is_contiguous():
+    if dtype not in NORM_TYPES or not x_TD.is_contiguous():
         return None
     kernels = operations().block_kernels(x_TD, weight_D)
     if kernels is None or weight_D.dtype == torch.float32 or kernels.rounds_first:
@@ -172,8 +178,8 @@ def _rotated(x_HTW: Tensor, cos_TW: Tensor, sin_TW: Tensor, sign: float) -> Tens
     if x_HTW.shape[0] == 1 and cos_TW.dtype == torch.float32:
         kernels = operations().block_kernels(x_HTW, cos_TW, width=half)
     if kernels is not None:
-        cos_TW, sin_TW = (table.contiguous().view(-1, table.shape[-1]) for table in (cos_TW, sin_TW))
-        return kernels.rotary(x_HTW[0].transpose(0, 1), cos_TW, sin_TW, sign).transpose(0, 1)[None]
+        tables = (table.contiguous().view(-1, 2 * half) for table in (cos_TW, sin_TW))
+        return kernels.rotary(x_HTW[0].transpose(0, 1), *tables, sign).transpose(0, 1)[None]
     # Widened first: products of two types at once are slow.
     wide_HTW = x_HTW.to(torch.promote_types(x_HTW.dtype, cos_TW.dtype))
     out_HTW = wide_HTW * cos_TW
@@ -192,9 +198,10 @@ def mlp(x_TD: Tensor, first: Sequence[Affine], last: Affine, *, turned: bool) ->
 
     turned: weights lie the other way round, (I, O).
     """
-    parameters = (parameter for layer in (*first, last) for parameter in layer)
+    parameters = chain(*first, last)
     placeholder_TD, *inner = FirstProducts.apply(x_TD, turned, *parameters)  # type: ignore[misc]
-    return LastProduct.apply(placeholder_TD, partial(_open, *inner), *last, turned)  # type: ignore[return-value]
+    opened = partial(_open, *inner)
+    return LastProduct.apply(placeholder_TD, opened, *last, turned)  # type: ignore[return-value]
 
 
 def gated(gate_TI: Tensor, up_TI: Tensor) -> Tensor:
@@ -223,8 +230,7 @@ class LastProduct(torch.autograd.Function):
     `FirstProducts` made.
 
     A block that is computed again stops where it has saved all that the backward pass reads.  The
-    placeholder saves, and
-    this saves nothing: so none of this is computed again.
+    placeholder saves, and this saves nothing: so none of this is computed again.
     """
 
     @staticmethod
@@ -250,11 +256,14 @@ class FirstProducts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, turned: bool, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x_TD: Tensor, turned: bool, *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
         """parameters: weight and bias of the first layers and of the last."""
         _hold(ctx, *parameters)
-        first = list(zip(parameters[:-2:2], parameters[1:-2:2], strict=True))
-        inner = [_times(x_TD, weight, bias_I, turned, ctx.copies) for weight, bias_I in first if weight is not None]
+        inner = []
+        for weight, bias_I in pairs(parameters[:-2]):
+            inner.append(_times(x_TD, weight, bias_I, turned, ctx.copies))
         ctx.save_for_backward(x_TD, *inner)
         ctx.turned = turned
         ctx.mark_non_differentiable(*inner)
@@ -265,33 +274,29 @@ class FirstProducts(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, *inner = ctx.saved_tensors
-        *parameters, weight, bias_D = _held(ctx)
-        needs_x, _, *needs, needs_last, needs_last_bias = ctx.needs_input_grad
+        *first, last = pairs(_held(ctx))
+        needs_x, _, *needs = ctx.needs_input_grad
+        *needs_first, needs_last = pairs(needs)
         grad_TD = grads[0]
-        opened_TI, inner_grads = _open_backward(_back(ctx, grad_TD, weight), *inner)
-        last = _weight_grad(ctx, opened_TI, grad_TD, weight) if needs_last else None
+        opened_TI, inner_grads = _open_backward(_back(ctx, grad_TD, last[0]), *inner)
+        last_grads = _affine_grads(ctx, opened_TI, grad_TD, last, needs_last)
         del opened_TI
-        grad_x_TD, parameter_grads = None, list[Tensor | None]()
-        for n, grad_TI in enumerate(inner_grads):
+        grad_x_TD = None
+        for (weight, _), grad_TI in zip(first, inner_grads, strict=True):
             if needs_x and grad_x_TD is None:
-                grad_x_TD = _back(ctx, grad_TI, parameters[2 * n])
+                grad_x_TD = _back(ctx, grad_TI, weight)
             elif grad_x_TD is not None:
-                add_product(
-                    grad_x_TD,
-                    grad_TI,
-                    _turned(ctx.copies, parameters[2 * n], grad_TI, not ctx.turned),
-                    fresh=False,
-                )
-        for n, grad_TI in enumerate(inner_grads):
-            parameter_grads.append(_weight_grad(ctx, x_TD, grad_TI, parameters[2 * n]) if needs[2 * n] else None)
-            parameter_grads.append(grad_TI.sum(0).to(parameters[2 * n + 1].dtype) if needs[2 * n + 1] else None)
-        return (
-            grad_x_TD,
-            None,
-            *parameter_grads,
-            last,
-            grad_TD.sum(0).to(bias_D.dtype) if needs_last_bias else None,
-        )
+                matrix = _turned(ctx.copies, weight, grad_TI, not ctx.turned)
+                operations().add_product(grad_x_TD, grad_TI, matrix, fresh=False)
+        first_grads: list[Tensor | None] = []
+        for layer, grad_TI, needed in zip(first, inner_grads, needs_first, strict=True):
+            first_grads += _affine_grads(ctx, x_TD, grad_TI, layer, needed)
+        return (grad_x_TD, None, *first_grads, *last_grads)
+
+
+def pairs(parameters: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Pair up weights and biases that follow one another."""
+    return list(zip(parameters[::2], parameters[1::2], strict=True))
 
 
 def _open(*inner: Tensor) -> Tensor:
@@ -339,7 +344,7 @@ _silu_backward = torch.ops.aten.silu_backward.grad_input
 
 
 def blocks(x_TI: Tensor) -> list[slice]:
-    """Rows of which a few tensors stay in a core's cache between operations; on a GPU all of them."""
+    """Rows of which a few tensors stay in a core's cache between operations; all on a GPU."""
     count, width = x_TI.shape
     size = count if x_TI.is_cuda else max(1, BLOCK_NUMBERS // width)
     return [slice(start, start + size) for start in range(0, count, size)]
@@ -354,14 +359,16 @@ def worth_linear(weight: Tensor) -> bool:
     """True if `Linear` can be faster than torch's: smaller matrices are not worth what it does
     around the product.
     """
-    return min(weight.shape) >= compiled.LEAST_SIDE
+    return min(weight.shape) >= LEAST_SIDE
 
 
 class Linear(torch.autograd.Function):
-    """`x W^T + b`, or `x W + b` with the weight the other way round (`turned`), as GPT-2 keeps it."""
+    """`x W^T + b`; with the weight the other way round (`turned`), as GPT-2 keeps it, `x W + b`."""
 
     @staticmethod
-    def forward(ctx: Any, x_TI: Tensor, weight: Tensor, bias_O: Tensor | None, turned: bool) -> Tensor:
+    def forward(
+        ctx: Any, x_TI: Tensor, weight: Tensor, bias_O: Tensor | None, turned: bool
+    ) -> Tensor:
         # Under an adapter the weight is frozen, and then nobody needs its inputs again.
         ctx.save_for_backward(x_TI if ctx.needs_input_grad[1] else None)
         ctx.turned, ctx.bias_type = turned, None if bias_O is None else bias_O.dtype
@@ -382,8 +389,10 @@ class Linear(torch.autograd.Function):
         )
 
 
-def _times(x_TI: Tensor, weight: Tensor, bias_O: Tensor | None, turned: bool, copies: Copies | None) -> Tensor:
-    return product(
+def _times(
+    x_TI: Tensor, weight: Tensor, bias_O: Tensor | None, turned: bool, copies: Copies | None
+) -> Tensor:
+    return operations().product(
         x_TI,
         _turned(copies, weight, x_TI, turned),
         None if bias_O is None else _like(bias_O, x_TI, copies),
@@ -392,7 +401,7 @@ def _times(x_TI: Tensor, weight: Tensor, bias_O: Tensor | None, turned: bool, co
 
 def _back(ctx: Any, grad_TO: Tensor, weight: Tensor) -> Tensor:
     """The gradient of what a linear layer is given."""
-    return product(grad_TO, _turned(ctx.copies, weight, grad_TO, not ctx.turned))
+    return operations().product(grad_TO, _turned(ctx.copies, weight, grad_TO, not ctx.turned))
 
 
 def _turned(copies: Copies | None, weight: Tensor, x: Tensor, as_is: bool) -> Tensor:
@@ -420,11 +429,8 @@ class EmbeddingRows(torch.autograd.Function):
         (ids,), (weight_VD,) = ctx.saved_tensors, ctx.weights  # of which no number is read
         total_VD, fresh = gradient_of(weight_VD, ctx.summing)
         if total_VD is None:
-            return (
-                None,
-                torch.ops.aten.embedding_dense_backward(grads[0], ids, weight_VD.shape[0], ctx.still, False),
-                None,
-            )
+            rows = weight_VD.shape[0]
+            return None, _embedding_backward(grads[0], ids, rows, ctx.still, False), None
         if fresh:
             total_VD.zero_()
         grad_TD = grads[0].masked_fill((ids == ctx.still)[..., None], 0.0).flatten(0, -2)
@@ -432,14 +438,16 @@ class EmbeddingRows(torch.autograd.Function):
         return None, None, None
 
 
+_embedding_backward = torch.ops.aten.embedding_dense_backward
+
+
 def _hold(ctx: Any, *weights: Tensor | None) -> None:
     """Keep on `ctx` what the backward pass needs: the weights, their versions, the cached copies,
     and whether gradients are summed in place.
 
     The last two are context variables, which the threads of a backward pass do not see (on a GPU
-    they are torch's own).  The
-    weights are not saved tensors: activation checkpointing would return those as other tensor
-    objects, without the parameter's `.grad`.
+    they are torch's own).  The weights are not saved tensors: activation checkpointing would return
+    those as other tensor objects, without the parameter's `.grad`.
     """
     ctx.weights, ctx.copies, ctx.summing = weights, _copies.get(), summing()
     ctx.versions = [version(weight) for weight in weights]
@@ -457,11 +465,27 @@ def _like(weight: Tensor, x: Tensor, copies: Copies | None) -> Tensor:
     key = (weight.data_ptr(), weight.shape, weight.stride(), x.dtype)
     copy = copies.get(key)
     if copy is None:
-        copy = copies[key] = (
-            weight,
-            weight.to(x.dtype),
-        )  # with the weight itself, so that its memory cannot become another's
+        # With the weight itself, so that its memory cannot become another's.
+        copy = copies[key] = weight, weight.to(x.dtype)
     return copy[1]
+
+
+def _affine_grads(
+    ctx: Any,
+    x_TI: Tensor,
+    grad_TO: Tensor,
+    layer: tuple[Tensor, Tensor | None],
+    needed: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of a linear layer's weight and bias, where they are needed."""
+    (weight, bias_O), (needs_weight, needs_bias) = layer, needed
+    grad_weight, grad_bias_O = None, None
+    if needs_weight:
+        grad_weight = _weight_grad(ctx, x_TI, grad_TO, weight)
+    if needs_bias:
+        assert bias_O is not None
+        grad_bias_O = grad_TO.sum(0).to(bias_O.dtype)
+    return grad_weight, grad_bias_O
 
 
 def _weight_grad(ctx: Any, x_TI: Tensor, grad_TO: Tensor, weight: Tensor) -> Tensor | None:
@@ -471,6 +495,6 @@ def _weight_grad(ctx: Any, x_TI: Tensor, grad_TO: Tensor, weight: Tensor) -> Ten
     left, right = (x_TI, grad_TO) if ctx.turned else (grad_TO, x_TI)
     total, fresh = gradient_of(weight, ctx.summing)
     if total is None:
-        return product(left.T, right).to(weight.dtype)
-    add_product(total, left.T, right, fresh=fresh)
+        return operations().product(left.T, right).to(weight.dtype)
+    operations().add_product(total, left.T, right, fresh=fresh)
     return None

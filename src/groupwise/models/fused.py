@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from groupwise.models.attention import NAME, packed_attention
 from groupwise.models.layers import MLP, Attention, Norm, class_name, describe, family_class
-from groupwise_cpu.functional import (
+from groupwise.ops.functional import (
     EmbeddingRows,
     Linear,
     copies_of_weights,
@@ -70,19 +70,29 @@ def _form(module: nn.Module, last: bool) -> Callable[..., Any] | None:
             return partial(_norm, norm, last)
         case Attention(rotary=True, gated=False) as attention:
             return partial(_rotary_attention, attention)
-        case MLP() as mlp if not any("forward" in vars(part) for part in (*mlp.products, mlp.activation)):
-            kinds = {type(linear) for linear in mlp.products}
-            return partial(_mlp, mlp, Conv1D in kinds) if kinds in ({nn.Linear}, {Conv1D}) else None
-        case MLP():
-            return None
+        case MLP() as mlp:
+            return _form_of_mlp(mlp)
     form = _BY_CLASS.get(class_name(type(module)))
     return None if form is None else MethodType(form, module)
+
+
+def _form_of_mlp(mlp: MLP) -> Callable[..., Any] | None:
+    """The `forward` that an MLP gets; None where a part of it is another's, as an adapter's."""
+    for part in (*mlp.products, mlp.activation):
+        if "forward" in vars(part):
+            return None
+    kinds = {type(linear) for linear in mlp.products}
+    if kinds not in ({nn.Linear}, {Conv1D}):
+        return None
+    return partial(_mlp, mlp, kinds == {Conv1D})
 
 
 def _lower(hidden_states: Tensor) -> torch.dtype:
     """The type that products run in."""
     device = hidden_states.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_states.dtype
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return hidden_states.dtype
 
 
 def _flat(hidden_states: Tensor) -> Tensor:
@@ -92,20 +102,19 @@ def _flat(hidden_states: Tensor) -> Tensor:
 
 def _norm(norm: Norm, last: bool, hidden_states: Tensor) -> Tensor:
     # The last one feeds heads of any precision, so it does not round for a product.
-    return rms_norm(
-        hidden_states,
-        norm.weight_D,
-        norm.eps,
-        hidden_states.dtype if last else _lower(hidden_states),
-    )
+    dtype = hidden_states.dtype if last else _lower(hidden_states)
+    return rms_norm(hidden_states, norm.weight_D, norm.eps, dtype)
 
 
 def _hooked(*modules: nn.Module) -> bool:
     """True if one of them has a hook: a form that does not call the module would not call it."""
-    return bool(nn.modules.module._has_any_global_hook()) or any(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-        for module in modules
-    )
+    if nn.modules.module._has_any_global_hook():
+        return True
+    for module in modules:
+        forward = module._forward_hooks or module._forward_pre_hooks
+        if forward or module._backward_hooks or module._backward_pre_hooks:
+            return True
+    return False
 
 
 def _mlp(description: MLP, turned: bool, hidden_states: Tensor) -> Tensor:
@@ -131,7 +140,8 @@ def _gelu(self: Any, input: Tensor) -> Tensor:
 def _embedding(self: Any, input: Tensor) -> Tensor:
     if self.max_norm is not None or self.scale_grad_by_freq or self.sparse:
         return nn.Embedding.forward(self, input)
-    return EmbeddingRows.apply(input, self.weight, -1 if self.padding_idx is None else self.padding_idx)  # type: ignore[return-value]
+    still = -1 if self.padding_idx is None else self.padding_idx
+    return EmbeddingRows.apply(input, self.weight, still)  # type: ignore[return-value]
 
 
 def _rotary_attention(
@@ -144,15 +154,21 @@ def _rotary_attention(
 ) -> tuple[Tensor, Tensor | None]:
     module = attention.module
     if module.config._attn_implementation != NAME or past_key_values is not None:
-        return type(module).forward(module, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        return type(module).forward(
+            module, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
+        )
     stream = hidden_states.shape[:-1]
-    query, key, value = (project(hidden_states).view(*stream, -1, attention.width) for project in attention.inputs)
+    heads = (*stream, -1, attention.width)
+    query, key, value = (project(hidden_states).view(heads) for project in attention.inputs)
     if attention.head_norms is not None:
-        query, key = (norm(x) for norm, x in zip(attention.head_norms, (query, key), strict=True))
+        query_norm, key_norm = attention.head_norms
+        query, key = query_norm(query), key_norm(key)
     cos, sin = (table.unsqueeze(1) for table in position_embeddings)
-    query, key = (rotary(x.transpose(1, 2), cos, sin) for x in (query, key))
+    query, key = rotary(query.transpose(1, 2), cos, sin), rotary(key.transpose(1, 2), cos, sin)
     value = value.transpose(1, 2)
-    out, _ = packed_attention(module, query, key, value, attention_mask, scaling=attention.scale, **kwargs)
+    out, _ = packed_attention(
+        module, query, key, value, attention_mask, scaling=attention.scale, **kwargs
+    )
     return attention.output(out.reshape(*stream, -1)), None
 
 
