@@ -59,9 +59,8 @@ def run(options: argparse.Namespace) -> int:
         from groupwise.config.settings import DATASET
         from groupwise.utils.spelling import closest
 
-        if (
-            options.preset not in (*ALGORITHMS, *DATASET) and ":" not in options.preset
-        ):  # refused before torch is imported
+        known = options.preset in (*ALGORITHMS, *DATASET)
+        if not known and ":" not in options.preset:  # refused before torch is imported
             near = closest(options.preset, ALGORITHMS)
             raise ConfigError(
                 f"there is no online algorithm {options.preset!r}{near}; there are"
@@ -69,28 +68,15 @@ def run(options: argparse.Namespace) -> int:
             )
     from groupwise.inspection.explain import render, work, work_of_run
 
-    rewards, lengths, preset, mu, beta, lr = (
-        options.rewards,
-        options.lengths,
-        options.preset,
-        options.mu,
-        options.beta,
-        options.lr,
-    )
-    if options.run_folder is not None:
-        text, example = work_of_run(
-            options.run_folder,
-            options.step,
-            rewards=rewards,
-            lengths=lengths,
-            preset=preset,
-            mu=mu,
-            beta=beta,
-            lr=lr,
-        )
-        print(text)
+    typed_in = {}
+    for name in ("rewards", "lengths", "preset", "mu", "beta", "lr"):
+        if getattr(options, name) is not None:
+            typed_in[name] = getattr(options, name)
+    if options.run_folder is None:
+        example = work(**typed_in)
     else:
-        example = work(rewards, lengths, preset=preset, mu=mu, beta=beta, lr=lr)
+        about, example = work_of_run(options.run_folder, options.step, **typed_in)
+        print(about)
     print(render(example))
     return 0
 

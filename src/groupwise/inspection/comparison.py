@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -50,11 +51,12 @@ class RunGroup:
 
     def steps(self, metric: str) -> list[int]:
         """List the steps at which every run has the metric."""
-        first, *others = self.metrics
-        shared = {step for step, line in first.items() if metric in line}
-        for run in others:
-            shared &= {step for step, line in run.items() if metric in line}
-        return sorted(shared)
+        return [step for step in self.metrics[0] if len(self.values(step, metric)) == self.size]
+
+    @property
+    def size(self) -> int:
+        """The number of runs."""
+        return len(self.folders)
 
 
 @dataclass(frozen=True)
@@ -92,27 +94,31 @@ def _excludes_zero(estimate: Estimate) -> bool:
 
 def read_group(pattern: str) -> RunGroup:
     """Read the runs of a pattern (`runs/a-*`) or of a folder.  Raises ConfigError, RunError."""
-    paths = [path for path in sorted(glob.glob(pattern)) if Path(path).is_dir()]
-    origins = [origin for origin in map(origin_of, paths) if origin is not None]
-    if not origins:
+    folders: dict[Path, Path] = {}
+    for path in sorted(glob.glob(pattern)):
+        origin = origin_of(path) if Path(path).is_dir() else None
+        if origin is not None:
+            folders[origin.folder.resolve()] = origin.folder
+    if not folders:
         raise ConfigError(
             f"no run folder is called {pattern!r}; a pattern with * stands in quotes: 'runs/mine-*'"
         )
-    places = {origin.folder.resolve(): origin.folder for origin in origins}
-    folders = tuple(places.values())
     metrics = []
-    for folder in folders:
-        lines = {}
-        for line in read_metrics(folder):
-            lines[line["step"]] = {
-                name: float(value)
-                for name, value in line.items()
-                if isinstance(value, (int, float)) and not math.isnan(value)
-            }
+    for folder in folders.values():
+        lines = {line["step"]: _numbers(line) for line in read_metrics(folder)}
         if not lines:
             raise DataError(f"{folder} has no metrics: leave it out of {pattern!r}")
         metrics.append(lines)
-    return RunGroup(pattern, folders, tuple(metrics))
+    return RunGroup(pattern, tuple(folders.values()), tuple(metrics))
+
+
+def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of a line that are numbers."""
+    found = {}
+    for name, value in line.items():
+        if isinstance(value, (int, float)) and not math.isnan(value):
+            found[name] = float(value)
+    return found
 
 
 def check_apart(groups: Sequence[RunGroup]) -> None:
@@ -131,18 +137,19 @@ def check_apart(groups: Sequence[RunGroup]) -> None:
 
 def choose_metric(groups: Sequence[RunGroup], wanted: str | None) -> str:
     """Return the metric to compare.  Raises ConfigError if not every run has it."""
-    shared: set[str] | None = None
+    logged = []
     for group in groups:
         for run in group.metrics:
-            names = {name for line in run.values() for name in line}
-            shared = names if shared is None else shared & names
-    shared = shared or set()
-    if wanted is not None:
-        if wanted not in shared:
-            near = nearest(wanted, sorted(shared))
-            hint = f"did you mean {near}?" if near is not None else f"all have {_listed(shared)}"
-            raise ConfigError(f"not every run has the metric {wanted!r}; {hint}")
+            logged.append(set().union(*run.values()))
+    shared = set.intersection(*logged)
+    if wanted is not None and wanted in shared:
         return wanted
+    if wanted is not None:
+        near = nearest(wanted, sorted(shared))
+        hint = f"all have {_listed(shared)}"
+        if near is not None:
+            hint = f"did you mean {near}?"
+        raise ConfigError(f"not every run has the metric {wanted!r}; {hint}")
     for name in (*PREFERRED, "reward", "loss"):
         if name in shared:
             return name
@@ -159,19 +166,16 @@ def paired_difference(left: RunGroup, right: RunGroup) -> PairedDifference | Non
 
     Returns None where there is no such step, or no prompt with a reward on both sides.
     """
-    shared: set[int] | None = None
+    evaluated = []
     for folder in (*left.folders, *right.folders):
-        recorded = set(steps(RunFiles(folder), EVALUATIONS)[0])
-        shared = recorded if shared is None else shared & recorded
+        evaluated.append(set(steps(RunFiles(folder), EVALUATIONS)[0]))
+    shared = set.intersection(*evaluated)
     if not shared:
         return None
     step = max(shared)
     lefts = [_rewards_of(folder, step) for folder in left.folders]
     rights = [_rewards_of(folder, step) for folder in right.folders]
-    answered = set(lefts[0])
-    for run in (*lefts[1:], *rights):
-        answered &= set(run)
-    prompts = sorted(answered)
+    prompts = sorted(set.intersection(*map(set, [*lefts, *rights])))
     if not prompts:
         return None
     left_RP = _table(lefts, prompts)
@@ -195,7 +199,10 @@ def paired_difference(left: RunGroup, right: RunGroup) -> PairedDifference | Non
 
 def _table(runs: Sequence[Mapping[str, float]], prompts: Sequence[str]) -> np.ndarray:
     """Return rewards with one row per run and one column per prompt."""
-    return np.array([[run[prompt] for prompt in prompts] for run in runs])
+    rows = []
+    for run in runs:
+        rows.append([run[prompt] for prompt in prompts])
+    return np.array(rows)
 
 
 def _rewards_of(folder: Path, step: int) -> dict[str, float]:
@@ -213,20 +220,19 @@ def _rewards_of(folder: Path, step: int) -> dict[str, float]:
 def compare(groups: Sequence[RunGroup], metric: str, console: Console) -> None:
     """Print a table of the metric by step, and how each group differs from the first."""
     first, *others = groups
-    shared = sorted(set.intersection(*(set(group.steps(metric)) for group in groups)))
+    shared = set.intersection(*[set(group.steps(metric)) for group in groups])
     if not shared:
         raise DataError(f"there is no step at which all runs have {metric}")
+    columns, differences = [], []
     for number, group in enumerate(groups, 1):
-        console.print(
-            f"{_name(number)}  {group.label}: {counted(len(group.folders), 'run')}",
-            highlight=False,
-            markup=False,
-        )
+        text = f"{_name(number)}  {group.label}: {counted(group.size, 'run')}"
+        console.print(text, highlight=False, markup=False)
+        columns.append(f"{_name(number)} {metric}")
+        if number > 1:
+            differences.append(f"{_name(number)} - A")
     console.print()
-    columns = [f"{_name(number)} {metric}" for number in range(1, len(groups) + 1)]
-    differences = [f"{_name(number)} - A" for number in range(2, len(groups) + 1)]
     shown = Table("step", *columns, *differences, box=None, pad_edge=False)
-    for step in shared:
+    for step in sorted(shared):
         cells = []
         for group in groups:
             average = statistics.mean_of_runs(group.values(step, metric))
@@ -248,7 +254,9 @@ def compare(groups: Sequence[RunGroup], metric: str, console: Console) -> None:
 
 def _name(number: int) -> str:
     """Return A, B, C ... and G27 from the 27th on."""
-    return chr(ord("A") + number - 1) if number <= 26 else f"G{number}"
+    if number > 26:
+        return f"G{number}"
+    return chr(ord("A") + number - 1)
 
 
 def _half(estimate: Estimate) -> str:
@@ -272,7 +280,6 @@ def verdict(paired: PairedDifference | None, left: str, right: str) -> list[str]
             f"{right} - {left}, over seeds: {over.mean:+.3f}{_half(over)} (other seeds, these"
             " prompts)."
         )
-    single = [name for name, runs in zip((left, right), paired.runs, strict=True) if runs == 1]
     higher = right if by.mean > 0 else left
     if not paired.shown:
         lines.append(f"These data show no difference between {left} and {right}.")
@@ -280,6 +287,7 @@ def verdict(paired: PairedDifference | None, left: str, right: str) -> list[str]
         lines.append(f"Of these very runs {higher} has the higher reward.")
     else:
         lines.append(f"These data show that {higher} has the higher reward.")
+    single = [name for name, runs in zip((left, right), paired.runs, strict=True) if runs == 1]
     if single:
         are = "is a single run" if len(single) == 1 else "are single runs"
         lines.append(

@@ -10,7 +10,7 @@ N trained tokens, one completion after the other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ from groupwise.training.samples import minibatches, weigh
 from groupwise.utils.spelling import counted
 from groupwise.utils.terminal import escaped
 
+REWARDS = (1.0, 0.0, 0.5)
+"""Rewards of the made-up completions where none are named."""
 PROBABILITIES = (0.5, 0.8, 0.6, 0.9, 0.3, 0.7)
 """Probabilities that the toy policy gave to the tokens, in turn."""
 REFERENCE = (0.55, 0.7, 0.6, 0.9, 0.4, 0.65)
@@ -53,6 +55,7 @@ LONGEST = 8
 """Tokens of a completion that the toy policy can sample."""
 COMPLETIONS, TOKENS_SHOWN = 8, 4
 """Completions of a recorded group that are shown, and tokens of each in the tables."""
+MADE_UP = "Made up: lengths, log-probs"
 TEXT = 60
 """Characters of a text that are shown."""
 
@@ -103,32 +106,29 @@ class WorkedExample:
 
 
 def work(
-    rewards: Sequence[float | None] | None = None,
+    rewards: Sequence[float | None] = REWARDS,
     lengths: Sequence[int] | None = None,
     *,
-    preset: str | None = None,
-    mu: int | None = None,
+    preset: str = "grpo",
+    mu: int = 2,
     beta: float | None = None,
-    lr: float | None = None,
+    lr: float = STEP_SIZE,
     longest: int = LONGEST,
     group: GroupSettings | None = None,
 ) -> WorkedExample:
     """Work a step of an algorithm through, on one made-up group and a toy policy.
 
-    rewards: one for each completion, None = unscorable; default 1, 0, 0.5.
+    rewards: one for each completion, None = unscorable.
     lengths: tokens of each completion, EOS included; default 2, 3, 4 and so on in turn.
-    preset: the algorithm, default grpo.
-    mu: passes over the rollout, each with a gradient step on the toy policy; default 2.
-    beta: weight of the KL.   lr: size of a gradient step, default 5.
+    preset: the algorithm.
+    mu: passes over the rollout, each with a gradient step on the toy policy.
+    beta: weight of the KL, default the preset's.   lr: size of a gradient step.
     longest: the token limit, by which Dr. GRPO divides.
     group: further settings, of which `mu`, `beta` and the number of rewards take precedence.
     Raises ConfigError for what the algorithm refuses, and for lengths that do not fit.
     """
-    rewards = (1.0, 0.0, 0.5) if rewards is None else rewards
-    lengths = [2 + i % 3 for i in range(len(rewards))] if lengths is None else lengths
-    preset = "grpo" if preset is None else preset
-    mu = 2 if mu is None else mu
-    lr = STEP_SIZE if lr is None else lr
+    if lengths is None:
+        lengths = (2 + np.arange(len(rewards)) % 3).tolist()
     _check_numbers(rewards, lengths, mu, beta, lr, longest)
     settings = replace(
         group or GroupSettings(),
@@ -165,7 +165,7 @@ def _check_numbers(
     lr: float,
     longest: int,
 ) -> None:
-    if len(lengths) != len(rewards) or not all(1 <= n <= longest for n in lengths):
+    if len(lengths) != len(rewards) or min(lengths) < 1 or max(lengths) > longest:
         raise ConfigError(
             f"{len(rewards)} rewards need as many lengths, each 1 to {longest}, got"
             f" {', '.join(map(str, lengths))}"
@@ -176,10 +176,9 @@ def _check_numbers(
         raise ConfigError(f"lr must be a finite number greater than 0, got {lr:g}")
     if beta is not None and not beta >= 0:
         raise ConfigError(f"beta must be at least 0, got {beta:g}")
-    if any(reward is not None and not np.isfinite(reward) for reward in rewards):
-        raise ConfigError(
-            f"a reward is a finite number or none, got {', '.join(map(str, rewards))}"
-        )
+    for reward in rewards:
+        if reward is not None and not np.isfinite(reward):
+            raise ConfigError(f"a reward is a finite number or none, got {reward}")
 
 
 def _check_explainable(algorithm: Algorithm) -> None:
@@ -218,7 +217,7 @@ def _group(rewards: Sequence[float | None], lengths: Sequence[int], longest: int
         rollouts.append(rollout)
         references.append(np.log(_in_turn(REFERENCE, places)))
         values.append(_in_turn(VALUES, places))
-    reward = np.array([np.nan if r is None else r for r in rewards], dtype=np.float64)
+    reward = np.array(rewards, dtype=np.float64)  # None becomes NaN
     signals = {
         "reference_logp": tuple(references),
         "value": tuple(values),
@@ -314,32 +313,42 @@ def work_of_run(
             f"{path} was trained by {recipe.objective!r}, which has no rollouts: groupwise explain"
             " --preset NAME"
         )
-    objective = preset or recipe.objective
-    settings = recipe.group if preset is None else GroupSettings(group_size=recipe.group.group_size)
+    objective, settings = recipe.objective, recipe.group
+    if preset is not None:
+        objective, settings = preset, GroupSettings(group_size=recipe.group.group_size)
     about = f"{origin.folder}: {recipe.objective}"
-    longest = max(LONGEST, recipe.rollout.max_new_tokens)
-    toy: dict[str, Any] = {"preset": objective, "mu": mu, "beta": beta, "lr": lr, "group": settings}
-    if mu is None:
-        toy["mu"] = recipe.group.updates_per_rollout
+    toy: dict[str, Any] = {
+        "preset": objective,
+        "mu": recipe.group.updates_per_rollout,
+        "beta": beta,
+        "longest": max(LONGEST, recipe.rollout.max_new_tokens),
+        "group": settings,
+    }
+    if mu is not None:
+        toy["mu"] = mu
+    if lr is not None:
+        toy["lr"] = lr
     if rewards is not None:
-        example = work(rewards, lengths, longest=longest, **toy)
-        return f"{about}\nMade up: lengths, log-probs", example
+        return f"{about}\n{MADE_UP}", work(rewards, lengths, **toy)
     steps = list_rollouts(origin.folder)
     if not steps:
         raise ConfigError(f"{origin.folder} has recorded no rollouts: give --rewards")
-    recorded = read_step(origin.folder, steps[-1] if step is None else step)
+    if step is None:
+        step = steps[-1]
+    recorded = read_step(origin.folder, step)
     differing = [i for i, group in enumerate(recorded.groups) if not group.equal_rewards]
-    place = differing[0] if differing else 0
+    place = (differing or [0])[0]
     group = recorded.groups[place]
-    about += f", the group of {group.prompt.place} in step {recorded.number}"
+    about += f", the group of {group.prompt.place} in step {step}"
     if len(group.rollouts) > COMPLETIONS:
         about += f", its first {COMPLETIONS} completions"
-    dead = "" if differing else "; all groups have equal rewards"
-    about += f" (recorded are steps {steps[0]} to {steps[-1]}{dead})"
+    about += f" (recorded are steps {steps[0]} to {steps[-1]}"
+    if not differing:
+        about += "; all groups have equal rewards"
+    about += ")"
     if lengths is not None or mu is not None or lr is not None:
-        shown = [None if np.isnan(one) else float(one) for one in group.reward[:COMPLETIONS]]
-        example = work(shown, lengths, longest=longest, **toy)
-        return f"{about}\nMade up: lengths, log-probs", example
+        shown = _rewards(group)[:COMPLETIONS]
+        return f"{about}\n{MADE_UP}", work(shown, lengths, **toy)
     if beta is not None:
         settings = replace(settings, beta=beta)
     changed = preset is not None or beta is not None
@@ -348,36 +357,42 @@ def work_of_run(
     return about, replace(example, pieces=_pieces(origin.folder))
 
 
+def _rewards(group: RolloutGroup) -> list[float | None]:
+    """Return the reward of each completion, None where there is none."""
+    rewards: list[float | None] = []
+    for reward in group.reward:
+        rewards.append(None if np.isnan(reward) else float(reward))
+    return rewards
+
+
 def _as_recorded(recipe: Recipe, recorded: Step, place: int, *, changed: bool) -> WorkedExample:
     """Work a recorded group through.
 
     changed: True if the recipe is not the run's, whose advantages are then computed again.
     """
-    from groupwise.runs.prepared import (
-        algorithm_of,  # imports transformers: an example without a run does not need it
-    )
+    # This imports transformers, which an example without a run does not need.
+    from groupwise.runs.prepared import algorithm_of
 
     algorithm = algorithm_of(recipe)
     _check_explainable(algorithm)
     group = recorded.groups[place]
-    lacking = [words for name, words in _signals_of(algorithm) if name not in group.signals]
-    if lacking:
-        raise ConfigError(
-            f"{algorithm.name} reads {', '.join(lacking)}, which the run did not record: leave"
-            " --preset and --beta out, or make a step up by groupwise explain --preset NAME"
-        )
+    for name, words in _signals_of(algorithm):
+        if name not in group.signals:
+            raise ConfigError(
+                f"{algorithm.name} reads {words}, which the run did not record: leave --preset"
+                " and --beta out, or make a step up by groupwise explain --preset NAME"
+            )
     advantages = list(recorded.advantages)
     if changed or len(advantages) != len(recorded.groups):
         advantages = list(algorithm.advantages(recorded.groups))
-    parts = minibatches(recorded.groups, recipe.group)
-    (part,) = [part for part in parts if place in part]
-    weighed = weigh([recorded.groups[i] for i in part], [advantages[i] for i in part], algorithm)
     first = _of_group(recorded.current_logp, place)
     samples = []
-    for sample in weighed:
-        here = sample.group == group.prompt.id and sample.index < COMPLETIONS
-        if here and first[sample.index].size == sample.completion.size:
-            samples.append(sample)
+    for part in minibatches(recorded.groups, recipe.group):
+        groups = [recorded.groups[i] for i in part]
+        for sample in weigh(groups, [advantages[i] for i in part], algorithm):
+            here = sample.group == group.prompt.id and sample.index < COMPLETIONS
+            if here and first[sample.index].size == sample.completion.size:
+                samples.append(sample)
     passes = []
     if samples:
         logp = [first[sample.index] for sample in samples]
@@ -398,7 +413,9 @@ def _as_recorded(recipe: Recipe, recorded: Step, place: int, *, changed: bool) -
 
 def _of_group(columns: Sequence[Sequence[np.ndarray]], place: int) -> Sequence[np.ndarray]:
     """Return a group's column, and none where the step has none."""
-    return columns[place] if len(columns) > place else ()
+    if len(columns) <= place:
+        return ()
+    return columns[place]
 
 
 def _signals_of(algorithm: Algorithm) -> list[tuple[str, str]]:
@@ -427,7 +444,9 @@ def _first_completions(group: RolloutGroup) -> RolloutGroup:
 
 def _pieces(folder: Path) -> vocabulary.Vocabulary | None:
     run = RunFiles(folder)
-    return vocabulary.from_table(bounded_table(run.read(TOKENS))) if run.has(TOKENS) else None
+    if not run.has(TOKENS):
+        return None
+    return vocabulary.from_table(bounded_table(run.read(TOKENS)))
 
 
 # ---------------------------------------------------------------- as text
@@ -439,16 +458,21 @@ def render(example: WorkedExample) -> str:
     lines = [*_head(algorithm), *_left_out(algorithm), "", "1. Rewards of one group"]
     if example.recorded:
         lines += _texts(example)
-    rewards = ["None" if np.isnan(reward) else f"{reward:g}" for reward in example.group.reward]
+    weights = {sample.index: float(sample.weight.max()) for sample in example.samples}
+    rewards, tokens, weight = [], [], []
+    for reward, rollout in zip(example.group.reward, example.group.rollouts, strict=True):
+        rewards.append("None" if np.isnan(reward) else f"{reward:g}")
+        tokens.append(str(len(rollout)))
+        weight.append(f"{weights.get(rollout.index, 0.0):.4f}")
     lines += [
         _row("reward", rewards),
-        _row("tokens", [str(len(rollout)) for rollout in example.group.rollouts]),
+        _row("tokens", tokens),
         "",
         f"2. Advantages: {describe(algorithm.credit)}",
         *_advantage_rows(example),
         "",
         f"3. Weight of each token: {describe(algorithm.weights)}",
-        _row("weight", _weights(example)),
+        _row("weight", weight),
     ]
     for number, seen in enumerate(example.passes, 1):
         lines += ["", f"{number + 3}. {seen.title}"]
@@ -466,14 +490,13 @@ def _head(algorithm: Algorithm) -> list[str]:
     A row made of another one, with a part changed, still has the other one's equation, which is
     then left out.
     """
-    parts = _parts(algorithm)
-    line = f"  {' x '.join(map(describe, parts))}"
-    names = list(map(name_of, parts))
+    line = f"  {' x '.join(map(describe, _parts(algorithm)))}"
     rows = [row for row in ALGORITHMS.values() if row.equation == algorithm.equation]
-    if rows and names not in [list(map(name_of, _parts(row))) for row in rows]:
+    if rows and _names(algorithm) not in map(_names, rows):
         return [f"{algorithm.name}: {rows[0].name} with other parts", line]
-    paper = f"  (arXiv {algorithm.paper})" if algorithm.paper else ""
-    equation = f"  loss = {algorithm.equation}{paper}"
+    equation = f"  loss = {algorithm.equation}"
+    if algorithm.paper:
+        equation += f"  (arXiv {algorithm.paper})"
     return [f"{algorithm.name}: {algorithm.summary}", line, equation]
 
 
@@ -481,10 +504,16 @@ def _parts(algorithm: Algorithm) -> tuple[Callable[..., Any], ...]:
     return algorithm.credit, algorithm.ratio, algorithm.surrogate, algorithm.weights
 
 
+def _names(algorithm: Algorithm) -> list[str]:
+    return list(map(name_of, _parts(algorithm)))
+
+
 def _left_out(algorithm: Algorithm) -> list[str]:
     """Name the terms of a row's loss that stand in no table."""
     terms = [describe(term) for term in algorithm.extra if not is_built_in(term)]
-    return [f"  left out: {', '.join(terms)}, which the run adds to this loss"] if terms else []
+    if not terms:
+        return []
+    return [f"  left out: {', '.join(terms)}, which the run adds to this loss"]
 
 
 def _texts(example: WorkedExample) -> list[str]:
@@ -501,11 +530,18 @@ def _line(text: str, *, end: bool = False) -> str:
     text = escaped(" ".join(text.split()))
     if len(text) <= TEXT:
         return text
-    return f"... {text[-TEXT:]}" if end else f"{text[:TEXT]} ..."
+    if end:
+        return f"... {text[-TEXT:]}"
+    return f"{text[:TEXT]} ..."
 
 
 def _row(label: str, cells: Sequence[str]) -> str:
-    return f"  {label:<22}" + "".join(f"{cell:>10}" for cell in cells)
+    return f"  {label:<22}{_cells(cells)}"
+
+
+def _cells(texts: Iterable[str]) -> str:
+    """Write texts as columns of a table."""
+    return "".join(f"{text:>10}" for text in texts)
 
 
 def _number(value: float) -> str:
@@ -538,11 +574,6 @@ def _advantages(advantages: Sequence[np.ndarray]) -> list[str]:
     return cells
 
 
-def _weights(example: WorkedExample) -> list[str]:
-    weights = {sample.index: float(sample.weight.max()) for sample in example.samples}
-    return [f"{weights.get(rollout.index, 0.0):.4f}" for rollout in example.group.rollouts]
-
-
 def _token_rows(example: WorkedExample, seen: Pass) -> list[str]:
     """Write a row for each token of a pass; of a run, for the first tokens of each completion."""
     columns = {
@@ -558,16 +589,19 @@ def _token_rows(example: WorkedExample, seen: Pass) -> list[str]:
         "weight": example.column("weight"),
         "dloss/dl": seen.gradient,
     }
-    lines = ["  completion token" + "".join(f"{name:>10}" for name in columns)]
+    lines = [f"  completion token{_cells(columns)}"]
     row = 0
     for sample in example.samples:
         trained = np.flatnonzero(sample.weight)
-        shown = trained[:TOKENS_SHOWN] if example.recorded else trained
+        shown = trained
+        if example.recorded:
+            shown = trained[:TOKENS_SHOWN]
         for n, token in enumerate(shown, row):
-            cells = "".join(f"{_number(column[n]):>10}" for column in columns.values())
-            clipped = "  clipped" if seen.clipped[n] else ""
+            cells = _cells(_number(column[n]) for column in columns.values())
             text = _token_text(example, sample, int(token))
-            lines.append(f"  {sample.index + 1:>10} {token + 1:>5}{cells}{text}{clipped}")
+            if seen.clipped[n]:
+                text += "  clipped"
+            lines.append(f"  {sample.index + 1:>10} {token + 1:>5}{cells}{text}")
         if trained.size > shown.size:
             lines.append(f"  {'':>10}   ... {trained.size - shown.size} more")
         row += trained.size

@@ -52,6 +52,8 @@ ROUNDING = 1e-5
 """Share of `ClosedForm.scale` by which a recorded loss, a sum in float32, may differ from the same
 sum in float64.
 """
+CLOSED_ELSEWHERE = 1e-9
+"""Largest difference on another machine of what numpy computes in float64."""
 ELSEWHERE, ELSEWHERE_LOW = 1e-3, 0.25
 """Largest difference on another machine, relative to numbers above 1, in float32 and where products
 are in bfloat16.
@@ -79,6 +81,7 @@ FIXED = (
     "group.reference_refresh",
     "group.reference_mix",
 )
+"""Keys of `group` that say what is sampled, or which weights it is compared with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +127,9 @@ class ReplayedStep:
     @property
     def loss(self) -> float:
         """Mean over the optimizer steps of the pass."""
-        return float(np.mean([part.loss for part in self.parts])) if self.parts else math.nan
+        if not self.parts:
+            return math.nan
+        return float(np.mean([part.loss for part in self.parts]))
 
     def column(self, name: str) -> Columns:
         """`gradient` or `ratio`, in the order of the groups."""
@@ -134,17 +139,16 @@ class ReplayedStep:
         nothing = np.zeros(0)
         columns = []
         for group in self.groups:
-            keys = [(group.prompt.id, rollout.index) for rollout in group.rollouts]
-            columns.append([merged.get(key, nothing) for key in keys])
+            column = []
+            for rollout in group.rollouts:
+                column.append(merged.get((group.prompt.id, rollout.index), nothing))
+            columns.append(column)
         return columns
 
     @property
     def gradient(self) -> list[float]:
         """Sum of |dLoss / dlog-prob| over the tokens of each group."""
-        sizes = []
-        for columns in self.column("gradient"):
-            sizes.append(float(sum(np.abs(column).sum() for column in columns)))
-        return sizes
+        return [float(np.abs(np.concatenate(column)).sum()) for column in self.column("gradient")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -194,12 +198,18 @@ def replay(
         `changes` need them.
     """
     run = RecordedRun.of(Path(folder))
-    change = RecordedRun.of(run.folder, changes) if changes else None
+    first = run.algorithm.needs.entropy
+    change, changed = None, None
+    if changes:
+        change = RecordedRun.of(run.folder, changes)
+        first = first or change.algorithm.needs.entropy
     recorded = read_recorded(run.folder, number)
     apart, threads = _apart(run.folder, number, recorded)
-    begun, reasons = _beginning(run.folder, number, reach) if model else (None, [])
-    first = any(one.algorithm.needs.entropy for one in (run, change) if one is not None)
-    notes = ["; ".join(reasons)] if reasons else []
+    begun, notes = None, []
+    if model:
+        begun, reasons = _beginning(run.folder, number, reach)
+        if reasons:
+            notes.append("; ".join(reasons))
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -209,7 +219,8 @@ def replay(
             *_figures(run, recorded, again, apart),
         ]
         mismatch = _mismatch(run, again)
-        changed = None if change is None else _computed(change, recorded, begun, run, first=first)
+        if change is not None:
+            changed = _computed(change, recorded, begun, run, first=first)
     finally:
         torch.set_num_threads(threads_before)
     if again.step is not None:
@@ -244,7 +255,7 @@ def read_recorded(folder: Path, number: int) -> Step:
             f"metrics.jsonl of {folder} has no line of step {number}: there is nothing to compare"
             " with"
         )
-    if [len(one) for one in step.advantages] != [len(group.rollouts) for group in step.groups]:
+    if list(map(len, step.advantages)) != [len(group.rollouts) for group in step.groups]:
         raise DataError(f"step {number} of {folder}: the recorded completions have no advantages")
     return step
 
@@ -263,17 +274,7 @@ class RecordedRun:
         changes of what was sampled.
         """
         origin = run_of(folder)
-        for change in changes:
-            key = change.partition("=")[0].strip()
-            weight = key.startswith("rewards.") and key.endswith(".weight")
-            if key in FIXED or not (
-                weight or key == "objective" or key.partition(".")[0] in ("group", "optimizer")
-            ):
-                raise ConfigError(
-                    f"--set {key}: the completions are those that were recorded, so only what is"
-                    " computed from them can change: objective, rewards.N.weight, optimizer.* and"
-                    f" group.* without {', '.join(key.partition('.')[2] for key in FIXED)}"
-                )
+        _check_changes(changes)
         demand_trust(origin, ("objective", "model", "group", "rollout"))
         folder, recipe = origin.folder, overridden(origin, changes).recipe
         if not is_online(recipe.objective):
@@ -281,20 +282,15 @@ class RecordedRun:
                 f"replay is for runs that sample completions, not for {recipe.objective!r}"
             )
         path = recipe.model.path
-        if path is not None and path.startswith(
-            STAGE
-        ):  # the stages of a run lie side by side, wherever that was moved
-            recipe = replace(
-                recipe,
-                model=replace(
-                    recipe.model, path=str(folder.parent / path.removeprefix(STAGE) / FINAL)
-                ),
-            )
+        if path is not None and path.startswith(STAGE):
+            # The stages of a run lie side by side, wherever the run was moved.
+            path = str(folder.parent / path.removeprefix(STAGE) / FINAL)
+            recipe = replace(recipe, model=replace(recipe.model, path=path))
         algorithm = algorithm_of(recipe)
         if algorithm.needs.critic or algorithm.needs.teacher:
-            other = "a critic" if algorithm.needs.critic else "a teacher"
+            source = "a critic" if algorithm.needs.critic else "a teacher"
             raise ConfigError(
-                f"{algorithm.name} learns from {other}, whose part in a step cannot be computed"
+                f"{algorithm.name} learns from {source}, whose part in a step cannot be computed"
                 " again yet: replay takes runs of algorithms that need none (`groupwise view`"
                 " shows what was recorded)"
             )
@@ -304,25 +300,24 @@ class RecordedRun:
         """Policy, reference and optimizer after a step whose checkpoint is there; 0: before the
         first.
         """
-        saved = checkpoint.place(self.folder, step) if step else None
-        resume, before = None if saved is None else saved / "policy", self.folder / REFERENCE
-        recipe, blueprint = modelled(self.recipe, resume)
         check_reference(self.folder)
-        reference = before if before.is_dir() else None
+        reference = None
+        if (self.folder / REFERENCE).is_dir():
+            reference = self.folder / REFERENCE
+        if not step:
+            recipe, blueprint = modelled(self.recipe, None)
+            return make_learner(recipe, blueprint, self.algorithm, reference=reference)
+        saved = checkpoint.place(self.folder, step)
+        resume = saved / "policy"
+        recipe, blueprint = modelled(self.recipe, resume)
         learner = make_learner(
             recipe, blueprint, self.algorithm, reference=reference, resume=resume
         )
-        if (
-            learner.reference is not None
-            and recipe.model.lora is None
-            and reference is None
-            and saved is not None
-        ):
+        if learner.reference is not None and reference is None and recipe.model.lora is None:
             # The run kept none, because it needed none: the weights that it began with.
             learner.reference = hold(recipe, blueprint_of(recipe, None))
             learner.reference.model.requires_grad_(False)
-        if saved is not None:
-            learner.restore(checkpoint.load(saved, verify=False), checkpoint.reader(saved))
+        learner.restore(checkpoint.load(saved, verify=False), checkpoint.reader(saved))
         return learner
 
     def steps(
@@ -350,74 +345,77 @@ class RecordedRun:
         """True if the model has experts whose load its loss balances: a part of the loss that no
         log-prob decides.
         """
-        for place in (
-            self.folder / FINAL,
-            Path(str(self.recipe.model.path)),
-            *_checkpoints(self.folder, "*/policy"),
-        ):
+        policies = (self.folder / checkpoint.CHECKPOINTS).glob("*/policy")
+        for place in (self.folder / FINAL, Path(str(self.recipe.model.path)), *policies):
             with suppress(RunError):
-                if isinstance(config := RunFiles(place).json("config.json"), dict):
-                    return bool(
-                        config.get("output_router_logits") and config.get("router_aux_loss_coef")
-                    )
+                config = RunFiles(place).json("config.json")
+                if isinstance(config, dict):
+                    coefficient = config.get("router_aux_loss_coef")
+                    return bool(config.get("output_router_logits") and coefficient)
         return False
 
 
-def _checkpoints(folder: Path, pattern: str = "[0-9]*") -> Iterator[Path]:
-    return (folder / checkpoint.CHECKPOINTS).glob(pattern)
+def _check_changes(changes: Sequence[str]) -> None:
+    """Raise ConfigError for an override of what was sampled."""
+    for change in changes:
+        key = change.partition("=")[0].strip()
+        section = key.partition(".")[0]
+        computed = section in ("objective", "group", "optimizer") and key not in FIXED
+        weight = section == "rewards" and key.endswith(".weight")
+        if not computed and not weight:
+            raise ConfigError(
+                f"--set {key}: the completions are those that were recorded, so only what is"
+                " computed from them can change: objective, rewards.N.weight, optimizer.* and"
+                f" group.* without {', '.join(FIXED)}"
+            )
 
 
 def _saved_before(folder: Path, number: int) -> list[int]:
     """Steps before `number` that have a checkpoint, the newest first."""
-    saved = (int(path.name) for path in _checkpoints(folder) if path.name.isdigit())
-    return sorted((step for step in saved if step < number), reverse=True)
+    saved = []
+    for place in (folder / checkpoint.CHECKPOINTS).glob("[0-9]*"):
+        if place.name.isdigit() and int(place.name) < number:
+            saved.append(int(place.name))
+    return sorted(saved, reverse=True)
 
 
 def _beginning(folder: Path, number: int, reach: int) -> tuple[int | None, list[str]]:
     """The step whose weights a replay can begin with, and what was wrong with nearer ones."""
-    reasons: list[str] = []
-    for step in [*_saved_before(folder, number), 0]:
-        if step and (wrong := checkpoint.damage(checkpoint.place(folder, step))):
-            reasons.append(f"from checkpoint {step}, which is damaged: {wrong}")
-            continue
-        if number - 1 - step > reach:
-            far = (
-                f"{counted(number - 1 - step, 'step')} behind step {step}, farther than --reach"
-                f" {reach}"
-            )
-            return None, [*reasons, f"the weights before the step: {far}"]
-        try:
-            for between in range(step + 1, number):
-                read_recorded(folder, between)
-        except DataError as error:
-            return None, [*reasons, f"the weights before the step: from step {step} on, {error}"]
-        return step, reasons
-    raise AssertionError("step 0 is always there")
+    step, reasons = 0, []
+    for saved in _saved_before(folder, number):
+        wrong = checkpoint.damage(checkpoint.place(folder, saved))
+        if not wrong:
+            step = saved
+            break
+        reasons.append(f"from checkpoint {saved}, which is damaged: {wrong}")
+    between = range(step + 1, number)
+    if len(between) > reach:
+        far = f"{counted(len(between), 'step')} behind step {step}, farther than --reach {reach}"
+        return None, [*reasons, f"the weights before the step: {far}"]
+    try:
+        for recorded in between:
+            read_recorded(folder, recorded)
+    except DataError as error:
+        return None, [*reasons, f"the weights before the step: from step {step} on, {error}"]
+    return step, reasons
 
 
 def _apart(folder: Path, number: int, recorded: Step) -> tuple[str | None, int]:
     """What differs between the machine that took a step and this one, and the threads it took it
     with.
     """
-    try:
-        then = next(
-            attempt
-            for attempt in reversed(attempts_of(RunFiles(folder)))
-            if attempt["after_step"] < number
-        )
-        versions = dict(then["versions"])
-    except (RunError, ValueError, KeyError, TypeError, StopIteration):
-        return f"{ENVIRONMENT} does not say where the step was taken", torch.get_num_threads()
     now = environment()
-    facts = [
-        (name, versions.get(name), now["versions"][name])
-        for name in ("groupwise", "torch", "transformers", "numpy")
-    ]
-    facts += [(name, then.get(name), now.get(name)) for name in ("cpu", "gpus", "kernels")]
+    here = _machine(now)
+    try:
+        attempts = [one for one in attempts_of(RunFiles(folder)) if one["after_step"] < number]
+        then = attempts[-1]
+        there = _machine(then)
+    except (RunError, ValueError, KeyError, TypeError, IndexError):
+        return f"{ENVIRONMENT} does not say where the step was taken", torch.get_num_threads()
     different = []
-    for name, before, after in facts:
-        if before != after:
-            different.append(f"{name} {before} then, {after} now")
+    for name, value in here.items():
+        if there[name] != value:
+            different.append(f"{name} {there[name]} then, {value} now")
     if now["gpus"]:
         different.append("a GPU adds up in an order of its own")
     if any(name.startswith("ranks/") for name in recorded.metrics):
@@ -426,6 +424,16 @@ def _apart(folder: Path, number: int, recorded: Step) -> tuple[str | None, int]:
     if not isinstance(threads, int) or threads <= 0:
         threads = torch.get_num_threads()
     return "; ".join(different) or None, threads
+
+
+def _machine(attempt: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what decides how an attempt of a run computes: versions and devices, by name."""
+    machine = {}
+    for name in ("groupwise", "torch", "transformers", "numpy"):
+        machine[name] = dict(attempt["versions"]).get(name)
+    for name in ("cpu", "gpus", "kernels"):
+        machine[name] = attempt.get(name)
+    return machine
 
 
 # ---------------------------------------------------------------- computing
@@ -443,7 +451,9 @@ def _computed(
     first pass, else its last.
     """
     algorithm = run.algorithm
-    groups = recorded.groups if was is None else _weighted(recorded.groups, run.recipe)
+    groups = recorded.groups
+    if was is not None:
+        groups = _weighted(groups, run.recipe)
     step, learner = None, None
     if begun is not None:
         learner = run.learner(begun)
@@ -453,9 +463,7 @@ def _computed(
             _train_to(was, begun, recorded.number - 1, learner)
             (step,) = run.steps(learner, range(recorded.number, recorded.number + 1), groups)
         groups = step.groups
-    elif algorithm.needs.reference and any(
-        "reference_logp" not in group.signals for group in groups
-    ):
+    elif algorithm.needs.reference and not _recorded_of(groups, "reference_logp"):
         raise CheckpointError(
             f"{algorithm.name} with beta {algorithm.beta:g} needs log-probs of a reference, which"
             " the run did not record: that takes the weights before the step"
@@ -465,8 +473,13 @@ def _computed(
     for part in minibatches(groups, run.recipe.group):
         samples = weigh([groups[i] for i in part], [advantages[i] for i in part], algorithm)
         steps.append(samples)
-    last = () if first else seen.columns.get("last_logp", ())
-    logp = _by_name(groups, last or seen.current_logp)
+    which, seen_logp = "first", seen.current_logp
+    last_logp = seen.columns.get("last_logp", ())
+    if last_logp and not first:
+        which, seen_logp = "last", last_logp
+    elif run.recipe.group.updates_per_rollout == 1:
+        which = "last"
+    logp = _by_name(groups, seen_logp)
     entropy = _by_name(groups, seen.columns.get("entropy", ()))
     parts, without = [], None
     try:
@@ -478,7 +491,7 @@ def _computed(
         groups=groups,
         advantages=advantages,
         parts=parts,
-        which="last" if last or run.recipe.group.updates_per_rollout == 1 else "first",
+        which=which,
         without=without,
         step=step,
         learner=learner,
@@ -492,16 +505,15 @@ def _train_to(run: RecordedRun, begun: int, step: int, other: Learner) -> None:
     learner = run.learner(begun)
     for _ in run.steps(learner, range(begun + 1, step + 1)):
         pass
-    tensors = {name: tensor.clone() for name, tensor in learner.tensors().items()}
+    trained = learner.tensors()
 
     def read(into: Mapping[str, Tensor]) -> None:
-        for name in into.keys() & tensors.keys():
-            into[name].copy_(tensors[name])
+        for name in into.keys() & trained.keys():
+            into[name].copy_(trained[name])
 
+    parameters = learner.policy.model.parameters()
     with torch.no_grad():
-        for new, old in zip(
-            other.policy.model.parameters(), learner.policy.model.parameters(), strict=True
-        ):
+        for new, old in zip(other.policy.model.parameters(), parameters, strict=True):
             new.copy_(old)
         other.restore({"optimizer": learner.optimizer.numbers()}, read)
 
@@ -509,18 +521,25 @@ def _train_to(run: RecordedRun, begun: int, step: int, other: Learner) -> None:
 def _weighted(groups: Sequence[RolloutGroup], recipe: Recipe) -> Sequence[RolloutGroup]:
     """Groups with the rewards added up by a recipe's weights."""
     named = tuple(reward.weight for reward in recipe.rewards)
-    # What an environment brings stands before what the recipe names.
-    weights = (*groups[0].weights[: len(groups[0].names) - len(named)], *named) if groups else named
-    if all(group.weights == weights for group in groups):
-        return groups
-    if any("process" in group.signals for group in groups):
-        raise ConfigError(
-            "--set rewards.N.weight: the rewards of steps were recorded as their weighted sum; it"
-            " cannot be taken apart"
-        )
-    return [
-        replace(group, weights=weights, reward=combine(group.rewards, weights)) for group in groups
-    ]
+    weighted = []
+    for group in groups:
+        # What an environment brings stands before what the recipe names.
+        weights = (*group.weights[: len(group.names) - len(named)], *named)
+        if weights != group.weights:
+            if "process" in group.signals:
+                raise ConfigError(
+                    "--set rewards.N.weight: the rewards of steps were recorded as their weighted"
+                    " sum; it cannot be taken apart"
+                )
+            reward = combine(group.rewards, weights)
+            group = replace(group, weights=weights, reward=reward)
+        weighted.append(group)
+    return weighted
+
+
+def _recorded_of(groups: Sequence[RolloutGroup], signal: str) -> bool:
+    """Return whether every group has a signal."""
+    return all(signal in group.signals for group in groups)
 
 
 def _by_name(groups: Sequence[RolloutGroup], columns: Sequence[Sequence[np.ndarray]]) -> Tokens:
@@ -537,24 +556,20 @@ def _by_name(groups: Sequence[RolloutGroup], columns: Sequence[Sequence[np.ndarr
 def _closed_figures(
     run: RecordedRun, recorded: Step, again: ReplayedStep, apart: str | None
 ) -> Iterator[Figure]:
-    limit = 0.0 if apart is None else 1e-9
-    rewards = [combine(group.rewards, group.weights) for group in recorded.groups]
-    yield _figure("rewards, added up", [group.reward for group in recorded.groups], rewards, limit)
+    limit = 0.0
+    if apart is not None:
+        limit = CLOSED_ELSEWHERE
+    then, now = [], []
+    for group in recorded.groups:
+        then.append(group.reward)
+        now.append(combine(group.rewards, group.weights))
+    yield _figure("rewards, added up", then, now, limit)
     # By what was recorded of a reference, not by what a model says now.
-    yield _figure(
-        "advantages",
-        _flat(recorded.advantages),
-        _flat(run.algorithm.advantages(recorded.groups)),
-        limit,
-    )
+    advantages = run.algorithm.advantages(recorded.groups)
+    yield _figure("advantages", flat(recorded.advantages), flat(advantages), limit)
     if again.parts and run.recipe.group.updates_per_rollout == 1 and not run.routed:
         allowed = ROUNDING * max(part.scale for part in again.parts)
-        yield _figure(
-            "loss, closed form",
-            [np.array([recorded.metrics["loss"]])],
-            [np.array([again.loss])],
-            allowed,
-        )
+        yield _number("loss, closed form", recorded.metrics["loss"], again.loss, allowed)
 
 
 def _figures(
@@ -567,32 +582,22 @@ def _figures(
     limit = 0.0
     if apart is not None:
         limit = ELSEWHERE_LOW if _is_low(learner) else ELSEWHERE
-    yield _figure("log-probs", _flat(recorded.current_logp), _flat(step.current_logp), limit)
+    yield _figure("log-probs", flat(recorded.current_logp), flat(step.current_logp), limit)
     for name in COMPUTED:
-        if any(name in group.signals for group in recorded.groups):
-            then = _flat([group.signals.get(name, ()) for group in recorded.groups])
-            now = _flat([group.signals.get(name, ()) for group in step.groups])
+        then, now = _signal(recorded.groups, name), _signal(step.groups, name)
+        if then:
             yield _figure(name, then, now, limit)
     for name, value in recorded.metrics.items():
         if not name.startswith(TIMES) and name in step.metrics:
-            yield _figure(
-                name,
-                [np.array([value])],
-                [np.array([step.metrics[name]])],
-                limit * max(1.0, abs(value)),
-            )
+            yield _number(name, value, step.metrics[name], limit * max(1.0, abs(value)))
     saved = checkpoint.place(run.folder, recorded.number)
     if saved.is_dir() and not checkpoint.damage(saved):
         written = run.learner(recorded.number)
         then = _numbers(dict(written.policy.model.named_parameters()))
         now = _numbers(dict(learner.policy.model.named_parameters()))
         yield _figure("weights after the step", then, now, limit)
-        yield _figure(
-            "optimizer after the step",
-            _numbers(written.tensors()),
-            _numbers(learner.tensors()),
-            limit,
-        )
+        then, now = _numbers(written.tensors()), _numbers(learner.tensors())
+        yield _figure("optimizer after the step", then, now, limit)
 
 
 def _is_low(learner: Learner) -> bool:
@@ -618,28 +623,42 @@ def _mismatch(run: RecordedRun, again: ReplayedStep) -> str | None:
     )
 
 
-def _flat(columns: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
-    flat: list[np.ndarray] = []
+def _signal(groups: Sequence[RolloutGroup], name: str) -> list[np.ndarray]:
+    """Return a signal of all completions; of groups without it nothing."""
+    return flat([group.signals.get(name, ()) for group in groups])
+
+
+def flat(columns: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
+    """Return the arrays of all completions, one group after the other."""
+    arrays: list[np.ndarray] = []
     for group in columns:
-        flat += group
-    return flat
+        arrays += group
+    return arrays
+
+
+def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the numbers of all arrays in one, float64 (N,)."""
+    return np.concatenate([np.zeros(0), *arrays]).astype(np.float64)
+
+
+def _number(name: str, recorded: float, replayed: float, limit: float) -> Figure:
+    return _figure(name, [np.array([recorded])], [np.array([replayed])], limit)
 
 
 def _figure(
     name: str, recorded: Sequence[np.ndarray], replayed: Sequence[Any], limit: float
 ) -> Figure:
     """Compare many numbers.  Those that are not finite must be the same."""
-    if [len(column) for column in recorded] != [len(column) for column in replayed]:
-        return Figure(name, _mean(recorded), _mean(replayed), math.nan, limit)
-    one = np.concatenate([np.zeros(0), *recorded]).astype(np.float64)
-    other = np.concatenate([np.zeros(0), *replayed]).astype(np.float64)
-    same = (one == other) | (np.isnan(one) & np.isnan(other))
-    with np.errstate(invalid="ignore"):
-        gap = np.where(same, 0.0, np.abs(one - other))
-    return Figure(name, _mean(recorded), _mean(replayed), float(gap.max(initial=0.0)), limit)
+    then_N, now_N = joined(recorded), joined(replayed)
+    difference = math.nan
+    if list(map(len, recorded)) == list(map(len, replayed)):
+        same_N = (then_N == now_N) | (np.isnan(then_N) & np.isnan(now_N))
+        with np.errstate(invalid="ignore"):
+            gap_N = np.where(same_N, 0.0, np.abs(then_N - now_N))
+        difference = float(gap_N.max(initial=0.0))
+    return Figure(name, _mean(then_N), _mean(now_N), difference, limit)
 
 
-def _mean(columns: Sequence[np.ndarray]) -> float:
-    values = np.concatenate([np.zeros(0), *columns]).astype(np.float64)
-    values = values[~np.isnan(values)]
-    return float(values.mean()) if values.size else math.nan
+def _mean(values_N: np.ndarray) -> float:
+    known_N = values_N[~np.isnan(values_N)]
+    return float(known_N.mean()) if known_N.size else math.nan

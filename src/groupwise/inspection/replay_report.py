@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from groupwise.inspection.replay import TIMES, Figure, Replay, ReplayedStep
+from groupwise.inspection.replay import TIMES, Figure, Replay, ReplayedStep, flat, joined
 from groupwise.runs.plan import algorithm_line
 from groupwise.utils.spelling import counted
 
@@ -43,7 +43,9 @@ def render(replayed: Replay) -> str:
     if changed is not None:
         lines += ["", *_changed(again, changed)]
     if replayed.notes:
-        lines += ["", *(f"not computed: {note}" for note in replayed.notes)]
+        lines.append("")
+    for note in replayed.notes:
+        lines.append(f"not computed: {note}")
     if replayed.mismatch is not None:
         lines += ["", replayed.mismatch]
     return "\n".join([*lines, "", _verdict(replayed)])
@@ -54,7 +56,8 @@ def _head(replayed: Replay) -> list[str]:
     completions, tokens = 0, 0
     for group in groups:
         completions += len(group.rollouts)
-        tokens += sum(int(rollout.trained.sum()) for rollout in group.rollouts)
+        for rollout in group.rollouts:
+            tokens += int(rollout.trained.sum())
     size = f"{counted(completions, 'completion')} of {counted(len(groups), 'prompt')}"
     compared_how = "compared bit for bit"
     if replayed.apart is not None:
@@ -127,7 +130,9 @@ def _verdict(replayed: Replay) -> str:
     if wrong:
         return f"NOT the same: {', '.join(wrong)}"
     text = "the recorded step computed again is the same"
-    return f"{text}, as far as it was computed" if replayed.notes else text
+    if replayed.notes:
+        text += ", as far as it was computed"
+    return text
 
 
 def compared(again: ReplayedStep, changed: ReplayedStep) -> dict[str, tuple[float, float]]:
@@ -152,7 +157,7 @@ def compared(again: ReplayedStep, changed: ReplayedStep) -> dict[str, tuple[floa
 
 def pushes(again: ReplayedStep, changed: ReplayedStep) -> dict[str, int]:
     """Count the tokens that both push the same way, the other way, or only one of them pushes."""
-    recorded_N, changed_N = _flat_gradient(again), _flat_gradient(changed)
+    recorded_N, changed_N = joined(flat(_gradients(again))), joined(flat(_gradients(changed)))
     same_N = (recorded_N != 0) & (np.sign(recorded_N) == np.sign(changed_N))
     return {
         "pushed the same way": int(same_N.sum()),
@@ -161,13 +166,6 @@ def pushes(again: ReplayedStep, changed: ReplayedStep) -> dict[str, int]:
         "only by the changed": int(((recorded_N == 0) & (changed_N != 0)).sum()),
         "by neither": int(((recorded_N == 0) & (changed_N == 0)).sum()),
     }
-
-
-def _flat_gradient(outcome: ReplayedStep) -> np.ndarray:
-    columns = [np.zeros(0)]
-    for row in _gradients(outcome):
-        columns += row
-    return np.concatenate(columns)
 
 
 def _gradients(outcome: ReplayedStep) -> list[list[np.ndarray]]:
@@ -186,11 +184,8 @@ def _gradients(outcome: ReplayedStep) -> list[list[np.ndarray]]:
 
 def _size(advantages: Sequence[Sequence[np.ndarray]]) -> float:
     """Return the mean size of the advantages."""
-    columns = [np.zeros(0)]
-    for group in advantages:
-        columns += group
-    values = np.concatenate(columns)
-    return float(np.abs(values).mean()) if values.size else math.nan
+    values_N = joined(flat(advantages))
+    return float(np.abs(values_N).mean()) if values_N.size else math.nan
 
 
 def _number(value: float) -> str:
@@ -284,13 +279,16 @@ def _columns(replayed: Replay, outcome: ReplayedStep | None) -> list[list[list[f
 
 def _outcome(outcome: ReplayedStep) -> dict[str, Any]:
     metrics = {} if outcome.step is None else outcome.step.metrics
-    return {
+    answer = {
         "algorithm": algorithm_line(outcome.algorithm),
         "loss": _json(outcome.loss),
         "without": outcome.without,
         "metrics": {name: _json(value) for name, value in metrics.items()},
-        "gradient": outcome.gradient if outcome.parts else None,
+        "gradient": None,
     }
+    if outcome.parts:
+        answer["gradient"] = outcome.gradient
+    return answer
 
 
 def _json(value: float) -> float | None:

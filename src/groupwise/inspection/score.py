@@ -72,7 +72,7 @@ class ScoreReport:
     """N gold answers, where a function compares with one."""
     groups: tuple[tuple[int, int], ...] = ()
     """First row, and row behind the last, of neighbours with one prompt."""
-    source: str = ""
+    source: str
     """Where the rows are from, and which steps of a run."""
     calls: tuple[TimedCall, ...]
     """Every call of every function."""
@@ -84,8 +84,7 @@ class ScoreReport:
         Control characters of completions are shown as escapes: what a model wrote must not steer a
         terminal.
         """
-        source = f" of {self.source}" if self.source else ""
-        lines = [f"{counted(len(self.rows), 'completion')}{source}"]
+        lines = [f"{counted(len(self.rows), 'completion')} of {self.source}"]
         for name, column in zip(self.names, self.rewards.T, strict=True):
             lines += ["", *_summary(name, column)]
         if len(self.names) > 1:
@@ -121,18 +120,20 @@ class ScoreReport:
 
     def _differing(self) -> str:
         """Say for how many prompts the completions get different rewards: only these teach."""
-        several = [self.reward[begin:end] for begin, end in self.groups if end - begin > 1]
+        several = differ = 0
+        for begin, end in self.groups:
+            if end - begin > 1:
+                several += 1
+                reward = self.reward[begin:end]
+                if len(np.unique(reward[~np.isnan(reward)])) > 1:
+                    differ += 1
         if not several:
             return (
                 "one completion for each prompt: whether rewards differ within a prompt is not to"
                 " be seen"
             )
-        differ = 0
-        for group in several:
-            if len(np.unique(group[~np.isnan(group)])) > 1:
-                differ += 1
         return (
-            f"{differ} of {counted(len(several), 'prompt')} with several completions have"
+            f"{differ} of {counted(several, 'prompt')} with several completions have"
             " different rewards; the others teach nothing"
         )
 
@@ -200,7 +201,9 @@ def score_file(
                 calls.append(TimedCall(name, begin, end - begin, seconds))
         matrix = np.concatenate(rewards)
         gold = next(iter(scorer.golds.values()), None)
-        golds = () if gold is None else tuple(str(row.get(gold, "")) for row in rows)
+        golds = []
+        if gold is not None:
+            golds = [str(row.get(gold, "")) for row in rows]
         return ScoreReport(
             names=scorer.names,
             source=completions.source,
@@ -209,7 +212,7 @@ def score_file(
             rows=tuple(names),
             texts=tuple(_text(row["completion"]) for row in rows),
             prompts=tuple(_text(row["prompt"]) for row in rows),
-            golds=golds,
+            golds=tuple(golds),
             groups=tuple(groups),
             calls=tuple(calls),
         )
@@ -243,14 +246,14 @@ def visible(text: str, width: int) -> str:
     >>> visible("a\x1b[31mred\n", 20)
     'a\\x1b[31mred\\n'
     """
-    shown = "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: 4 * width]
-    )
-    return (
-        shown
-        if len(shown) <= width and len(text) <= 4 * width
-        else shown[: max(0, width - 3)] + "..."
-    )
+    shown = ""
+    for character in text[: width + 1]:
+        if not character.isprintable():
+            character = character.encode("unicode_escape").decode()
+        shown += character
+    if len(shown) > width:
+        shown = shown[: width - 3] + "..."
+    return shown
 
 
 def _summary(name: str, column: np.ndarray) -> list[str]:
@@ -336,7 +339,7 @@ def _read(path: Path, steps: Sequence[range] | None) -> ReadCompletions:
         return _read_file(path, steps)
     chosen = [max(have)]
     if steps is not None:
-        chosen = [step for step in have if any(step in part for part in steps)]
+        chosen = [step for step in have if _in_any(step, steps)]
     span = f"recorded are {counted(len(have), 'step')} from {min(have)} to {max(have)}"
     if not chosen:
         raise ConfigError(f"{run.folder} has no such step; {span}")
@@ -356,6 +359,10 @@ def _read(path: Path, steps: Sequence[range] | None) -> ReadCompletions:
         home,
         run,
     )
+
+
+def _in_any(step: int, parts: Sequence[range]) -> bool:
+    return any(step in part for part in parts)
 
 
 def _read_file(path: Path, steps: Sequence[range] | None) -> ReadCompletions:
