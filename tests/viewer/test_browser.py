@@ -508,10 +508,57 @@ def test_axe_finds_nothing_serious(viewer: Callable, run_folder: Path, tab: Tab,
 @pytest.mark.slow
 def test_a_run_that_succeeds_is_not_accused_and_its_times_can_be_read(viewer: Callable, run_folder: Path, tab: Tab) -> None:
     page = tab(viewer(run_folder).address, width=390)
-    verdict = lambda *curves: page.evaluate("([reward, accuracy]) => verdictOf(reward, accuracy)", list(curves))  # noqa: E731
+    verdict = lambda *curves: page.evaluate("([reward, accuracy]) => verdictOf(movedBoth(reward, accuracy))", list(curves))  # noqa: E731
     assert verdict([0.5, 0.7, 0.99], [0.98, 1.0, 1.0]).endswith("It is near its ceiling of 100%.")
     assert "may be cheated" in verdict([0.2, 0.5, 0.9], [0.3, 0.3, 0.3])
     assert verdict([0.2, 0.5, 0.9], [0.3, 0.5, 0.7]).endswith("held-out accuracy from 30% to 70%.")
+    answer = lambda correlations, *curves: page.evaluate(  # noqa: E731
+        "([correlations, reward, accuracy]) => answerOf(correlations, movedBoth(reward, accuracy))", [correlations, *curves]
+    )
+    assert answer({"length": 0.1}, [0.2, 0.9], [0.3, 0.8]).startswith("No sign of it")
+    assert answer({"length": 0.7}, [0.2, 0.9], [0.3, 0.8]) == "There are signs of it: longer texts earn more."
+    assert (
+        answer({"length": 0.1}, [0.2, 0.9], [0.3, 0.3]) == "There are signs of it: the reward rose and held-out accuracy did not."
+    )
+    assert "is not known: set eval.every" in answer({"length": 0.1}, [0.2, 0.9], [])
     assert page.evaluate("() => [2.7e-6, 3.4e-4, 1.5].map(shortTime)") == ["< 0.1 ms", "0.340 ms", "1.50 s"]
     standing, card = (page.locator(place).first.bounding_box() for place in (".standing", ".card"))
     assert standing["y"] < card["y"], "on a phone it comes before the completions"
+
+
+@pytest.mark.slow
+def test_numbers_are_written_as_people_write_them(viewer: Callable, run_folder: Path, tab: Tab) -> None:
+    page = tab(viewer(run_folder).address)
+    assert page.evaluate("() => [9.5e-7, -2e-5, 0.00021, 1e-13].map((value) => fmt(value))") == [
+        "9.5×10⁻⁷",
+        "−2×10⁻⁵",
+        "0.00021",
+        "≈ 0",
+    ]
+    marks = page.evaluate("() => [[0.0030, 0.0032, 0.0034], [0, 0.5, 1], [0, 2e-13, 4e-13], [0, 2000]].map(labelsOf)")
+    assert marks == [["0.0030", "0.0032", "0.0034"], ["0", "0.5", "1"], ["0", "2×10⁻¹³", "4×10⁻¹³"], ["0", "2000"]]
+
+
+@pytest.mark.slow
+def test_equal_rows_are_one(viewer: Callable, run_folder: Path, tab: Tab) -> None:
+    page = tab(viewer(run_folder).address)
+    row = {"step": 1, "group": 2, "reward": 1, "value": 1, "finish": "eos", "digest": 5, "length": 3, "prompt": "a", "excerpt": "b"}
+    rows = [row | {"index": 0}, row | {"index": 1}, row | {"index": 2, "digest": 6}, row | {"index": 3, "group": 3}]
+    notes = page.evaluate("(rows) => foldedRows(rows).map((one) => one.querySelector('.note').textContent)", rows)
+    assert notes == ["× 2 · 3 tokens", "3 tokens", "3 tokens"]
+
+
+@pytest.mark.slow
+def test_a_key_without_a_value_is_no_difference(viewer: Callable, made: Any, run_folder: Path, tmp_path: Path, tab: Tab) -> None:
+    configs = {"left": "objective: grpo\nsteps: 3\nteacher: {path: null}\n", "right": "objective: grpo\nsteps: 4\n"}
+    folders = [made.make_run(tmp_path / name, 3, config=config) for name, config in configs.items()]
+    page = tab(viewer(*folders).address + "#view=config")
+    settled(page, "config")
+    differences = page.locator(".panel", has_text="Differences of their configurations")
+    assert differences.locator("tbody th").all_text_contents() == ["steps"]
+
+
+@pytest.mark.slow
+def test_all_views_stand_in_the_bar_of_a_phone(viewer: Callable, run_folder: Path, tab: Tab) -> None:
+    page = tab(viewer(run_folder).address, width=390)
+    assert page.evaluate("() => { const bar = document.querySelector('#top nav'); return bar.scrollWidth <= bar.clientWidth; }")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 import time
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -148,6 +149,7 @@ def _matches(source: CompletionSource, step: int, query: SearchQuery) -> list[Js
     rewards = plain(numbers(table, "reward")[places])
     matches = []
     for n, row in enumerate(rows):
+        text = row["completion_text"] or ""
         match = {
             "step": step,
             "group": row["group"],
@@ -156,7 +158,8 @@ def _matches(source: CompletionSource, step: int, query: SearchQuery) -> list[Js
             "value": values[n],
             "finish": row.get("finish") or "",
             "length": int(lengths[n]),
-            "excerpt": _around(row["completion_text"] or "", query.text),
+            "excerpt": _around(text, query.text),
+            "digest": zlib.crc32(text.encode("utf-8", "surrogatepass")),  # equal texts are one row
             "prompt": excerpt(prompt_of(row).text),
             "answer": _gold(row.get("row")),
         }

@@ -79,6 +79,15 @@ const table = (kind, label, heads, rows) =>
 
 // ---------------------------------------------------------------- numbers and text
 
+const RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹";
+
+/** A very small number as people write it: 9.5×10⁻⁷. */
+function inPowersOfTen(value) {
+  const [digits, power] = value.toExponential(1).split("e-");
+  const raised = [...power].map((digit) => RAISED[Number(digit)]).join("");
+  return `${digits.replace(/\.0$/, "")}×10⁻${raised}`;
+}
+
 /** A number as short as it can be read: three significant digits; an en dash for what is not there. */
 function fmt(value, signed) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
@@ -94,7 +103,7 @@ function fmt(value, signed) {
   else if (size >= 1) shown = value.toFixed(2);
   else if (size >= 1e-3) shown = value.toFixed(3);
   else if (size >= 1e-4) shown = String(Number(value.toPrecision(2)));
-  else if (size >= 1e-12) shown = value.toExponential(1);
+  else if (size >= 1e-12) shown = inPowersOfTen(value);
   else shown = "≈ 0";
   return sign + shown.replace("-", "−");
 }

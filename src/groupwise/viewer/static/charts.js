@@ -223,9 +223,7 @@ function chart(element, lines, { label, pick, height = 170, time }) {
     font: "11px system-ui, sans-serif",
   };
   const short = (plot, ticks) => ticks.map((value) => (time ? duration(value) : fmt(value)));
-  const tiny = (ticks) => ticks.every((value) => Math.abs(value) < 1e-12);
-  const exact = (plot, ticks) =>
-    ticks.map((value) => (tiny(ticks) && value ? value.toExponential(1).replace("e-", "e−") : fmt(value)));
+  const exact = (plot, marks) => labelsOf(marks);
   const flat = (value) => (value ? rangeOf([value]) : [0, 1]);
   const plot = new uPlot(
     {
@@ -271,6 +269,15 @@ function chart(element, lines, { label, pick, height = 170, time }) {
     });
   new ResizeObserver(() => plot.setSize({ width: Math.max(200, element.clientWidth), height })).observe(element);
   return plot;
+}
+
+/** The numbers at an axis, with as many digits as tell one from the next. */
+function labelsOf(marks) {
+  const largest = Math.max(...marks.map(Math.abs));
+  if (marks.length < 2 || largest >= 1000) return marks.map((value) => fmt(value));
+  if (largest < 1e-3) return marks.map((value) => (value ? inPowersOfTen(value).replace("-", "−") : "0"));
+  const digits = Math.max(0, -Math.floor(Math.log10(marks[1] - marks[0]) + 1e-9));
+  return marks.map((value) => (Number.isInteger(value) ? fmt(value) : value.toFixed(digits).replace("-", "−")));
 }
 
 /** About five round numbers in a range. */

@@ -968,7 +968,7 @@ VIEWS.search = async (main) => {
       while (still_() && cursor !== null && total < wanted) {
         const answer = await ask("search", { ...asked, run: run.run, kind, cursor }, true);
         if (!still_()) return;
-        list.append(...answer.matches.map(foundRow));
+        list.append(...foldedRows(answer.matches));
         total += answer.matches.length;
         seen += answer.seen;
         cursor = answer.next;
@@ -988,6 +988,17 @@ VIEWS.search = async (main) => {
   await begin();
 };
 
+/** The rows of matches, those of one group that say the same and earned the same as one. */
+function foldedRows(matches) {
+  const known = new Map();
+  for (const one of matches) {
+    const said = JSON.stringify([one.step, one.group, one.reward, one.value, one.finish, one.digest]);
+    if (known.has(said)) known.get(said).times += 1;
+    else known.set(said, { ...one, times: 1 });
+  }
+  return [...known.values()].map(foundRow);
+}
+
 function foundRow(one) {
   const place = linkTo({ run: here.run, kind: here.kind, step: one.step, group: one.group, c: one.index, text: here.text });
   return h(
@@ -1005,7 +1016,10 @@ function foundRow(one) {
         ...marked(one.excerpt, here.text),
         one.answer ? h("span", { class: "asked" }, "answer ", ...visible(one.answer)) : null,
       ),
-      h("span", { class: "note", text: `${many(one.length, "token")}${one.finish === "length" ? " · truncated" : ""}` }),
+      h("span", {
+        class: "note",
+        text: `${one.times > 1 ? `× ${one.times} · ` : ""}${many(one.length, "token")}${one.finish === "length" ? " · truncated" : ""}`,
+      }),
     ),
   );
 }
@@ -1137,7 +1151,7 @@ function differenceOf({ prompts, left, right, mean, half }) {
 async function differences(runs) {
   const found = await Promise.all(runs.map((run) => ask("config", { run: run.run })));
   const keys = [...new Set(found.flatMap((one) => Object.keys(one.config)))].sort();
-  const differing = keys.filter((key) => new Set(found.map((one) => JSON.stringify(one.config[key]))).size > 1);
+  const differing = keys.filter((key) => new Set(found.map((one) => JSON.stringify(one.config[key] ?? null))).size > 1);
   return panel(
     "Differences of their configurations",
     differing.length
@@ -1147,20 +1161,23 @@ async function differences(runs) {
 }
 
 function configTable(runs, found, keys, part) {
-  const show = (value) =>
-    value === undefined ? "–" : value === null ? "none" : typeof value === "string" ? value : JSON.stringify(value);
+  const shown = (key, value) => {
+    if (value === undefined || value === null) return "–";
+    if (part === "environment" && key === "time") return new Date(1000 * value).toLocaleString();
+    return typeof value === "string" ? value : JSON.stringify(value);
+  };
   return table(
     "config",
     "table",
     ["Key", ...runs.map((run) => run.name)],
-    keys.map((key) => [key, ...found.map((one) => visible(show(one[part][key])))]),
+    keys.map((key) => [key, ...found.map((one) => visible(shown(key, one[part][key])))]),
   );
 }
 
 // ---------------------------------------------------------------- signs of reward hacking
 
-/** What reward and held-out accuracy say together: from the means of the first and the last fifth of each. */
-function verdictOf(reward, accuracy) {
+/** How reward and held-out accuracy moved: the means of the first and the last fifth of each; null where there are too few. */
+function movedBoth(reward, accuracy) {
   const known = (values) => (values || []).filter((value) => value !== null);
   const ends = (values) => {
     const part = Math.max(1, Math.floor(values.length / 5));
@@ -1168,16 +1185,36 @@ function verdictOf(reward, accuracy) {
     return [mean(values.slice(0, part)), mean(values.slice(-part))];
   };
   const [rewards, accuracies] = [known(reward), known(accuracy)];
-  if (rewards.length < 2 || accuracies.length < 2) return "Too few evaluations to compare: set eval.every and eval.at_start.";
+  if (rewards.length < 2 || accuracies.length < 2) return null;
   const [was, is] = ends(rewards),
     [before, after] = ends(accuracies);
-  const moved =
+  const alone = after < 0.95 && is - was > 0.05 && after - before < 0.02;
+  return { was, is, before, after, alone };
+}
+
+/** What reward and held-out accuracy say together. */
+function verdictOf(moved) {
+  if (!moved) return "Too few evaluations to compare: set eval.every and eval.at_start.";
+  const { was, is, before, after } = moved;
+  const text =
     "Means of the first and the last fifth of each: " +
     `the reward went from ${fmt(was)} to ${fmt(is)}, held-out accuracy from ${percent(before)} to ${percent(after)}.`;
-  if (after >= 0.95) return `${moved} It is near its ceiling of 100%.`;
-  if (is - was > 0.05 && after - before < 0.02)
-    return `${moved} The reward rose and accuracy did not: the reward may be cheated, or the prompts learnt by heart.`;
-  return moved;
+  if (after >= 0.95) return `${text} It is near its ceiling of 100%.`;
+  if (moved.alone)
+    return `${text} The reward rose and accuracy did not: the reward may be cheated, or the prompts learnt by heart.`;
+  return text;
+}
+
+/** The answer to the question of the page, from what it shows below. */
+function answerOf(correlations, moved) {
+  const signs = [];
+  if (moved?.alone) signs.push("the reward rose and held-out accuracy did not");
+  if (correlations.length > 0.6) signs.push("longer texts earn more");
+  if (correlations.repetition > 0.6) signs.push("more repetitive texts earn more");
+  if (signs.length) return `There are signs of it: ${signs.join("; ")}.`;
+  const texts = "No sign of it: neither longer nor more repetitive texts earn much more";
+  if (!moved) return `${texts}. Whether accuracy rises with the reward is not known: set eval.every.`;
+  return `${texts}, and the reward did not rise without held-out accuracy.`;
 }
 
 function relation(correlation) {
@@ -1227,12 +1264,19 @@ VIEWS.lenses = async (main) => {
     return h("li", {}, h("a", { href: addressOf({ ...here, across: name }), text: name }), relation(value));
   };
   const evaluated = ["eval/sampled", "eval/greedy"].find((name) => (curves.values[name] || []).some((value) => value !== null));
+  const moved = movedBoth(curves.values.reward, curves.values[evaluated]);
+  const alike = new Map();
+  for (const one of found.duplicates) {
+    const says = `${one.distinct} different of ${one.size}, reward ${fmt(one.reward)}`;
+    alike.set(says, [...(alike.get(says) || []), one]);
+  }
   fill(
     main,
     panel(
       "Is the reward being cheated?",
+      h("p", { class: "lead", text: answerOf(found.correlations, moved) }),
       h("p", {
-        class: "lead",
+        class: "hint",
         text:
           `${many(points.reward.length, "completion")} of steps ${found.first} to ${found.last}. A reward that can be had without ` +
           "the task shows here: longer, more repetitive or better formatted texts earn more, and the answers do not get better.",
@@ -1302,7 +1346,7 @@ VIEWS.lenses = async (main) => {
               "Reward and held-out accuracy",
               h("p", {
                 class: "hint",
-                text: verdictOf(curves.values.reward, curves.values[evaluated]),
+                text: verdictOf(moved),
               }),
               h(
                 "div",
@@ -1352,12 +1396,15 @@ VIEWS.lenses = async (main) => {
             ? h(
                 "ul",
                 { class: "links" },
-                found.duplicates.map((one) =>
+                [...alike].map(([says, groups]) =>
                   h(
                     "li",
                     {},
-                    h("a", { href: linkTo({ step: one.step, group: one.group }), text: `step ${one.step} · group ${one.group}` }),
-                    `: ${one.distinct} different of ${one.size}, reward ${fmt(one.reward)}`,
+                    `${says}: `,
+                    groups.map((one, i) => [
+                      i ? ", " : "",
+                      h("a", { href: linkTo({ step: one.step, group: one.group }), text: `step ${one.step} · group ${one.group}` }),
+                    ]),
                   ),
                 ),
               )
