@@ -30,7 +30,7 @@ from groupwise.runs.rollout_files import list_rollouts, read_step
 from groupwise.runs.run_files import RunFiles
 from groupwise.runs.run_log import RunLog
 from groupwise.runs.starts import environment
-from groupwise.viewer.sources import Metrics
+from groupwise.viewer.metric_columns import Metrics
 
 
 @pytest.fixture

@@ -25,8 +25,9 @@ from groupwise.runs.run_files import RunFiles
 from groupwise.utils import files
 from groupwise.viewer import health, questions, replays
 from groupwise.viewer.groups import prompt_of, token_columns
+from groupwise.viewer.metric_columns import Metrics
 from groupwise.viewer.pages import Pages
-from groupwise.viewer.sources import Metrics, open_source, open_sources
+from groupwise.viewer.sources import open_source, open_sources
 
 
 def pages_of(*paths: Path) -> Pages:

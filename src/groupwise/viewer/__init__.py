@@ -4,6 +4,8 @@ In: run folders, also while they are written, and any Parquet or JSONL file of c
 local web application, or one self-contained page.
 
 - `sources`: steps of groups of completions, from folders and files.
+- `completion_files`: the rows of files that other programs wrote.
+- `metric_columns`: the metrics of a run, read on as its log grows.
 - `index`: a few numbers of every completion, gathered in the background.
 - `groups`, `health`, `questions`, `replays`: what is asked of them.
 - `pages`: every address of the application, as JSON.

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +61,8 @@ OVERVIEW = (
     "rewards/",
 )
 QUANTITIES = ("push", "logp", "entropy", "kl", "mismatch", "gradient", "version")
+SIGNED = {"push": 1.0, "kl": 1e-6, "mismatch": 1e-6}
+"""Quantities with a sign, and the bound of their scale where all of them are 0."""
 
 
 def reward_names(columns: Sequence[str]) -> list[str]:
@@ -107,7 +109,9 @@ class PromptParts:
 def prompt_of(row: Mapping[str, Any]) -> PromptParts:
     """Return the prompt that a completion was drawn behind: the episode's, else the data's."""
     episode = loaded(row.get("episode"))
-    text = episode.get("prompt_text") if isinstance(episode, dict) else None
+    if not isinstance(episode, dict):
+        episode = {}
+    text = episode.get("prompt_text")
     if not text or not isinstance(text, str):
         return PromptParts(row.get("prompt_text") or "")
     opening = str(episode.get("opening") or "")
@@ -145,7 +149,7 @@ def overview(source: CompletionSource, step: int, kind: str = TRAINING) -> Json:
     texts = table.column("completion_text").to_pylist()
     finish = [""] * len(table)
     if "finish" in table.column_names:
-        finish = [value or "" for value in table.column("finish").to_pylist()]
+        finish = pc.fill_null(table.column("finish"), "").to_pylist()  # type: ignore[attr-defined]
     groups: list[Json] = []
     prompts: list[str] = []
     for place, rows, prompt in groups_in(table):
@@ -187,12 +191,14 @@ def group(source: CompletionSource, step: int, place: int, kind: str = TRAINING)
     rows, names = _rows(source, step, place, kind)
     shown, first, total = rows[:CROWD], rows[0], _gradient_total(rows)
     vocabulary = source.vocabulary()
-    prompts = [prompt_of(row) for row in shown]
-    prompt = prompts[0]
-    completions = [_completion(row, names, vocabulary, total, 0) for row in shown]
-    for completion, seen in zip(completions, prompts, strict=True):
+    prompt = prompt_of(first)
+    completions = []
+    for row in shown:
+        completion = _completion(row, names, vocabulary, total, 0)
+        seen = prompt_of(row)
         if seen != prompt:
             completion["opening"] = seen.added[:CHARACTERS]
+        completions.append(completion)
     return {
         "step": step,
         "kind": kind,
@@ -214,12 +220,10 @@ def more(
 ) -> Json:
     """A completion from its token (or character) `begin` on."""
     rows, names = _rows(source, step, place, kind)
-    row = next((row for row in rows if row["index"] == index), None)
-    if row is None:
-        raise DataError(
-            f"{source.name} holds no completion {index} in group {place} of step {step}"
-        )
-    return _completion(row, names, source.vocabulary(), _gradient_total(rows), begin)
+    for row in rows:
+        if row["index"] == index:
+            return _completion(row, names, source.vocabulary(), _gradient_total(rows), begin)
+    raise DataError(f"{source.name} holds no completion {index} in group {place} of step {step}")
 
 
 def _rows(
@@ -246,9 +250,11 @@ def _completion(
         "reward": _finite(row.get("reward")),
         "rewards": {name: _finite(row.get(f"rewards/{name}")) for name in names},
         "finish": row.get("finish") or "",
-        "advantage": _finite(advantages.pop()) if len(advantages) == 1 else None,
+        "advantage": None,
         "begin": begin,
     }
+    if len(advantages) == 1:
+        shown["advantage"] = _finite(advantages.pop())
     if row.get("messages"):
         shown["messages"] = loaded(row["messages"])
     episode = loaded(row.get("episode"))
@@ -265,14 +271,19 @@ def _completion(
     columns = {}
     for name, values in token_columns(row, total).items():
         columns[name] = _rounded(values[begin:end])
-    trained = row["trained"][begin:end]
+    special, untrained = [], []
+    for i, token in enumerate(ids[begin:end]):
+        if token in known.special:
+            special.append(i)
+        if not row["trained"][begin + i]:
+            untrained.append(i)
     return shown | {
         "length": len(ids),
         "unit": "tokens",
         "tokens": known.texts(ids)[begin:end],
         "ids": ids[begin:end],
-        "special": [i for i, token in enumerate(ids[begin:end]) if token in known.special],
-        "untrained": [i for i, mark in enumerate(trained) if not mark],
+        "special": special,
+        "untrained": untrained,
         "columns": columns,
     }
 
@@ -282,7 +293,9 @@ def _text(value: Any) -> str:
 
 
 def _finite(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+    if isinstance(value, (int, float)) and math.isfinite(value):
+        return float(value)
+    return None
 
 
 CALL = {"name": _text, "arguments": _text, "result": _text, "seconds": _finite, "failure": _text}
@@ -326,7 +339,7 @@ def token_columns(row: Mapping[str, Any], total: float = math.nan) -> dict[str, 
     behavior, current = _column(row, "behavior_logp"), _column(row, "current_logp")
     advantage, reference = _column(row, "advantages"), _column(row, "signals/reference_logp")
     last, gradient = _column(row, "update/last_logp"), _column(row, "update/gradient")
-    logp = current if current is not None else behavior
+    logp = _either(current, behavior)
     columns = {
         "logp": logp,
         "entropy": _column(row, "update/entropy"),
@@ -334,7 +347,7 @@ def token_columns(row: Mapping[str, Any], total: float = math.nan) -> dict[str, 
         "behavior": behavior,
     }
     if advantage is not None and behavior is not None:
-        seen = last if last is not None else current
+        seen = _either(last, current)
         ratio = np.ones_like(behavior)
         if seen is not None:
             ratio = np.exp(np.clip(seen - behavior, -20.0, 20.0))
@@ -358,7 +371,14 @@ def token_columns(row: Mapping[str, Any], total: float = math.nan) -> dict[str, 
 
 def _column(row: Mapping[str, Any], name: str) -> np.ndarray | None:
     values = row.get(name)
-    return np.asarray(values, np.float64) if values else None
+    if not values:
+        return None
+    return np.asarray(values, np.float64)
+
+
+def _either(one: np.ndarray | None, otherwise: np.ndarray | None) -> np.ndarray | None:
+    """Return the first column if it was recorded, else the other."""
+    return otherwise if one is None else one
 
 
 def _gradient_total(rows: Sequence[Mapping[str, Any]]) -> float:
@@ -372,15 +392,14 @@ def _present(rows: Sequence[Mapping[str, Any]], total: float) -> dict[str, list[
     columns = [token_columns(row, total) for row in rows if row.get("completion_ids")]
     ranges: dict[str, list[float]] = {}
     for name in QUANTITIES:
-        parts = [values[name] for values in columns if name in values]
-        flat = np.concatenate(parts) if parts else np.zeros(0)
+        flat = np.concatenate([np.zeros(0), *(values.get(name, ()) for values in columns)])
         flat = flat[np.isfinite(flat)]
         if not flat.size:
             continue
         # A single outlier must not turn everything else pale.
         high, low = float(np.quantile(flat, 0.98)), float(np.quantile(flat, 0.02))
-        if name in ("push", "kl", "mismatch"):
-            bound = max(abs(high), abs(low)) or (1.0 if name == "push" else 1e-6)
+        if name in SIGNED:
+            bound = max(abs(high), abs(low)) or SIGNED[name]
             ranges[name] = [-bound, bound]
         elif name == "logp":
             ranges[name] = [min(low, -1.0), 0.0]
@@ -419,7 +438,9 @@ def _same(lines: Sequence[Sequence[str]], place: int) -> bool:
 def excerpt(text: str, limit: int = EXCERPT) -> str:
     """The end of a prompt, where it says what is asked; chat templates repeat its beginning."""
     text = text.strip()
-    return text if len(text) <= limit else "\u2026" + text[-limit:]
+    if len(text) > limit:
+        text = "\u2026" + text[-limit:]
+    return text
 
 
 def spread(values: np.ndarray) -> float | None:
@@ -434,19 +455,21 @@ def mean(values: np.ndarray) -> float | None:
     return float(known.mean()) if known.size else None
 
 
-def plain(values: np.ndarray) -> list[float | None]:
+def plain(values: Iterable[float]) -> list[float | None]:
     """Numbers as JSON has them: NaN and infinities are null."""
-    return [float(value) if math.isfinite(value) else None for value in values]
+    return [_finite(value) for value in values]
 
 
 def _rounded(values: np.ndarray) -> list[float | None]:
     """Four significant digits: as many as are shown."""
-    return [float(f"{value:.4g}") if math.isfinite(value) else None for value in values.tolist()]
+    return plain(float(f"{value:.4g}") for value in values.tolist())
 
 
 def loaded(text: Any) -> Any:
     """A JSON text; None for what is none, or too large to be shown."""
+    if not isinstance(text, str) or len(text) > LARGEST_JSON:
+        return None
     try:
-        return bounded_json(text) if isinstance(text, str) and len(text) <= LARGEST_JSON else None
+        return bounded_json(text)
     except ValueError:
         return None
