@@ -65,7 +65,7 @@ def randomized(policy):
 class ModuleEngine(NativeEngine):
     """The native engine, always through the modules."""
 
-    def prepared(self, positions, workspace=None):
+    def prepared(self, positions, memory=None):
         return ModuleForward(self.policy)
 
 

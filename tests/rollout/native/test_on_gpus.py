@@ -24,7 +24,9 @@ from groupwise.models.policy import without_adapter
 from groupwise.ops import operations as ops
 from groupwise.records import Finish, Sampling
 from groupwise.rollout import sampling as draws
-from groupwise.rollout.native import cuda_graphs, decode, kv_cache, scheduler, workspace
+from groupwise.rollout.native import decode, engine, kv_cache, scheduler
+from groupwise.rollout.native.cuda import cuda_graphs, workspace
+from groupwise.rollout.native.cuda.recorded_decode import RecordedDecode
 from groupwise.rollout.native.engine import ModuleForward, NativeEngine
 from groupwise.rollout.native.forward import SpecialisedForward
 from groupwise.rollout.native.kv_cache import KVCache
@@ -36,8 +38,8 @@ def sampled(policy, prompts, sampling, *, max_rows=64):
     return drawn_by(NativeEngine(policy, max_rows=max_rows), prompts, sampling)
 
 
-def drawn_by(engine, prompts, sampling):
-    groups = engine.generate(prompts, group_size=3, sampling=sampling, seed=3)
+def drawn_by(sampler, prompts, sampling):
+    groups = sampler.generate(prompts, group_size=3, sampling=sampling, seed=3)
     return {rollout.prompt.id + str(rollout.index): rollout for group in groups for rollout in group}
 
 
@@ -59,7 +61,7 @@ def plain(monkeypatch):
 class ModuleEngine(NativeEngine):
     """The native engine, always through the modules."""
 
-    def prepared(self, positions, workspace=None):
+    def prepared(self, positions, memory=None):
         return ModuleForward(self.policy)
 
 
@@ -97,7 +99,7 @@ class Record:
 
 def as_on_a_gpu(patch):
     patch.setattr(kv_cache, "ALIGNS", ("cpu",))
-    patch.setattr(cuda_graphs, "DEVICES", ("cpu",))
+    patch.setattr(engine, "GPUS", ("cpu",))
     patch.setattr(cuda_graphs, "recorded", Record)
     patch.setattr(workspace, "most_bytes", lambda device: 1 << 30)
     patch.setitem(scheduler.TOKENS_PER_SYNC, "cpu", scheduler.TOKENS_PER_SYNC["cuda"])
@@ -158,11 +160,11 @@ def test_later_rollouts_draw_new_weights_from_the_first_ones_records(family, pre
         def limit(self, prompt, index, sampling):
             return 70 + 5 * index
 
-    engine = Engine(policy, max_rows=7)
+    sampler = Engine(policy, max_rows=7)
     made = []
     for version in range(3):
-        engine.send_weights(version)
-        found = drawn_by(engine, prompts, sampling)
+        sampler.send_weights(version)
+        found = drawn_by(sampler, prompts, sampling)
         made.append(len(records))
         same(found, drawn_by(Engine(policy, max_rows=7), prompts, sampling))
         del records[made[0] :]
@@ -194,12 +196,12 @@ def plain_policy(policy, *, merge):
 def test_an_adapter_is_merged_into_what_a_gpu_decodes_with(family, policy_of, prompts_of, plain, records):
     policy = adapted(policy_of(family, dtype=torch.float32, context=128, sharpness=1.5))
     prompts, sampling = prompts_of(9, 3, 14), Sampling(max_new_tokens=30)
-    engine = NativeEngine(policy, max_rows=7)
-    assert engine.path == "specialised"
+    sampler = NativeEngine(policy, max_rows=7)
+    assert sampler.path == "specialised"
     made = []
     for version in range(3):
-        engine.send_weights(version)
-        found = drawn_by(engine, prompts, sampling)
+        sampler.send_weights(version)
+        found = drawn_by(sampler, prompts, sampling)
         made.append(len(records))
         same(found, sampled(plain_policy(policy, merge=True), prompts, sampling, max_rows=7))
         same(found, drawn_by(ModuleEngine(policy, max_rows=7), prompts, sampling))
@@ -266,21 +268,21 @@ def test_memory_beyond_what_may_stay_is_free_once_rollouts_are_there(device, pol
             used.append(weakref.ref(self))
 
     class Engine(NativeEngine):
-        def prepared(self, positions, workspace):
-            forward = super().prepared(positions, workspace)
+        def prepared(self, positions, memory):
+            forward = super().prepared(positions, memory)
             used.append(weakref.ref(forward))
             return forward
 
     monkeypatch.setattr(scheduler, "KVCache", Store)
-    engine = Engine(policy, max_rows=4)
+    sampler = Engine(policy, max_rows=4)
     gc.collect()
     gc.disable()
     try:
         with warnings.catch_warnings(action="ignore"):
-            groups = engine.generate(prompts, group_size=3, sampling=Sampling(max_new_tokens=30), seed=3)
+            groups = sampler.generate(prompts, group_size=3, sampling=Sampling(max_new_tokens=30), seed=3)
             next(groups)
             first = used[-1]
-            engine.send_weights(1)
+            sampler.send_weights(1)
             next(groups)
             assert first() is None and len(used) == 4
             list(groups)
@@ -295,11 +297,11 @@ def test_a_model_that_is_altered_between_groups_is_decoded_through_its_modules(p
     sampling = Sampling(max_new_tokens=12)  # the rows of a group end together
     expected = sampled(policy, prompts, sampling)
     as_on_a_gpu(monkeypatch)
-    engine = NativeEngine(policy, max_rows=3)
-    groups = engine.generate(prompts, group_size=3, sampling=sampling, seed=3)
+    sampler = NativeEngine(policy, max_rows=3)
+    groups = sampler.generate(prompts, group_size=3, sampling=sampling, seed=3)
     found = list(next(groups))
     policy.model.model.layers[0].register_forward_hook(lambda *_: None)
-    engine.send_weights(1)
+    sampler.send_weights(1)
     found += next(groups)
     same({rollout.prompt.id + str(rollout.index): rollout for rollout in found}, expected)
 
@@ -326,12 +328,12 @@ def test_weights_that_change_between_two_groups_draw_all_tokens_from_then_on(pol
         def limit(self, prompt, index, sampling):
             return 20 if prompt.id == "p0" else 60
 
-    engine = Engine(policy, max_rows=8)
-    groups = engine.generate(prompts, group_size=2, sampling=Sampling(max_new_tokens=200), seed=3)
+    sampler = Engine(policy, max_rows=8)
+    groups = sampler.generate(prompts, group_size=2, sampling=Sampling(max_new_tokens=200), seed=3)
     next(groups)
     with torch.no_grad():
         policy.model.lm_head.weight.zero_()
-    engine.send_weights(1)
+    sampler.send_weights(1)
     (last,) = list(groups)
     for rollout in last:
         np.testing.assert_allclose(rollout.behavior_logp[30:], -np.log(policy.vocabulary), atol=1e-5)
@@ -364,7 +366,6 @@ def test_a_token_on_a_gpu_waits_for_nothing(precision, family, options, sampling
             return out
 
     monkeypatch.setattr(kv_cache, "ALIGNS", ("meta",))
-    monkeypatch.setattr(cuda_graphs, "DEVICES", ("meta",))
     monkeypatch.setattr(cuda_graphs, "recorded", lambda step, beside: SimpleNamespace(replay=step))
     policy = policy_of(family, dtype=torch.float32, setting=ModelSettings(device="cpu", dtype=precision), **options)
     policy.model.to("meta")
@@ -375,13 +376,13 @@ def test_a_token_on_a_gpu_waits_for_nothing(precision, family, options, sampling
         for layer in range(len(forward.layers)):
             prompts.layer(layer, torch.empty(1, forward.shared, forward.width, dtype=forward.dtype, device="meta"))
         graphs = cuda_graphs.CudaGraphs(prompts, own, device)
-        drawing = decode.TokenDecode(forward, sampling, prompts, own, device, vocabulary=policy.vocabulary, graphs=graphs)
+        drawing = RecordedDecode(forward, sampling, graphs, vocabulary=policy.vocabulary)
         drawing.arrange([9, 16, 3, 4], [0, 0, 1, 1, 2, 3, 3, 3, 2, 2], list(range(rows)))
         newest_R, uniform_RT = torch.empty(rows, dtype=torch.int64, device="meta"), torch.empty(rows, 64, device="meta").double()
-        (first,) = drawing.draw_recorded(graphs, newest_R, uniform_RT, 1)  # who is where is written once for an arrangement
+        (first,) = drawing.draw_recorded(newest_R, uniform_RT, 1)  # who is where is written once for an arrangement
         assert drawing.graphs.draws
         with Crossings() as seen:
-            drawing.draw_recorded(graphs, first.token_R, uniform_RT, 7)
+            drawing.draw_recorded(first.token_R, uniform_RT, 7)
     assert not {name for name, crossings in seen.found.items() if crossings}
     assert seen.found.keys() >= {"aten._scaled_dot_product_efficient_attention.default"}
 

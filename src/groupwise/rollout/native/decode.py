@@ -1,5 +1,5 @@
-"""How the engine's live rows draw their tokens: one by one, by CUDA graphs, or many in one call of
-the compiled kernels.
+"""How the engine's live rows draw their tokens: one by one, or many in one call of the compiled
+kernels.  On a GPU `cuda/recorded_decode.py` draws them.
 
 R rows (completions being decoded)   P live prompts   D model width   V vocabulary
 N tokens of a call   T tokens of a completion
@@ -8,6 +8,7 @@ N tokens of a call   T tokens of a completion
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,18 +16,27 @@ from torch import Tensor
 from groupwise.ops import decoding
 from groupwise.ops.linear_cross_entropy import chunk_rows, slices
 from groupwise.records import Sampling
-from groupwise.rollout.native.cuda_graphs import CudaGraphs, LiveRows, NextToken, RecordedDraw
 from groupwise.rollout.native.decode_attention import Decode
 from groupwise.rollout.native.forward import RolloutForward
 from groupwise.rollout.native.kv_cache import KVCache
-from groupwise.rollout.sampling import RowSupport, TruncatedDraw, draw, draw_once
+from groupwise.rollout.sampling import RowSupport, draw
+
+
+class NextToken(NamedTuple):
+    """The next token of each row."""
+
+    token_R: Tensor
+    logp_R: Tensor
+    support: tuple[tuple[slice, RowSupport], ...] = ()
+    """The tokens that truncated sampling drew from, for some rows at a time."""
+    enough_R: Tensor | None = None
+    """True where truncated sampling had enough candidates; None if it has seen to that."""
+    hidden_RD: Tensor | None = None
+    """Final hidden states, with `enough_R`."""
 
 
 class TokenDecode:
-    """Draws tokens for the rows that live, by any forward pass, on any device.
-
-    It uses CUDA graphs where there are any.
-    """
+    """Draws tokens for the rows that live, by any forward pass, on any device."""
 
     def __init__(
         self,
@@ -37,17 +47,12 @@ class TokenDecode:
         device: torch.device,
         *,
         vocabulary: int,
-        graphs: CudaGraphs | None = None,
     ) -> None:
-        """prompts, own: the caches of prompts and completions.   graphs: their CUDA graphs, which
-        read the weights of `forward`, where there are any.
-        """
+        """prompts, own: the caches of prompts and completions."""
         self.forward = forward
         self.sampling = sampling
         self.attend = Decode(prompts, own, device)
         self.rows_at_once = chunk_rows(vocabulary, 4)
-        self.rows = LiveRows([], [], [])
-        self.graphs = graphs
 
     def arrange(
         self, prompt_length_P: Sequence[int], entry_R: Sequence[int], length_R: Sequence[int]
@@ -55,59 +60,19 @@ class TokenDecode:
         """Take the rows that live from now on: row r belongs to prompt entry `entry_R[r]` and has
         kept `length_R[r]` own tokens.
         """
-        self.rows = LiveRows(list(prompt_length_P), list(entry_R), list(length_R))
-        graphs = self._usable_graphs()
-        if graphs is None:
-            self.attend.arrange(prompt_length_P, entry_R, length_R)
-        else:
-            graphs.current = None
-
-    def _usable_graphs(self) -> CudaGraphs | None:
-        """The graphs; None where states of recurrent layers are kept, which Python copies."""
-        return None if self.attend.prompts.states else self.graphs
+        self.attend.arrange(prompt_length_P, entry_R, length_R)
 
     def draw(self, newest_R: Tensor, uniform_RT: Tensor, tokens: int) -> list[NextToken]:
         """Draw the next tokens, one after another, the host waiting for none.
 
         newest_R: the rows' newest tokens.   uniform_RT: uniform numbers for all of their tokens.
         """
-        graphs = self._usable_graphs()
-        if graphs is not None:
-            drawn = self.draw_recorded(graphs, newest_R, uniform_RT, tokens)
-            if self.sampling.truncates:
-                assert tokens == 1 and graphs.current is not None
-                drawn = [self._with_enough(graphs.current, drawn[0], uniform_RT)]
-            return drawn
         drawn = []
         for _ in range(tokens):
             next_token = self._step(newest_R, self.attend, uniform_RT)
             newest_R = next_token.token_R
             drawn.append(next_token)
         return drawn
-
-    def draw_recorded(
-        self, graphs: CudaGraphs, newest_R: Tensor, uniform_RT: Tensor, tokens: int
-    ) -> list[NextToken]:
-        """Draw the next tokens by CUDA graphs.  Truncated sampling may have had too few
-        candidates.
-        """
-        sampling = self.sampling
-        way = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-        step = self._step_of_candidates if sampling.truncates else self._step
-        drawn = graphs.draw(step, way, self.rows, newest_R, uniform_RT, tokens)
-        self.rows = self.rows.after(tokens)
-        return drawn
-
-    def _with_enough(
-        self, recorded: RecordedDraw, first_draw: NextToken, uniform_RT: Tensor
-    ) -> NextToken:
-        """Draw from more candidates where the first were too few."""
-        count = first_draw.token_R.shape[0]
-        enough_R, hidden_RD = recorded.drawn.enough_R, recorded.drawn.hidden_RD
-        assert enough_R is not None and hidden_RD is not None
-        if bool(enough_R[:count].all()):
-            return first_draw
-        return self._drawn_behind(hidden_RD[:count], recorded.attend.drawn_R[:count], uniform_RT)
 
     def _step(self, token_R: Tensor, attend: Decode, uniform_RT: Tensor) -> NextToken:
         """Draw one token of every row."""
@@ -118,25 +83,6 @@ class TokenDecode:
         """Draw a token of every row.   place_R: which token of its completion each draws."""
         uniform_R = uniform_RT.gather(1, place_R[:, None])[:, 0]
         return self._sample(lambda chunk: self.forward.logits(hidden_RD[chunk]), uniform_R)
-
-    def _step_of_candidates(self, token_R: Tensor, attend: Decode, uniform_RT: Tensor) -> NextToken:
-        """Draw one token of every row from the first candidates, without reading anything back."""
-        hidden_RD = self.forward.hidden(token_R, attend.next(), attend)
-        uniform_R = uniform_RT.gather(1, attend.drawn_R[:, None])[:, 0]
-        draws: list[TruncatedDraw] = []
-        supports: list[tuple[slice, RowSupport]] = []
-        for chunk in slices(0, uniform_R.shape[0], self.rows_at_once):
-            logits_CV = self.forward.logits(hidden_RD[chunk])
-            drawn = draw_once(logits_CV, uniform_R[chunk], self.sampling)
-            draws.append(drawn)
-            supports.append((chunk, drawn.support))
-        return NextToken(
-            torch.cat([drawn.token_R for drawn in draws]),
-            torch.cat([drawn.logp_R for drawn in draws]),
-            tuple(supports),
-            torch.cat([drawn.enough_R for drawn in draws]),
-            hidden_RD,
-        )
 
     def first(self, sources: Sequence[Tensor], uniform_R: Tensor) -> NextToken:
         """Draw the first tokens of rows, behind final hidden states (D,): equal objects have their

@@ -4,8 +4,9 @@ computed once.
 - `engine.py` is what a trainer calls; it prepares the weights (`forward.py`).
 - `scheduler.py` says which sequences decode next, and ends them.
 - `sequences.py` holds the sequences and the prompt cache; `kv_cache.py` their keys and values.
-- `decode.py` draws tokens, on a GPU by `cuda_graphs.py`; `decode_attention.py` attends.
-- `workspace.py` holds what a GPU keeps between two calls; `adapters.py` merges adapters there.
+- `decode.py` draws tokens; `decode_attention.py` attends.
+- `cuda/` holds what only a GPU does: graphs of a draw, memory kept between two calls, adapters
+  merged into the weights.  `NativeEngine._gpu` is the one way into it.
 
 All live rows go through the model as one flat stream: its linear layers see (R, D), whatever
 prompts and lengths the rows have.
@@ -16,9 +17,9 @@ R rows (completions being decoded)   V vocabulary   D model width   T tokens
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,16 +33,28 @@ from groupwise.ops.decoding import Decoder
 from groupwise.ops.linear_cross_entropy import head_logits
 from groupwise.records import Prompt, Rollout, Sampling
 from groupwise.rollout.engine import InProcess, check_request, completion_limit, fitting
-from groupwise.rollout.native import cuda_graphs
-from groupwise.rollout.native.adapters import PlainWeights, plain_weights
-from groupwise.rollout.native.forward import (
-    RolloutForward,
-    SpecialisedForward,
-    is_hooked,
-    is_known,
-)
-from groupwise.rollout.native.scheduler import Scheduler
-from groupwise.rollout.native.workspace import Workspace
+from groupwise.rollout.native.forward import RolloutForward, SpecialisedForward, is_known
+from groupwise.rollout.native.scheduler import DeviceMemory, Scheduler
+
+GPUS = ("cuda",)
+"""Devices that keep memory between two calls, and repeat recorded operations."""
+
+
+class GpuMemory(Protocol):
+    """What a GPU does for an engine: `cuda.workspace.KeptWorkspace`."""
+
+    @property
+    def known(self) -> bool:
+        """True if every step of the model is known, where adapters are merged."""
+        ...
+
+    def lent(self) -> contextlib.AbstractContextManager[DeviceMemory | None]:
+        """Lend the memory to one call of `generate`."""
+        ...
+
+    def free(self) -> None:
+        """Free the memory that was kept."""
+        ...
 
 
 class ModuleForward:
@@ -89,60 +102,40 @@ class NativeEngine(InProcess):
         self.policy = policy
         self.max_rows = max_rows
         self.environment = environment
-        self._lock = threading.Lock()
-        self._workspace: Workspace | None = None
-        """What the last call of `generate` has left for the next."""
+
+    @cached_property
+    def _gpu(self) -> GpuMemory | None:
+        """What the policy's GPU does for the engine; None on a CPU."""
+        if self.policy.device.type not in GPUS:
+            return None
+        from groupwise.rollout.native.cuda.workspace import KeptWorkspace
+
+        return KeptWorkspace(self.policy)
 
     @property
     def path(self) -> str:
         """`specialised` where `forward.py` knows every step of the model, else `module`."""
-        return "specialised" if self._known_weights() is not None else "module"
-
-    @cached_property
-    def _plain_weights(self) -> PlainWeights:
-        """The weights and the adapter, taken apart."""
-        return plain_weights(self.policy)
-
-    def _known_weights(self) -> PlainWeights | None:
-        """The weights of a model whose every step is known, else None."""
-        if self.policy.adapter is not None:
-            if self.policy.device.type not in cuda_graphs.DEVICES or self.policy.switches:
-                return None
-            if any(is_hooked(module) for module in self.policy.model.modules()):
-                return None
-            weights = self._plain_weights
+        if self._gpu is not None:
+            known = self._gpu.known
         else:
-            weights = PlainWeights(self.policy, {})
-        return weights if is_known(weights.policy) else None
+            known = self.policy.adapter is None and is_known(self.policy)
+        return "specialised" if known else "module"
 
-    def prepared(self, positions: int, workspace: Workspace | None = None) -> RolloutForward:
+    def prepared(self, positions: int, memory: DeviceMemory | None = None) -> RolloutForward:
         """A way through the weights as they are now, for sequences of up to `positions` tokens.
 
-        workspace: where they lie, on a device that keeps them.
+        memory: where they lie, on a device that keeps them.
         """
-        weights = self._known_weights()
-        if weights is None:
+        if self.path == "module":
             return ModuleForward(self.policy)
-        if workspace is None:
+        if memory is None:
             return SpecialisedForward(self.policy, positions)
-        return workspace.prepared(positions)
-
-    def _take_workspace(self) -> Workspace | None:
-        """The memory that is kept, or new; None on a device that records nothing, and for a model
-        whose steps are not known.
-        """
-        if self.policy.device.type not in cuda_graphs.DEVICES:
-            return None
-        weights = self._known_weights()
-        if weights is None:
-            return None
-        with self._lock:
-            workspace, self._workspace = self._workspace, None
-        return Workspace(weights) if workspace is None else workspace
+        return memory.prepared(positions)
 
     def close(self) -> None:
         """Free the memory that was kept."""
-        self._workspace = None
+        if self._gpu is not None:
+            self._gpu.free()
 
     def limit(self, prompt: Prompt, index: int, sampling: Sampling) -> int:
         """Longest completion of one row in tokens.  Benchmarks override it to fix a schedule of
@@ -159,17 +152,16 @@ class NativeEngine(InProcess):
         completions may have drawn a few tokens more than the group's last.
         """
         check_request(self.policy, prompts, group_size, sampling)
-        workspace = self._take_workspace()
-        with fitting(self.max_rows):
-            scheduler = Scheduler(self, prompts, group_size, sampling, seed, workspace)
-        with scheduler.conversations:
-            while scheduler.unfinished:
-                with fitting(self.max_rows), self._sampling():
-                    finished = scheduler.advance()
-                # Outside: whoever receives the group computes in its own mode.
-                yield from finished
-        if workspace is not None and workspace.may_stay:
-            self._workspace = workspace
+        lent = contextlib.nullcontext() if self._gpu is None else self._gpu.lent()
+        with lent as memory:
+            with fitting(self.max_rows):
+                scheduler = Scheduler(self, prompts, group_size, sampling, seed, memory)
+            with scheduler.conversations:
+                while scheduler.unfinished:
+                    with fitting(self.max_rows), self._sampling():
+                        finished = scheduler.advance()
+                    # Outside: whoever receives the group computes in its own mode.
+                    yield from finished
 
     @contextlib.contextmanager
     def _sampling(self) -> Iterator[None]:

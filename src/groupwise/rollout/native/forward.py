@@ -6,10 +6,11 @@ the work around the products.  Here the weights are prepared once per `generate`
 (`ops.decoding.DecodeOperations`), and projections of the same input are joined.  Where there is a
 decoder for all of it, one call draws several tokens of all rows.  Nothing can be stale: weights are
 prepared at every call, and again when the engine's version changes.  On a GPU they are copied to
-where they were before (`workspace.py`).
+where they were before (`cuda/workspace.py`).
 
 Only a model whose every step is known runs here.  Another class, hooks or other activations take
-the modules, and on a CPU adapters too; on a GPU they are merged (`adapters.py`).
+the modules, and on a CPU adapters too; on a GPU they are merged
+(`cuda/adapters.py`).
 
 T positions of a stream   D model width   N outputs of a layer's first product   H query heads
 W head width   V vocabulary   O, I sides of a matrix
@@ -18,7 +19,7 @@ Of a DeltaNet: K key width   V value width   D channels of its convolution
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -52,7 +53,6 @@ from groupwise.ops.decoding import (
 )
 from groupwise.ops.operations import operations
 from groupwise.ops.query import EVERYTHING, Query
-from groupwise.rollout.native.adapters import PlainWeights
 
 
 class RolloutForward(Protocol):
@@ -168,6 +168,8 @@ def _described(model: nn.Module) -> list[Any]:
     ]
 
 
+MatrixReader = Callable[[nn.Module], tuple[Tensor, Tensor | None]]
+"""Reads a linear layer: its weight (O, I) and its bias (O,)."""
 Rotate = Callable[[Tensor], Tensor]
 
 
@@ -254,13 +256,13 @@ class SpecialisedForward:
         positions: int,
         *,
         buffers: Buffers | None = None,
-        adapters: Mapping[nn.Module, Callable[[], Tensor]] | None = None,
+        matrix: MatrixReader = matrix_of,
     ) -> None:
-        """The weights as they are now, for up to `positions` tokens.
+        """Prepare the weights as they are now, for up to `positions` tokens.
 
-        buffers: where they lie, if they are to stay there.   adapters: see `PlainWeights.adapters`.
+        buffers: where they lie, if they are to stay there.   matrix: reads a linear layer.
         """
-        self.weights = PlainWeights(policy, adapters or {})
+        self.matrix = matrix
         stack = stack_of(policy.model)
         assert stack is not None
         self.embedding_VD, self.position_PD = stack.embedding_VD, stack.position_PD
@@ -338,13 +340,23 @@ class SpecialisedForward:
 
     def _product(self, *linears: nn.Module) -> Any:
         """Make one product of linear layers side by side."""
-        return self.operations.product(*self.weights.matrices(linears))
+        return self.operations.product(*self._matrices(linears))
+
+    def _matrices(self, linears: Sequence[nn.Module]) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Read the weights (O, I) and biases (O,) of linear layers."""
+        weights: list[Tensor] = []
+        biases: list[Tensor | None] = []
+        for linear in linears:
+            weight_OI, bias_O = self.matrix(linear)
+            weights.append(weight_OI)
+            biases.append(bias_O)
+        return weights, biases
 
     def _columns(
         self, mixer: Attention | DeltaNet
     ) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
         """Weights and biases of a layer's first product."""
-        weights, biases = self.weights.matrices(mixer.inputs)
+        weights, biases = self._matrices(mixer.inputs)
         if isinstance(mixer, DeltaNet):
             return weights, biases
         weights = self._ordered(weights, mixer.gated)

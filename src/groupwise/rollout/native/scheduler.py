@@ -30,12 +30,10 @@ from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Rollout, Sampling
 from groupwise.rollout import sampling as draws
 from groupwise.rollout.episodes import Conversations, Groups
-from groupwise.rollout.native.cuda_graphs import NextToken
-from groupwise.rollout.native.decode import TokenDecode
+from groupwise.rollout.native.decode import NextToken, TokenDecode
 from groupwise.rollout.native.forward import RolloutForward, SpecialisedForward
 from groupwise.rollout.native.kv_cache import KVCache, whole
 from groupwise.rollout.native.sequences import LiveSequences, Prefix, PromptCache, Sequence
-from groupwise.rollout.native.workspace import Workspace
 from groupwise.rollout.stopping import Stopping
 
 FIRST_TOKENS = 64
@@ -56,6 +54,24 @@ FEWEST_ROWS = 12
 """Fewer rows take as long as so many, for the weights have to be read."""
 
 
+class DeviceMemory(Protocol):
+    """What a GPU keeps between two calls of `generate` (`cuda/workspace.py`)."""
+
+    def prepared(self, positions: int) -> SpecialisedForward:
+        """Prepare the weights as they are now, for at least so many positions."""
+        ...
+
+    def caches(self, prompts: KVCache, own: KVCache) -> tuple[KVCache, KVCache]:
+        """Return the kept caches of prompts and completions, at least as large as these."""
+        ...
+
+    def decode(
+        self, forward: SpecialisedForward, sampling: Sampling, *, vocabulary: int
+    ) -> TokenDecode:
+        """Return what draws tokens by these weights, in the kept caches."""
+        ...
+
+
 class ModelRunner(Protocol):
     """The side of `NativeEngine` that a scheduler sees."""
 
@@ -64,7 +80,7 @@ class ModelRunner(Protocol):
     environment: Environment | None
     version: int
 
-    def prepared(self, positions: int, workspace: Workspace | None) -> RolloutForward:
+    def prepared(self, positions: int, memory: DeviceMemory | None) -> RolloutForward:
         """See `NativeEngine.prepared`."""
         ...
 
@@ -92,14 +108,14 @@ class Scheduler:
         group_size: int,
         sampling: Sampling,
         seed: int,
-        workspace: Workspace | None = None,
+        memory: DeviceMemory | None = None,
     ) -> None:
         """Put `group_size` sequences for each prompt into the queue.
 
-        workspace: memory to decode in, on a device that keeps it.
+        memory: to decode in, on a device that keeps it.
         """
         self.engine = engine
-        self.workspace = workspace
+        self.memory = memory
         self.policy = engine.policy
         self.environment = engine.environment
         self.device = engine.policy.device
@@ -163,8 +179,8 @@ class Scheduler:
         prompt_cache = KVCache(entries, whole(longest_prompt), most_tokens=whole(most_of_prompt))
         first_tokens = min(whole(longest_own), FIRST_TOKENS)
         own_cache = KVCache(places, first_tokens, most_tokens=whole(most_own))
-        if self.workspace is not None:
-            prompt_cache, own_cache = self.workspace.caches(prompt_cache, own_cache)
+        if self.memory is not None:
+            prompt_cache, own_cache = self.memory.caches(prompt_cache, own_cache)
         self.prompts = PromptCache(prompt_cache)
         self.rows = LiveSequences(own_cache)
 
@@ -229,24 +245,24 @@ class Scheduler:
         if self.prepared_version is not None:
             before = type(self.forward)
             del self.forward, self.decode  # before others are made: there may be no memory for both
-        self.forward = self.engine.prepared(self.positions, self.workspace)
+        self.forward = self.engine.prepared(self.positions, self.memory)
         # The ways order the numbers of a key differently: keys of one cannot be read by the other.
         if self.prompts.prefixes and type(self.forward) is not before:
             raise EngineError(
                 "the model was altered (hooks, adapters) while its completions were being decoded"
             )
-        graphs = None
-        if self.workspace is not None and isinstance(self.forward, SpecialisedForward):
-            graphs = self.workspace.graphs_of(self.forward)
-        self.decode = TokenDecode(
-            self.forward,
-            self.sampling,
-            self.prompts.store,
-            self.rows.store,
-            self.device,
-            vocabulary=self.policy.vocabulary,
-            graphs=graphs,
-        )
+        vocabulary = self.policy.vocabulary
+        if self.memory is not None and isinstance(self.forward, SpecialisedForward):
+            self.decode = self.memory.decode(self.forward, self.sampling, vocabulary=vocabulary)
+        else:
+            self.decode = TokenDecode(
+                self.forward,
+                self.sampling,
+                self.prompts.store,
+                self.rows.store,
+                self.device,
+                vocabulary=vocabulary,
+            )
         self.places = self.engine.max_rows
         if self.environment is not None and self.forward.decoder is not None:
             self.places = min(self.places, TURNS * torch.get_num_threads())

@@ -14,46 +14,21 @@ import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from groupwise.rollout.native.decode import NextToken
 from groupwise.rollout.native.decode_attention import Decode, DecodeSize
 from groupwise.rollout.native.kv_cache import KVCache
 from groupwise.rollout.sampling import RowSupport
 
-DEVICES = ("cuda",)
-"""Devices that repeat recorded operations."""
 MANY = 64
 """Above so many rows sizes are its multiples; below, powers of two.  Rows that nobody reads cost
 less than another record: the weights are read once for all rows."""
 FEWEST_PLACES = 64
 """Places of an entry that are read at least."""
-
-
-class NextToken(NamedTuple):
-    """The next token of each row."""
-
-    token_R: Tensor
-    logp_R: Tensor
-    support: tuple[tuple[slice, RowSupport], ...] = ()
-    """The tokens that truncated sampling drew from, for some rows at a time."""
-    enough_R: Tensor | None = None
-    """True where truncated sampling had enough candidates; None if it has seen to that."""
-    hidden_RD: Tensor | None = None
-    """Final hidden states, with `enough_R`."""
-
-    def of_first(self, count: int) -> NextToken:
-        """Copy the tokens of the first rows out of the buffers that are written next."""
-        support = []
-        for chunk, rows in self.support:
-            stop = min(chunk.stop, count)
-            kept = stop - chunk.start
-            if kept > 0:
-                copied = RowSupport(rows.ids_RC[:kept].clone(), rows.size_R[:kept].clone())
-                support.append((slice(chunk.start, stop), copied))
-        return NextToken(self.token_R[:count].clone(), self.logp_R[:count].clone(), tuple(support))
 
 
 DecodeStep = Callable[[Tensor, Decode, Tensor], NextToken]
@@ -78,6 +53,18 @@ class LiveRows:
         """The same rows, each with so many own tokens more."""
         longer_R = [length + tokens for length in self.length_R]
         return LiveRows(self.prompt_length_P, self.entry_R, longer_R)
+
+
+def copied(drawn: NextToken, count: int) -> NextToken:
+    """Copy the tokens of the first rows out of the buffers that are written next."""
+    support = []
+    for chunk, rows in drawn.support:
+        stop = min(chunk.stop, count)
+        kept = stop - chunk.start
+        if kept > 0:
+            copy = RowSupport(rows.ids_RC[:kept].clone(), rows.size_R[:kept].clone())
+            support.append((slice(chunk.start, stop), copy))
+    return NextToken(drawn.token_R[:count].clone(), drawn.logp_R[:count].clone(), tuple(support))
 
 
 def recorded(step: Callable[[], None], beside: Any = None) -> Any:
@@ -197,7 +184,7 @@ class CudaGraphs:
         drawn: list[NextToken] = []
         for _ in range(tokens):
             self._next(draw, step)
-            drawn.append(draw.drawn.of_first(count))
+            drawn.append(copied(draw.drawn, count))
         return drawn
 
     def _see_capacity(self) -> None:

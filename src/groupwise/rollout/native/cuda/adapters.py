@@ -3,11 +3,13 @@ added when they are prepared.
 
 The plain model shares the weights under the adapter, which nobody trains, so it is made once.  What
 the adapter adds is computed layer by layer at every preparation.
+
+O, I sides of a matrix
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
@@ -26,20 +28,15 @@ class PlainWeights:
     adapters: Mapping[nn.Module, Callable[[], Tensor]]
     """Functions that compute what an adapter adds to the weight of a linear layer."""
 
-    def matrices(self, linears: Sequence[nn.Module]) -> tuple[list[Tensor], list[Tensor | None]]:
-        """The weights (O, I) and biases of linear layers, adapters merged."""
-        weights: list[Tensor] = []
-        biases: list[Tensor | None] = []
-        for linear in linears:
-            weight_OI, bias_O = matrix_of(linear)
-            if linear in self.adapters:
-                added = self.adapters[linear]()
-                if type(linear) is Conv1D:
-                    added = added.T
-                weight_OI = (weight_OI + added).to(weight_OI.dtype)
-            weights.append(weight_OI)
-            biases.append(bias_O)
-        return weights, biases
+    def matrix(self, linear: nn.Module) -> tuple[Tensor, Tensor | None]:
+        """Return the weight (O, I) and the bias (O,) of a linear layer, its adapter merged."""
+        weight_OI, bias_O = matrix_of(linear)
+        if linear not in self.adapters:
+            return weight_OI, bias_O
+        added = self.adapters[linear]()
+        if type(linear) is Conv1D:
+            added = added.T
+        return (weight_OI + added).to(weight_OI.dtype), bias_O
 
 
 def plain_weights(policy: Policy) -> PlainWeights:
