@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from groupwise.config.settings import Recipe
     from groupwise.data.packing import pack
     from groupwise.errors import GroupwiseError
+    from groupwise.inspection.comparison import Comparison, compare
     from groupwise.models.policy import Policy
     from groupwise.records import Prompt, Rollout, RolloutGroup, Sample, Sampling, Step
     from groupwise.rewards.compose import LiveReward, build_rewards
@@ -67,6 +68,8 @@ _WHERE = {
     "EvalReport": "api.evaluate",
     "make_policy": "api.loaded_policy",
     "push": "api.publish",
+    "compare": "inspection.comparison",
+    "Comparison": "inspection.comparison",
     "read_metrics": "api.tables",
     "read_rollouts": "api.tables",
     "Policy": "models.policy",
@@ -85,10 +88,10 @@ _WHERE = {
 }
 
 __all__ = [
-    "ALGORITHMS", "EvalReport", "GroupwiseError", "LiveReward", "LoadedPolicy", "NativeEngine",
-    "Optimizer", "Policy", "Prompt", "Recipe", "Rollout", "RolloutGroup", "Sample", "Sampling",
-    "Step", "Training", "build_rewards", "evaluate", "from_trl", "load_policy", "load_recipe",
-    "load_stages", "make_policy", "pack", "push", "read_metrics",
+    "ALGORITHMS", "Comparison", "EvalReport", "GroupwiseError", "LiveReward", "LoadedPolicy",
+    "NativeEngine", "Optimizer", "Policy", "Prompt", "Recipe", "Rollout", "RolloutGroup", "Sample",
+    "Sampling", "Step", "Training", "build_rewards", "compare", "evaluate", "from_trl",
+    "load_policy", "load_recipe", "load_stages", "make_policy", "pack", "push", "read_metrics",
     "read_rollouts", "resolve", "score", "settings", "train", "train_offline", "train_online",
     "update",
 ]  # fmt: skip

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pandas
 import pytest
 from scipy import stats
 
@@ -18,10 +19,11 @@ import groupwise as gw
 from groupwise.api.sweep import settings, tags_of
 from groupwise.cli.commands import main
 from groupwise.errors import ConfigError, DataError
-from groupwise.inspection.comparison import PairedDifference, paired_difference, read_group, verdict
 from groupwise.runs.metrics_log import read_metrics
 from groupwise.utils import statistics
 from groupwise.utils.statistics import Estimate
+from groupwise.viewer.comparison import PairedDifference, paired_difference, verdict
+from groupwise.viewer.seeds import read_group
 
 RECIPE = """\
 objective: grpo
@@ -228,10 +230,10 @@ def test_groups_of_seeds_are_compared(four_runs: Path, capsys: pytest.CaptureFix
 def test_the_paired_difference_is_that_of_the_recorded_rewards(four_runs: Path) -> None:
     left, right = (read_group(str(four_runs / f"runs/mine-lr={lr}-*")) for lr in ("1e-6", "1e-2"))
     found = paired_difference(left, right)
-    assert found is not None and found.over_seeds is not None
+    assert found.over_seeds is not None
     means = {}
     for side, group in (("left", left), ("right", right)):
-        tables = [gw.read_rollouts(folder, [4], held_out=True) for folder in group.folders]
+        tables = [gw.read_rollouts(folder, [4], held_out=True) for folder in (source.path for source in group.sources)]
         means[side] = [table.groupby("prompt_text")["reward"].mean() for table in tables]
     by_prompt = sum(means["right"]) / 2 - sum(means["left"]) / 2
     assert found.over_prompts.mean == pytest.approx(by_prompt.mean())
@@ -260,15 +262,45 @@ def test_what_cannot_be_compared_is_refused(four_runs: Path, capsys: pytest.Capt
         (Estimate(-0.2, 0.1), Estimate(-0.2, 0.1), "show that A has the higher reward"),
         (Estimate(0.2, 0.1), Estimate(0.2, 0.3), "show no difference"),
         (Estimate(0.2, 0.3), Estimate(0.2, 0.1), "show no difference"),
-        (Estimate(0.2, float("nan")), None, "show no difference"),
+        (Estimate(0.0, float("nan")), None, "show no difference"),
+        (Estimate(0.2, float("nan")), None, "Of these very runs B has the higher reward."),
+        (Estimate(1.0, float("nan")), Estimate(1.0, float("nan")), "show that B has the higher reward"),
         (Estimate(0.2, 0.1), None, "Of these very runs B has the higher reward."),
         (Estimate(0.2, 0.1), None, "A and B are single runs"),
     ],
 )
 def test_the_sentence(over_prompts: Estimate, over_seeds: Estimate | None, sentence: str) -> None:
     runs = (1, 1) if over_seeds is None else (2, 2)
-    paired = PairedDifference(4, 8, runs, 0.1, 0.1 + over_prompts.mean, over_prompts, over_seeds)
+    paired = PairedDifference((4, 4), 8, runs, 0.1, 0.1 + over_prompts.mean, over_prompts, over_seeds)
     assert sentence in " ".join(verdict(paired, "A", "B"))
+
+
+def test_few_prompts_that_agree_by_chance_show_no_difference() -> None:
+    by = Estimate(1.0, float("nan"))
+    shown = [PairedDifference((4, 4), prompts, (1, 1), 0.0, 1.0, by, None).shown for prompts in (5, 6)]
+    assert shown == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (["data.eval_fraction=0"], "has no evaluations, so no held-out prompts are paired: hold some back"),
+        (["eval.every=3", "steps=3", "eval.at_start=false"], "have no evaluated step in common"),
+    ],
+)
+@pytest.mark.slow
+def test_runs_without_common_evaluations_are_told_apart(
+    four_runs: Path,
+    tmp_path: Path,
+    change: list[str],
+    sentence: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(four_runs)
+    assert main(["train", "my.yaml", *change, "name=other", f"runs={tmp_path}", "--quiet"]) == 0
+    assert main(["compare", "runs/mine-lr=1e-6-*", f"{tmp_path}/other", "--metric", "loss"]) == 0
+    assert sentence in capsys.readouterr().out
 
 
 def test_intervals_are_those_of_scipy() -> None:
@@ -284,7 +316,36 @@ def test_intervals_are_those_of_scipy() -> None:
         assert one.half == pytest.approx(stats.t.ppf(0.975, left_size - 1) * stats.sem(left), rel=1e-3)
 
 
-# ---------------------------------------------------------------- tables
+# ---------------------------------------------------------------- tables and figures
+
+
+def test_a_comparison_is_a_table_a_figure_and_sentences(four_runs: Path, tmp_path: Path) -> None:
+    slow, fast = (four_runs / f"runs/mine-lr={lr}-*" for lr in ("1e-6", "1e-2"))
+    comparison = gw.compare(slow, fast)
+    assert "These data show" in str(comparison)
+    table = comparison.table()
+    assert list(table["step"]) == [0, 2, 4, 0, 2, 4] and set(table["runs"]) == {2}
+    last = [gw.read_metrics(four_runs / f"runs/mine-lr=1e-2-seed={seed}")["eval/reward"][4] for seed in (0, 1)]
+    assert table["value"].iloc[-1] == pytest.approx(np.mean(last))
+    half = stats.t.ppf(0.975, 1) * stats.sem(last)
+    assert table["high"].iloc[-1] == pytest.approx(np.mean(last) + half, rel=1e-3)
+    comparison.save(tmp_path / "a.csv")
+    read = pandas.read_csv(tmp_path / "a.csv")
+    assert read["value"].tolist() == pytest.approx(table["value"].tolist())
+    comparison.save(tmp_path / "a.svg")
+    assert (tmp_path / "a.svg").read_text() == comparison._repr_svg_()
+    with pytest.raises(ConfigError, match="ends in"):
+        comparison.save("a.png")
+
+
+def test_the_command_writes_the_figure_and_the_table(four_runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    groups = [str(four_runs / f"runs/mine-lr={lr}-*") for lr in ("1e-6", "1e-2")]
+    files = ["--svg", str(tmp_path / "a.svg"), "--csv", str(tmp_path / "a.csv")]
+    assert main(["compare", *groups, *files]) == 0
+    assert (tmp_path / "a.svg").read_text().startswith("<svg") and (tmp_path / "a.csv").stat().st_size > 100
+    with pytest.raises(SystemExit):
+        main(["compare", *groups, "--svg", "a.png"])
+    assert "ends in .svg" in capsys.readouterr().err
 
 
 def test_metrics_and_completions_as_tables(four_runs: Path) -> None:

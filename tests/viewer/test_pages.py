@@ -24,6 +24,7 @@ from groupwise.runs.metrics_log import METRICS, read_metrics
 from groupwise.runs.run_files import RunFiles
 from groupwise.utils import files
 from groupwise.viewer import health, questions, replays
+from groupwise.viewer.comparison import pair
 from groupwise.viewer.groups import prompt_of, token_columns
 from groupwise.viewer.metric_columns import Metrics
 from groupwise.viewer.pages import Pages
@@ -244,7 +245,9 @@ def test_compare_pairs_groups_by_their_prompt(run_folder: Path, other_folder: Pa
     assert len(shown["pairs"]) == 3, "the same prompts at the same step"
     moved = [abs(pair["right"]["mean"] - pair["left"]["mean"]) for pair in shown["pairs"]]
     assert moved == sorted(moved, reverse=True)
+    assert "Mean reward on the 3 prompts that both answered at step 5" in shown["difference"][0]
     within = pages.answer("compare", {"run": "0", "with": "40"})
+    assert within["difference"] and "single run" not in within["difference"][-1], "there is one run"
     assert within["near"]
     assert within["step"] == within["near"][0][0]
     assert within["pairs"]
@@ -289,14 +292,15 @@ def test_two_runs_are_compared_as_far_trained_as_each_other(
 
 def test_a_comparison_of_prompts_is_paired() -> None:
     """Prompts differ far more than the runs do: the mean of the differences knows, a difference of means would not."""
-    easy = [{"left": {"mean": base}, "right": {"mean": base + gain}} for base, gain in ((0.0, 0.1), (0.5, 0.1), (0.9, 0.04))]
-    found = questions._paired_difference([*easy, {"left": {"mean": None}, "right": {"mean": 1.0}}])
+    lefts = [{"a": 0.0, "b": 0.5, "c": 0.9, "d": 0.3}]
+    found = pair(lefts, [{"a": 0.1, "b": 0.6, "c": 0.94, "e": 0.3}], (4, 4))
     gains = np.array([0.1, 0.1, 0.04])
-    assert found["prompts"] == 3
-    assert (found["left"], found["right"], found["mean"]) == pytest.approx((1.4 / 3, 1.64 / 3, 0.08))
-    assert found["half"] == pytest.approx(1.959964 * gains.std(ddof=1) / math.sqrt(3))
-    assert questions._paired_difference([]) is None
-    assert questions._paired_difference(easy[:1])["half"] is None, "one prompt has no interval"
+    assert found is not None and found.prompts == 3
+    assert (found.left, found.right, found.over_prompts.mean) == pytest.approx((1.4 / 3, 1.64 / 3, 0.08))
+    assert found.over_prompts.half == pytest.approx(1.959964 * gains.std(ddof=1) / math.sqrt(3))
+    assert pair(lefts, [{"e": 0.3}], (4, 4)) is None
+    one = pair(lefts, [{"a": 0.3}], (4, 4))
+    assert one is not None and math.isnan(one.over_prompts.half), "one prompt has no interval"
 
 
 def test_flags_say_what_was_measured() -> None:

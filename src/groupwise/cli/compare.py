@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-
-from groupwise.errors import ConfigError
+from functools import partial
 
 EXAMPLES = (
     "groupwise compare 'runs/mine-lr=1e-6-*' 'runs/mine-lr=3e-6-*'   two settings, several seeds",
     "groupwise compare runs/base runs/mine --metric eval/reward      two runs",
+    "groupwise compare 'runs/a-*' 'runs/b-*' --svg a-b.svg           with a figure for a paper",
 )
 
 
@@ -25,20 +25,29 @@ def arguments(command: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="what to compare, e.g. eval/greedy (default: the first known)",
     )
+    command.add_argument(
+        "--svg", type=partial(_ends_in, ".svg"), metavar="FILE", help="draw the means as a figure"
+    )
+    command.add_argument(
+        "--csv", type=partial(_ends_in, ".csv"), metavar="FILE", help="write the means as a table"
+    )
+
+
+def _ends_in(suffix: str, text: str) -> str:
+    if not text.endswith(suffix):
+        raise argparse.ArgumentTypeError(f"expected a file that ends in {suffix}, got {text!r}")
+    return text
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the comparison."""
+    """Print the comparison, and write its figure."""
     from rich.console import Console
 
-    from groupwise.inspection.comparison import check_apart, choose_metric, compare, read_group
+    from groupwise.inspection.comparison import compare
 
-    if len(options.groups) < 2:
-        raise ConfigError(
-            f"compare takes two groups of runs or more, got only {options.groups[0]}: a pattern"
-            " stands in quotes, or the shell makes many groups of it"
-        )
-    groups = [read_group(pattern) for pattern in options.groups]
-    check_apart(groups)
-    compare(groups, choose_metric(groups, options.metric), Console())
+    comparison = compare(*options.groups, metric=options.metric)
+    comparison.print(Console())
+    for file in (options.svg, options.csv):
+        if file is not None:
+            print(comparison.save(file))
     return 0

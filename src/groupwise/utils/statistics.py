@@ -82,17 +82,28 @@ def _t_975(freedom: float) -> float:
     return 1.959964 + 2.46 / place  # within 0.002 from 31 on
 
 
+def means_of_runs(value_RS: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Means over a few runs at each step, and half the widths of Student's 95 % intervals.
+
+    value_RS: a row for each of the R runs, a column for each of the S steps.  The half widths of a
+        single run are NaN.
+    """
+    runs = len(value_RS)
+    mean_S = value_RS.mean(axis=0)
+    if runs < 2:
+        return mean_S, np.full_like(mean_S, math.nan)
+    error_S = value_RS.std(axis=0, ddof=1) / math.sqrt(runs)
+    return mean_S, _t_975(runs - 1) * error_S
+
+
 def mean_of_runs(values: Sequence[float]) -> Estimate:
     """Mean over a few runs with Student's 95 % interval.
 
     >>> str(mean_of_runs([0.5, 0.6, 0.7])), str(mean_of_runs([0.5]))
     ('0.600 ±0.248', '0.500')
     """
-    numbers = np.asarray(values)
-    if numbers.size < 2:
-        return Estimate(float(numbers.mean()), math.nan)
-    error = float(numbers.std(ddof=1)) / math.sqrt(numbers.size)
-    return Estimate(float(numbers.mean()), _t_975(numbers.size - 1) * error)
+    mean_S, half_S = means_of_runs(np.asarray(values, dtype=float)[:, np.newaxis])
+    return Estimate(float(mean_S[0]), float(half_S[0]))
 
 
 def difference(left: Sequence[float], right: Sequence[float]) -> Estimate:

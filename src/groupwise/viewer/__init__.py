@@ -7,6 +7,9 @@ local web application, or one self-contained page.
 - `completion_files`: the rows of files that other programs wrote.
 - `metric_columns`: the metrics of a run, read on as its log grows.
 - `index`: a few numbers of every completion, gathered in the background.
+- `seeds`, `curves`, `comparison`: groups of runs that differ by their seed, their means with bands,
+  and what their held-out prompts show.
+- `figures`: curves as SVG and CSV.
 - `groups`, `health`, `questions`, `replays`: what is asked of them.
 - `pages`: every address of the application, as JSON.
 - `server`: the pages over HTTP.

@@ -14,8 +14,12 @@ import numpy as np
 from groupwise.config.schema import normal, settings_table
 from groupwise.errors import DataError, RunError
 from groupwise.viewer import groups, health, questions, replays
+from groupwise.viewer.comparison import differences, letter
+from groupwise.viewer.curves import STEP, TIME, TOKENS, Curve, curve_of, places
+from groupwise.viewer.figures import CurveFigure, DrawnCurve
 from groupwise.viewer.groups import Json
 from groupwise.viewer.index import Index
+from groupwise.viewer.seeds import RunGroup, setting_labels
 from groupwise.viewer.sources import HELD_OUT, TRAINING, CompletionSource
 
 POINTS = 2000
@@ -37,11 +41,15 @@ class Pages:
         self.indexes = [Index(source) for source in sources]
         self.opened = {0}
         """Runs that somebody has looked at; of the others little is read."""
+        self.labels = setting_labels(self.sources)
+        """The label of each run's group of seeds; None for a run that is alone."""
         self._started = False
         self.points = points
         known = (
             self.runs,
             self.curves,
+            self.bands,
+            self.differences,
             self.health,
             self.step,
             self.group,
@@ -103,6 +111,7 @@ class Pages:
         return {
             "run": i,
             "name": source.name,
+            "label": self.labels[i],
             **state,
             "brief": not opened,
             "recorded": _stretches(steps),
@@ -125,21 +134,94 @@ class Pages:
         steps = list(metrics.steps)
         cut = max(1, -(-len(steps) // self.points))
         ends = slice(cut - 1, None, cut)
-        sampled = np.array(metrics.values.get("tokens/sampled", ()))
-        sampled = np.nan_to_num(sampled, posinf=0.0, neginf=0.0)
-        wall = np.array(metrics.values.get("wall", ()))
-        known = wall[np.isfinite(wall)]
-        began = float(known[0]) if known.size else 0.0
         values = {}
         for name in names:
             if name in metrics.values:
                 values[name] = _thinned(metrics.values[name], cut)
         return {
             "steps": steps[ends],
-            "tokens": [round(value) for value in np.cumsum(sampled)[ends].tolist()],
-            "seconds": groups.plain(np.round(wall - began, 1)[ends]),
+            "tokens": groups.plain(places(metrics, TOKENS)[ends]),
+            "seconds": groups.plain(places(metrics, TIME)[ends]),
             "values": values,
         }
+
+    def bands(self, parameters: Parameters) -> Json:
+        """Means of metrics over the runs of a group (`runs`, with commas), with their band.
+
+        `names`: with commas; none: all that the first run has.  `x`: step, tokens or time.
+        `smooth`: see `curve_of`.
+        """
+        group, *others = self._groups(parameters, "runs")
+        if others:
+            raise DataError(f"runs is {parameters['runs']!r}, expected one group")
+        names = sorted(group.sources[0].metrics().values.keys() - {"wall"})
+        if parameters.get("names"):
+            names = parameters["names"].split(",")
+        bands = {}
+        for name in names:
+            curve = self._curve(group, name, parameters).thinned(self.points)
+            bands[name] = {
+                "steps": curve.step_S.tolist(),
+                "xs": None if _across(parameters) == STEP else _short(curve.x_S),
+                "mean": _short(curve.value_S),
+                "half": _short(curve.half_S),
+            }
+        return bands
+
+    def differences(self, parameters: Parameters) -> Json:
+        """Say how groups of runs differ on held-out prompts, in sentences.
+
+        `series`: the runs of each group with commas, the groups with semicolons.
+        """
+        sides = self._groups(parameters, "series")
+        legend = []
+        for number, side in enumerate(sides, 1):
+            runs = len(side.sources)
+            legend.append({"letter": letter(number), "label": side.label, "runs": runs})
+        return {"legend": legend, "sentences": differences(sides)}
+
+    def figure(self, parameters: Parameters, *, smooth: bool) -> CurveFigure:
+        """Return a metric of groups of runs (`series`) as a figure.
+
+        `metric`, `x`, `smooth`: as for `bands`.  `seeds`: each run of a group is drawn, too.
+        smooth: false for a table, which has the numbers as they were logged.
+        """
+        metric = parameters.get("metric", "")
+        smoothing = _weight(parameters) if smooth else 0.0
+        across = _across(parameters)
+        curves = []
+        for colour, group in enumerate(self._groups(parameters, "series")):
+            curve = curve_of(group, metric, across=across, smoothing=smoothing)
+            curves.append(DrawnCurve(curve, colour))
+            if parameters.get("seeds") and curve.runs > 1:
+                for source in group.sources:
+                    alone = RunGroup(source.name, (source,))
+                    curve = curve_of(alone, metric, across=across, smoothing=smoothing)
+                    curves.append(DrawnCurve(curve, colour, seed=True))
+        return CurveFigure(metric, curves, across, smoothing)
+
+    def series(self) -> list[str]:
+        """List the runs of each group of seeds, and each run that is alone, as addresses do."""
+        found: dict[str, list[str]] = {}
+        for i, label in enumerate(self.labels):
+            found.setdefault(f"run {i}" if label is None else f"group {label}", []).append(str(i))
+        return [",".join(runs) for runs in found.values()]
+
+    def _curve(self, group: RunGroup, metric: str, parameters: Parameters) -> Curve:
+        across = _across(parameters)
+        return curve_of(group, metric, across=across, smoothing=_weight(parameters))
+
+    def _groups(self, parameters: Parameters, name: str) -> list[RunGroup]:
+        """Return the groups of runs that a parameter lists.  Raises DataError."""
+        found = []
+        for text in parameters.get(name, "0").split(";"):
+            runs = [self._number({"run": run or "none"}) for run in text.split(",")]
+            if len(set(runs)) < len(runs):
+                raise DataError(f"{name} is {parameters[name]!r}: it names a run twice")
+            label = self.labels[runs[0]] if len(runs) > 1 else None
+            sources = tuple(self.sources[run] for run in runs)
+            found.append(RunGroup(label or sources[0].name, sources))
+        return found
 
     def health(self, parameters: Parameters) -> Json:
         """Flags in plain words, the figures that stand first, where a step's work goes, and the
@@ -374,6 +456,25 @@ def _real(parameters: Parameters, name: str) -> float | None:
     if not abs(value) < LARGEST:
         raise DataError(f"{name} is {text!r}, expected a number")
     return value
+
+
+def _across(parameters: Parameters) -> str:
+    """Return what curves lie over: steps, unless tokens or time are asked for."""
+    across = parameters.get("x", STEP)
+    return across if across in (TOKENS, TIME) else STEP
+
+
+def _weight(parameters: Parameters) -> float:
+    """Return the weight of the past in a moving average.  Raises DataError."""
+    weight = _real(parameters, "smooth") or 0.0
+    if not 0.0 <= weight < 1.0:
+        raise DataError(f"smooth is {weight:g}, expected a number from 0 to below 1")
+    return weight
+
+
+def _short(values: np.ndarray) -> list[float | None]:
+    """Six significant digits, as JSON has them."""
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
 
 
 def _stretches(steps: Sequence[int]) -> list[list[int]]:

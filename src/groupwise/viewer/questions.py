@@ -6,7 +6,6 @@ away from what was written."""
 
 from __future__ import annotations
 
-import math
 import re
 import time
 import zlib
@@ -23,7 +22,7 @@ import pyarrow.compute as pc
 
 from groupwise.errors import DataError
 from groupwise.rewards.registry import GOLD_COLUMNS
-from groupwise.utils import statistics
+from groupwise.viewer.comparison import pair, verdict
 from groupwise.viewer.groups import (
     PROMPT,
     Json,
@@ -40,7 +39,7 @@ from groupwise.viewer.groups import (
     reward_names,
 )
 from groupwise.viewer.index import Entry, Index
-from groupwise.viewer.sources import TRAINING, CompletionSource
+from groupwise.viewer.sources import HELD_OUT, TRAINING, CompletionSource
 
 SEARCH_SECONDS = 0.15
 """Seconds of a search's one answer; where they do not suffice, it says where to go on."""
@@ -319,9 +318,8 @@ def compare(
 ) -> Json:
     """Pair the groups of two steps (of one run or of two) by their prompt.
 
-    `pairs`: the one whose mean reward moved most first.   `difference`: mean reward of both sides
-        over the shared prompts, and the mean of right less left with half of its 95 % interval,
-        paired by prompt; None where no prompt has a reward on both sides.
+    `pairs`: the one whose mean reward moved most first.   `difference`: sentences about the mean
+        reward of both sides on the shared prompts; none where no prompt has a reward on both sides.
     """
     lefts, rights = (_groups_of(source, step, kind) for source, step in (left, right))
     pairs = []
@@ -334,7 +332,13 @@ def compare(
         "pairs": pairs,
         "left": len(lefts),
         "right": len(rights),
-        "difference": _paired_difference(pairs),
+        "difference": _difference(
+            lefts,
+            rights,
+            (left[1], right[1]),
+            held_out=kind == HELD_OUT,
+            same_run=left[0] is right[0],
+        ),
     }
 
 
@@ -343,23 +347,22 @@ def _moved(pair: Json) -> float:
     return abs((pair["right"]["mean"] or 0.0) - (pair["left"]["mean"] or 0.0))
 
 
-def _paired_difference(pairs: Sequence[Json]) -> Json | None:
-    """Compare the mean rewards of prompts that both sides have answered."""
-    left, right = [], []
-    for pair in pairs:
-        if pair["left"]["mean"] is not None and pair["right"]["mean"] is not None:
-            left.append(pair["left"]["mean"])
-            right.append(pair["right"]["mean"])
-    if not left:
-        return None
-    difference = statistics.mean(np.subtract(right, left).tolist())
-    return {
-        "prompts": len(left),
-        "left": float(np.mean(left)),
-        "right": float(np.mean(right)),
-        "mean": difference.mean,
-        "half": difference.half if math.isfinite(difference.half) else None,
-    }
+def _difference(
+    lefts: dict[str, Json],
+    rights: dict[str, Json],
+    steps: tuple[int, int],
+    *,
+    held_out: bool,
+    same_run: bool,
+) -> list[str]:
+    """Say what the mean rewards of the prompts that both sides answered show."""
+    known = []
+    for side in (lefts, rights):
+        means = {key: group["mean"] for key, group in side.items() if group["mean"] is not None}
+        known.append(means)
+    left, right = known
+    paired = pair([left], [right], steps, held_out=held_out, same_run=same_run)
+    return [] if paired is None else verdict(paired, "Left", "Right")
 
 
 def _groups_of(source: CompletionSource, step: int, kind: str) -> dict[str, Json]:

@@ -118,8 +118,15 @@ class _Answers:
 
 def _answers(pages: Pages, count: int) -> dict[str, Any]:
     answers = _Answers(pages)
-    for run in answers.ask("runs")["runs"]:
+    runs = answers.ask("runs")["runs"]
+    for run in runs:
         answers.ask_run(run, count)
+    series = pages.series()
+    for together in series:
+        if "," in together:
+            answers.ask("bands", runs=together)
+    if len(series) > 1 and all("reward" in run["metrics"] for run in runs):
+        answers.ask("differences", series=";".join(series))
     return answers.by_address
 
 

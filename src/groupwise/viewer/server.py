@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from importlib import resources
 from pathlib import Path
@@ -33,7 +33,10 @@ TYPES = {
     ".html": "text/html",
     ".txt": "text/plain",
     ".svg": "image/svg+xml",
+    ".csv": "text/csv",
 }
+DRAWN, TABLE = "/figure.svg", "/figure.csv"
+"""Where a curve is saved from."""
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src"
     " 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -119,6 +122,8 @@ class _PageHandler(Handler):
             self._send(HTTPStatus.OK, self.server.files[where.path], kind)
         elif where.path.startswith("/api/"):
             self._answer(where.path.removeprefix("/api/"), parameters)
+        elif where.path in (DRAWN, TABLE):
+            self._figure(where.path, parameters)
         else:
             self._send(HTTPStatus.NOT_FOUND, b"there is no such page\n", "text/plain")
 
@@ -156,12 +161,27 @@ class _PageHandler(Handler):
             )
         self._send(status, body, "application/json")
 
-    def _send(self, status: HTTPStatus, body: bytes, kind: str) -> None:
+    def _figure(self, path: str, parameters: dict[str, str]) -> None:
+        """Send a curve as a file to be saved."""
+        try:
+            figure = self.server.pages.figure(parameters, smooth=path == DRAWN)
+            text = figure.svg() if path == DRAWN else figure.csv()
+        except DataError as error:
+            message = f"{error}\n".encode()
+            self._send(HTTPStatus.UNPROCESSABLE_ENTITY, message, "text/plain")
+            return
+        suffix = Path(path).suffix
+        saved = f'attachment; filename="{figure.name}{suffix}"'
+        self._send(HTTPStatus.OK, text.encode(), TYPES[suffix], {"Content-Disposition": saved})
+
+    def _send(
+        self, status: HTTPStatus, body: bytes, kind: str, headers: Mapping[str, str] | None = None
+    ) -> None:
         compressed = len(body) > SMALL and "gzip" in (self.headers.get("Accept-Encoding") or "")
         if compressed:
             body = gzip.compress(body, compresslevel=1)
         self.send_response(status)
-        for name, value in HEADERS.items():
+        for name, value in {**HEADERS, **(headers or {})}.items():
             self.send_header(name, value)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))

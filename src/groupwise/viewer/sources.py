@@ -6,6 +6,7 @@ by a model: it is never executed, and a bad part is left out."""
 
 from __future__ import annotations
 
+import glob
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from groupwise.config.settings import DATA_SUFFIXES
 from groupwise.config.strict_yaml import parse
 from groupwise.data import vocabulary
 from groupwise.data.vocabulary import Vocabulary
-from groupwise.errors import DataError, RunError
+from groupwise.errors import ConfigError, DataError, RunError
 from groupwise.runs import rollout_files
 from groupwise.runs.folder import CONFIG, DONE, LARGEST_CONFIG, standing
 from groupwise.runs.metrics_log import METRICS, MOST_PROBLEMS, last_metrics
@@ -53,6 +54,8 @@ class CompletionSource:
     ) -> None:
         self.path = path
         self.name = name or path.name
+        self.pattern: str | None = None
+        """What was typed, with a wildcard, that this is one of the runs of."""
         self._metrics, self._tables = Metrics(files), dict(tables or {})
 
     def state(self) -> dict[str, Any]:
@@ -301,24 +304,55 @@ def open_source(path: str | Path, name: str | None = None) -> CompletionSource:
     )
 
 
-def open_sources(paths: Sequence[str | Path]) -> list[CompletionSource]:
-    """Sources with names that tell them apart.  A folder of stages (`runs/demo`) stands for its
-    stages.
+def matching(typed: str | Path) -> list[Path]:
+    """List the run folders and files that a pattern with wildcards means; any other path is itself.
+
+    Raises ConfigError for a pattern that nothing matches.
     """
-    opened: list[Path] = []
-    for path in map(Path, paths):
-        stages = []
-        if path.is_dir() and not (path / CONFIG).exists():
-            stages = _runs_in(path)
-        opened += stages or [path]
+    text = str(typed)
+    if not glob.has_magic(text) or Path(text).exists():
+        return [Path(text)]
+    found = []
+    for path in map(Path, sorted(glob.glob(text))):
+        if path.is_dir() or path.suffix.lower() in DATA_SUFFIXES:
+            found.append(path)
+    if not found:
+        raise ConfigError(
+            f"no run folder is called {text!r}; a pattern with * stands in quotes: 'runs/mine-*'"
+        )
+    return found
+
+
+def open_sources(paths: Sequence[str | Path]) -> list[CompletionSource]:
+    """Open runs and files, with names that tell them apart.
+
+    A folder of stages (`runs/demo`) stands for its stages, a pattern (`runs/mine-*`) for the runs
+    of one setting.  Raises ConfigError, DataError.
+    """
+    opened: dict[Path, str | None] = {}
+    for typed in paths:
+        for path in matching(typed):
+            pattern = str(typed) if str(typed) != str(path) else None
+            for stage in _stages_of(path):
+                inside = "" if stage == path else f"/{stage.name}"
+                opened[stage] = None if pattern is None else pattern + inside
     names = [path.name for path in opened]
     sources = []
-    for path in opened:
+    for path, pattern in opened.items():
         name = path.name
         if names.count(name) > 1:
             name = f"{path.absolute().parent.name}/{name}"
-        sources.append(open_source(path, name))
+        source = open_source(path, name)
+        source.pattern = pattern
+        sources.append(source)
     return sources
+
+
+def _stages_of(path: Path) -> list[Path]:
+    """Return the stages in a folder that is no run itself; for any other path the path itself."""
+    if not path.is_dir() or (path / CONFIG).exists():
+        return [path]
+    return _runs_in(path) or [path]
 
 
 def _runs_in(folder: Path) -> list[Path]:

@@ -217,7 +217,7 @@ function go(changes, quiet) {
 
 /** The address of a place that starts anew: only the run and the way tokens are coloured stay. */
 function linkTo(place) {
-  const kept = { run: here.run, by: here.by, blanks: here.blanks, overlay: here.overlay };
+  const kept = { run: here.run, by: here.by, blanks: here.blanks, overlay: here.overlay, seeds: here.seeds };
   return addressOf({ ...kept, ...place });
 }
 
@@ -276,11 +276,28 @@ function forget(...names) {
 /** Curves by name; a report holds all of them under one address. */
 const askCurves = (run, names) => (ANSWERS || !names ? ask("curves", { run }) : ask("curves", { run, names: names.join(",") }));
 
+/** Curves of a group of seeds: mean and half of the interval; a report holds all of them under one address. */
+const askBands = (runs, name, axis, smooth) => ask("bands", ANSWERS ? { runs } : { runs, names: name, x: axis, smooth });
+
 // ---------------------------------------------------------------- the runs
 
 let RUNS = [];
 const runHere = () => RUNS[Number(here.run) || 0] || RUNS[0];
 const kindHere = () => (here.kind === "evaluation" ? "evaluation" : "training");
+
+/** What is drawn as one line: the runs of a group of seeds, or a run that is alone. */
+function seriesOf(runs) {
+  const found = new Map();
+  for (const run of runs) {
+    const key = run.label ?? run.run;
+    if (!found.has(key)) found.set(key, { label: run.label ?? run.name, runs: [], place: found.size });
+    found.get(key).runs.push(run);
+  }
+  return [...found.values()];
+}
+
+/** Groups of runs in an address: the runs of a group with commas, the groups with semicolons. */
+const numbersOf = (series) => series.map((one) => one.runs.map((run) => run.run).join(",")).join(";");
 
 /** The recorded steps of a kind, in order. */
 function stepsOf(run, kind) {

@@ -188,12 +188,16 @@ function dots(rewards, low, high, title) {
 /** Distances of marks on an axis of steps or tokens: there are no halves of one. */
 const WHOLE = [...Array(15).keys()].flatMap((power) => [1, 2, 5].map((times) => times * 10 ** power));
 
-/** One metric of one or more runs.  `lines`: {name, xs, ys, raw}; `pick(x)`: where it was clicked. */
+/**
+ * One metric of one or more runs.  `lines`: {name, xs, ys, colour}; of a single run also `raw`, of a group of seeds `half`, half of its
+ * interval; `thin`: a seed of a group.  `pick(x)`: where it was clicked.
+ */
 function chart(element, lines, { label, pick, height = 170, time }) {
   const xs = [...new Set(lines.flatMap((line) => line.xs))].sort((a, b) => a - b);
   const place = new Map(xs.map((x, i) => [x, i]));
   const data = [xs],
-    series = [{ label }];
+    series = [{ label }],
+    bands = [];
   lines.forEach((line) => {
     const spread = (ys) => {
       const column = new Array(xs.length).fill(null);
@@ -207,13 +211,21 @@ function chart(element, lines, { label, pick, height = 170, time }) {
       data.push(spread(line.raw));
       series.push({ stroke: line.colour + "55", width: 1, spanGaps: true, points: { show: false } });
     }
+    if (line.half) {
+      const end = (sign) => line.ys.map((value, i) => (value === null ? null : value + sign * (line.half[i] || 0)));
+      bands.push({ series: [data.length, data.length + 1], fill: line.colour + "33" });
+      for (const sign of [1, -1]) {
+        data.push(spread(end(sign)));
+        series.push({ width: 0, spanGaps: true, points: { show: false } });
+      }
+    }
     data.push(spread(line.ys));
     series.push({
       label: line.name,
-      stroke: line.colour,
-      width: 2,
+      stroke: line.thin ? line.colour + "88" : line.colour,
+      width: line.thin ? 1 : 2,
       spanGaps: true,
-      points: { show: known < 40, size: 5, fill: line.colour },
+      points: { show: known < 40 && !line.thin, size: 5, fill: line.colour },
     });
   });
   const axis = {
@@ -230,6 +242,7 @@ function chart(element, lines, { label, pick, height = 170, time }) {
       width: Math.max(200, element.clientWidth),
       height,
       series,
+      bands,
       legend: { show: false },
       padding: [6, 10, 0, 0],
       cursor: { y: false, points: { size: 7 }, drag: { x: true, y: false } },

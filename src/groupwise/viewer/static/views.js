@@ -147,7 +147,12 @@ function stepBar(run, kind, step, curves) {
           : null,
     ),
     metric && curves.steps.length > 1
-      ? h("figure", {}, h("figcaption", { text: metric }), scrubber(curves, metric, steps, step.step, jump))
+      ? h(
+          "figure",
+          {},
+          h("figcaption", {}, metric, saveLinks(metric, [{ runs: [run] }])),
+          scrubber(curves, metric, steps, step.step, jump),
+        )
       : null,
   );
 }
@@ -688,17 +693,64 @@ function cardsOf(group, context) {
 
 // ---------------------------------------------------------------- curves
 
-/** Runs that are laid over one another unless others are chosen: of each all its metrics are read. */
+/** Groups of seeds and single runs that are laid over one another unless others are chosen: of each all its metrics are read. */
 const LAID_OVER = 8;
 
-/** The runs whose curves are drawn: the one that is looked at, and those laid over it. */
-function overlaid() {
-  const alike = RUNS.filter((run) => run.metrics.includes("reward") === runHere().metrics.includes("reward"));
-  const chosen =
-    here.overlay === undefined
-      ? alike.slice(0, LAID_OVER).map((run) => run.run)
-      : here.overlay.split(",").filter(Boolean).map(Number);
-  return RUNS.filter((run) => chosen.includes(run.run) || run === runHere());
+/** The groups of seeds and the single runs whose curves are drawn: the one that is looked at, and those laid over it. */
+function overlaidSeries() {
+  const rewarded = (one) => one.runs[0].metrics.includes("reward");
+  const all = seriesOf(RUNS);
+  const shown = all.find((one) => one.runs.includes(runHere()));
+  const alike = all.filter((one) => rewarded(one) === rewarded(shown)).slice(0, LAID_OVER);
+  const chosen = here.overlay === undefined ? null : new Set(here.overlay.split(",").filter(Boolean).map(Number));
+  return all.filter((one) => one === shown || (chosen ? chosen.has(one.runs[0].run) : alike.includes(one)));
+}
+
+/** The runs whose curves are drawn. */
+const overlaid = () => overlaidSeries().flatMap((one) => one.runs);
+
+const seedsOf = (one) => (one.runs.length > 1 ? ` (${many(one.runs.length, "seed")})` : "");
+
+/** Links that save a curve as a figure and as a table. */
+function saveLinks(metric, series, { axis, smooth, seeds } = {}) {
+  if (ANSWERS) return null;
+  const given = { metric, series: numbersOf(series), x: axis, smooth, seeds };
+  const query = new URLSearchParams(Object.entries(given).filter(([, value]) => value !== undefined));
+  const link = (kind) =>
+    h("a", {
+      href: `/figure.${kind}?${query}`,
+      download: "",
+      title: `save as ${kind.toUpperCase()}`,
+      "aria-label": `save ${metric} as ${kind.toUpperCase()}`,
+      text: kind.toUpperCase(),
+    });
+  return h("span", { class: "save" }, link("svg"), link("csv"));
+}
+
+/** Sentences about a difference, its verdict in bold. */
+const spoken = (sentences) =>
+  sentences.map((text) => h("p", { class: /^(These data|Of these)/.test(text) ? "difference verdict" : "difference", text }));
+
+/** What the held-out prompts show of the series: each against the first. */
+async function differencePanel(series) {
+  const found = await ask("differences", { series: numbersOf(series) });
+  return panel(
+    "What the held-out prompts show",
+    h(
+      "ul",
+      { class: "letters" },
+      found.legend.map((one, i) =>
+        h(
+          "li",
+          {},
+          h("span", { class: "swatch", style: { background: lineColour(series[i].place) } }),
+          h("b", { text: one.letter }),
+          ` ${one.label}: ${many(one.runs, "run")}`,
+        ),
+      ),
+    ),
+    spoken(found.sentences),
+  );
 }
 
 /** Where the work of a step goes: tokens by what became of them, seconds by phase beside the ideal step's. */
@@ -726,10 +778,19 @@ function workTable(rows) {
   );
 }
 
+/** The last value that is known; of a group of seeds with half of its interval. */
+function lastOf(values, half) {
+  const at = values.findLastIndex((value) => value !== null);
+  if (at < 0) return "–";
+  return fmt(values[at]) + (half && half[at] !== null ? ` ± ${fmt(half[at])}` : "");
+}
+
 VIEWS.curves = async (main) => {
   const still = staying();
-  const runs = overlaid();
+  const drawn = overlaidSeries();
+  const runs = drawn.flatMap((one) => one.runs);
   const names = [...new Set(runs.flatMap((run) => run.metrics))];
+  const seeds = here.seeds === "1";
   const weight = Number(here.smooth ?? 0.6),
     axis = here.x || "step";
   const found = h("div", { class: "charts" });
@@ -780,36 +841,60 @@ VIEWS.curves = async (main) => {
           "fieldset",
           {},
           h("legend", { text: "Runs" }),
-          RUNS.map((run) =>
+          seriesOf(RUNS).map((one) =>
             h(
               "label",
               { class: "check" },
               h("input", {
                 type: "checkbox",
-                checked: runs.includes(run),
-                disabled: run === runHere(),
+                checked: drawn.some((other) => other.place === one.place),
+                disabled: one.runs.includes(runHere()),
                 onchange: (event) => {
-                  const kept = new Set(runs.map((one) => one.run));
-                  if (event.target.checked) kept.add(run.run);
-                  else kept.delete(run.run);
+                  const kept = new Set(drawn.map((other) => other.runs[0].run));
+                  if (event.target.checked) kept.add(one.runs[0].run);
+                  else kept.delete(one.runs[0].run);
                   go({ overlay: [...kept].join(",") || "none" }, true);
                 },
               }),
-              h("span", { class: "swatch", style: { background: lineColour(run.run) } }),
-              run.name,
+              h("span", { class: "swatch", style: { background: lineColour(one.place) } }),
+              one.label + seedsOf(one),
             ),
           ),
         )
       : null,
+    drawn.some((one) => one.runs.length > 1)
+      ? h(
+          "label",
+          { class: "check" },
+          h("input", {
+            type: "checkbox",
+            id: "seeds",
+            checked: seeds,
+            onchange: (event) => go({ seeds: event.target.checked ? "1" : null }, true),
+          }),
+          "a line for each seed",
+        )
+      : null,
     h("p", {
       class: "hint",
-      text: "Click a point for the completions of its step; drag to look closer, double-click to go back.",
+      text:
+        "Click a point for the completions of its step; drag to look closer, double-click to go back." +
+        (drawn.some((one) => one.runs.length > 1) ? " Seeds are drawn as their mean with its 95% interval." : ""),
     }),
   );
   const health = await ask("health", { run: runHere().run }, runHere().state === "live");
   const { work } = health;
   if (!still()) return;
-  fill(main, control, found, work.length && !here.metric ? panel("Where a step goes, over the last ten", workTable(work)) : null);
+  const compared = h("div");
+  fill(
+    main,
+    control,
+    compared,
+    found,
+    work.length && !here.metric ? panel("Where a step goes, over the last ten", workTable(work)) : null,
+  );
+  if (drawn.length > 1 && drawn.every((one) => one.runs[0].metrics.includes("reward")))
+    later(compared, () => differencePanel(ANSWERS ? seriesOf(RUNS) : drawn));
   if (!names.length) {
     fill(found, empty("This run has no metrics yet."));
     return;
@@ -838,33 +923,39 @@ VIEWS.curves = async (main) => {
     );
     if (!chosen.length) fill(found, empty(`No metric has “${here.metric}” in its name.`));
   }
+  /** A run's line; of a group of seeds the mean with its band, and each seed's own line where that is wanted. */
+  async function linesOf(one, name) {
+    const colour = lineColour(one.place);
+    const having = one.runs.filter((run) => run.metrics.includes(name));
+    if (!having.length) return [];
+    const lines = [];
+    for (const run of one.runs.length > 1 && !seeds ? [] : having) {
+      const curves = await askCurves(run.run, [name]);
+      const values = curves.values[name];
+      const xs = axis === "tokens" && curves.tokens.length ? curves.tokens : axis === "time" ? curves.seconds : curves.steps;
+      const averaged = smoothing(name, values, weight);
+      const thin = one.runs.length > 1;
+      const raw = averaged && !thin ? values : null;
+      lines.push({ name: run.name, run: run.run, steps: curves.steps, xs, ys: smooth(values, averaged), raw, colour, thin });
+    }
+    if (one.runs.length < 2) return lines;
+    const band = (await askBands(numbersOf([one]), name, axis, weight))[name];
+    const { steps, mean: ys, half } = band;
+    return [...lines, { name: one.label, run: one.runs[0].run, steps, xs: band.xs || steps, ys, half, colour }];
+  }
   function place(name) {
     const element = h("div", { class: "plot" });
     const frame = h("figure", { class: "chart", "aria-label": name }, h("figcaption", { text: name }), element);
     frame.draw = async () => {
       try {
         const lines = [];
-        for (const run of runs) {
-          if (!run.metrics.includes(name)) continue;
-          const curves = await askCurves(run.run, [name]);
-          const values = curves.values[name];
-          const xs = axis === "tokens" && curves.tokens.length ? curves.tokens : axis === "time" ? curves.seconds : curves.steps;
-          lines.push({
-            name: run.name,
-            run: run.run,
-            steps: curves.steps,
-            xs,
-            ys: smooth(values, smoothing(name, values, weight)),
-            raw: smoothing(name, values, weight) ? values : null,
-            colour: lineColour(run.run),
-          });
-        }
+        for (const one of drawn) lines.push(...(await linesOf(one, name)));
         if (!still() || !lines.length) return;
         chart(element, lines, {
           label: name,
           time: axis === "time",
           pick: (x) => {
-            const line = lines.find((one) => one.xs.includes(x)) || lines[0];
+            const line = lines.find((one) => one.steps && one.xs.includes(x)) || lines[0];
             go({
               view: null,
               run: line.run || null,
@@ -877,15 +968,14 @@ VIEWS.curves = async (main) => {
             });
           },
         });
-        const last = lines.map((line) =>
-          h("span", {
-            style: lines.length > 1 ? { color: line.colour } : {},
-            text: fmt((line.raw || line.ys).filter((value) => value !== null).at(-1)),
-          }),
-        );
-        frame
-          .querySelector("figcaption")
-          .append(h("span", { class: "last" }, ...last.flatMap((one, i) => (i ? [" · ", one] : [one]))));
+        const last = lines
+          .filter((line) => !line.thin)
+          .map((line) =>
+            h("span", { style: drawn.length > 1 ? { color: line.colour } : {}, text: lastOf(line.raw || line.ys, line.half) }),
+          );
+        const caption = frame.querySelector("figcaption");
+        caption.append(h("span", { class: "last" }, ...last.flatMap((one, i) => (i ? [" · ", one] : [one]))));
+        if (!ANSWERS) caption.append(saveLinks(name, drawn, { axis, smooth: weight, seeds: seeds ? 1 : undefined }));
       } catch (error) {
         fill(element, failed(error));
       }
@@ -1031,7 +1121,8 @@ VIEWS.compare = async (main) => {
     chosenKind = here.kind;
   const samples = (one) => one.metrics.includes("reward"); // runs on data have no completions
   const run = (here.run === undefined && !samples(runHere()) && RUNS.find(samples)) || runHere();
-  const other = RUNS[Number(here.other)] || RUNS.find((one) => one !== run && samples(one)) || run;
+  const others = RUNS.filter((one) => one !== run && samples(one));
+  const other = RUNS[Number(here.other)] || others.find((one) => one.label === null || one.label !== run.label) || others[0] || run;
   if (ANSWERS) {
     fill(main, await differences(overlaid()));
     return;
@@ -1056,10 +1147,16 @@ VIEWS.compare = async (main) => {
       }),
     );
   const controls = h("section", { class: "panel controls" }),
+    seeds = h("div"),
     pairs = h("div"),
     sides = h("div", { class: "sides" }),
     config = h("div");
-  fill(main, controls, pairs, sides, config);
+  fill(main, controls, seeds, pairs, sides, config);
+  const groups = seriesOf(RUNS).filter((one) => one.runs.includes(run) || one.runs.includes(other));
+  if (groups.length > 1 && groups.some((one) => one.runs.length > 1)) {
+    const [left] = groups.filter((one) => one.runs.includes(run));
+    later(seeds, () => differencePanel([left, ...groups.filter((one) => one !== left)]));
+  }
   let found;
   try {
     found = await ask("compare", { run: run.run, step: here.step, other: other.run, with: here.with, kind: chosenKind });
@@ -1098,7 +1195,7 @@ VIEWS.compare = async (main) => {
             : "No prompt was visited at both steps. Training visits a prompt again in its second epoch; " +
               "evaluations ask the same prompts each time (eval.every).",
         }),
-        found.difference ? h("p", { class: "difference", text: differenceOf(found.difference) }) : null,
+        spoken(found.difference),
         h(
           "ol",
           { class: "pairs" },
@@ -1137,15 +1234,6 @@ VIEWS.compare = async (main) => {
   }
   if (still() && other !== run) fill(config, await differences([run, other]));
 };
-
-/** The mean reward of both sides over the prompts that they share, and whether these prompts show a difference. */
-function differenceOf({ prompts, left, right, mean, half }) {
-  const over = `Mean reward over ${many(prompts, "shared prompt")}: ${fmt(left)} → ${fmt(right)}.`;
-  if (half === null) return `${over} Right less left is ${fmt(mean, true)} for every prompt.`;
-  const difference = `Right less left, paired by prompt: ${fmt(mean, true)} ± ${fmt(half)} (95% interval).`;
-  if (Math.abs(mean) > half) return `${over} ${difference}`;
-  return `${over} ${difference} No difference is shown by these prompts.`;
-}
 
 /** Keys of the resolved recipes that differ. */
 async function differences(runs) {
