@@ -457,7 +457,7 @@ def mean(values: np.ndarray) -> float | None:
 
 def plain(values: Iterable[float]) -> list[float | None]:
     """Numbers as JSON has them: NaN and infinities are null."""
-    return [_finite(value) for value in values]
+    return [_finite(float(value)) for value in values]
 
 
 def _rounded(values: np.ndarray) -> list[float | None]:

@@ -52,10 +52,11 @@ class Metrics:
 
     def add(self, entry: Mapping[str, Any]) -> bool:
         """Add a line, which may be more of the last step; False if something had to be left out."""
+        step = entry["step"]
         if RESUMED in entry:
-            self._cut(entry["step"])
+            self._cut(step)
             return True
-        if self.steps and self.steps[-1] == entry["step"]:
+        if self.steps and self.steps[-1] == step:
             entry = self._take_last() | dict(entry)
         whole, count = True, len(self.steps)
         for name, value in entry.items():
@@ -65,10 +66,9 @@ class Metrics:
                 whole = False
                 continue
             number = number_of(value)
-            empty: array[float] = array("d", [math.nan]) * count
-            column = self.values.setdefault(name, empty)
+            column = self.values.setdefault(name, array("d", [math.nan]) * count)
             column.append(math.nan if number is None else number)
-        self.steps.append(entry["step"])
+        self.steps.append(step)
         for column in self.values.values():
             column.extend([math.nan] * (len(self.steps) - len(column)))
         return whole
