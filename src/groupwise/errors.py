@@ -50,6 +50,10 @@ class ConfigError(GroupwiseError):
 
     exit_code = 2
 
+    def _render_traceback_(self) -> list[str]:
+        """Show a notebook the message alone.  IPython calls this."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class DataError(GroupwiseError):
     """A row, a column, a file or a tokenizer that does not hold what it should."""
@@ -66,9 +70,8 @@ class Problems(ConfigError):
 
     def __init__(self, errors: Sequence[GroupwiseError]) -> None:
         self.errors = tuple(errors)
-        super().__init__(
-            "\n".join([f"{len(errors)} problems:", *(f"  {error}" for error in errors)])
-        )
+        lines = [f"  {error}" for error in errors]
+        super().__init__("\n".join([f"{len(errors)} problems:", *lines]))
 
 
 class Findings:

@@ -6,6 +6,8 @@ import contextlib
 import io
 import math
 import re
+import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -292,3 +294,30 @@ def test_an_evaluation_without_a_terminal_has_a_line_a_minute() -> None:
         progress.evaluating(1, 64)
         progress.evaluating(2, 64)
     assert "evaluating, greedy: 2 of 64 prompts" in file.getvalue()
+
+
+def test_a_notebook_has_one_output_for_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs: list[list[str]] = []
+
+    class Handle:
+        def __init__(self, content: dict[str, str]) -> None:
+            self.texts = [content["text/plain"]]
+            outputs.append(self.texts)
+
+        def update(self, content: dict[str, str], raw: bool) -> None:
+            self.texts.append(content["text/plain"])
+
+    stand_in = types.ModuleType("IPython.display")
+    stand_in.display = lambda content, raw, display_id: Handle(content)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", stand_in)
+    progress = Progress(3, console=Console(file=io.StringIO(), force_jupyter=True))
+    progress.evaluating(1, 64)
+    progress.update(replace(step(0), evaluation={"eval/greedy": 0.25}))
+    for number in (1, 2, 3):
+        progress.update(step(number, reward=0.5))
+    (shown,) = outputs
+    assert shown[0] == "evaluating, greedy: 1 of 64 prompts"
+    lines = shown[-1].splitlines()
+    assert "eval greedy 0.250" in lines[0]
+    assert [line.split("  ")[0] for line in lines] == ["step 0/3", "step 3/3"]

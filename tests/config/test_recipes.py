@@ -221,6 +221,12 @@ def test_files_beside_the_recipe_are_named_where_the_working_directory_has_none(
     assert load_recipe("r.yaml").data.path == "rows.jsonl"
 
 
+def test_a_notebook_shows_the_message_of_a_mistake_alone() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_stages(GOOD + "stepz: 3\n", "r.yaml")
+    assert caught.value._render_traceback_() == [f"ConfigError: {caught.value}"]  # what IPython asks an error for
+
+
 ALL_WRONG = """\
 objective: gropo
 steps: 3

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -105,6 +106,26 @@ def aligned(rows: Plan) -> list[str]:
     return [f"{label:{wide}}  {value}" for label, value in rows]
 
 
+class NotebookOutput:
+    """One output of a notebook's cell: lines that stay, and below them a line that changes."""
+
+    def __init__(self) -> None:
+        self._staying: list[str] = []
+        self._handle: Any = None
+
+    def show(self, line: str, *, stays: bool) -> None:
+        """Replace the line that changes.   stays: it is never replaced."""
+        from IPython.display import display  # pyright: ignore[reportMissingImports]
+
+        content = {"text/plain": "\n".join([*self._staying, line])}
+        if self._handle is None:
+            self._handle = display(content, raw=True, display_id=True)
+        else:
+            self._handle.update(content, raw=True)
+        if stays:
+            self._staying.append(line)
+
+
 # ---------------------------------------------------------------- the view
 
 
@@ -133,6 +154,7 @@ class Progress:
         self._ticks = [self._began]
         self._last: Step | None = None
         self._live: Live | None = None
+        self._notebook = NotebookOutput()
         self._said = self._began
         """When the last line was printed."""
         self._greedy = False
@@ -181,6 +203,8 @@ class Progress:
         now = self._now()
         if self.console.is_terminal:
             self._show_live(line)
+        elif self.console.is_jupyter:
+            self._notebook.show(line.plain, stays=False)
         elif now - self._said >= MINUTE:
             self._said = now
             self.console.print(line, soft_wrap=True)
@@ -198,6 +222,9 @@ class Progress:
         now = self._now()
         self._ticks = [*self._ticks, now][-2 * RECENT - 1 :]
         line = self.line(step)
+        if self.console.is_jupyter:
+            self._notebook.show(line.plain, stays=bool(step.evaluation))
+            return
         if self.console.is_terminal:
             self._show_live(line)
         if step.evaluation or not self.console.is_terminal:
