@@ -20,11 +20,10 @@ class Ended(BaseException):
     """
 
     def __init__(self, number: int = signal.SIGTERM) -> None:
-        super().__init__(
-            "nobody reads the output any more"
-            if number == signal.SIGPIPE
-            else signal.Signals(number).name
-        )
+        message = signal.Signals(number).name
+        if number == signal.SIGPIPE:
+            message = "nobody reads the output any more"
+        super().__init__(message)
         self.exit_code = 128 + number
 
 
