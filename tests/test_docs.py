@@ -54,12 +54,12 @@ from groupwise.records import Prompt, RolloutGroup, Sampling, Step
 from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.sampling import stream_keys, uniforms
-from groupwise.training.closed_form import RecordedStep
 from groupwise.training.groups import SampledRollouts
 from groupwise.training.metric_table import METRICS, find
 from groupwise.training.metrics import measure
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
+from groupwise.training.recorded_loss import RecordedStep
 from groupwise.training.samples import weigh
 from groupwise.training.signals import add_signals
 from groupwise.training.work import Meter

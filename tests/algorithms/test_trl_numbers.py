@@ -23,9 +23,9 @@ from groupwise.algorithms import losses
 from groupwise.algorithms.table import Algorithm
 from groupwise.config.resolve import resolve
 from groupwise.config.settings import GroupSettings
+from groupwise.inspection.closed_form import closed_form
 from groupwise.ops.distillation import jsd
 from groupwise.records import Finish, Prompt, Rollout, RolloutGroup, Sampling
-from groupwise.training.closed_form import closed_form
 from groupwise.training.online import weigh
 
 HERE = Path(__file__).parents[1] / "fixtures"

@@ -14,12 +14,13 @@ from groupwise.algorithms.table import ALGORITHMS
 from groupwise.config.resolve import resolve
 from groupwise.config.settings import GroupSettings
 from groupwise.errors import DataError
+from groupwise.inspection.closed_form import closed_form
 from groupwise.models.policy import Policy
 from groupwise.ops.linear_cross_entropy import WholeLoss
 from groupwise.records import Branch, RolloutGroup, Sample
-from groupwise.training.closed_form import RecordedLoss, closed_form
 from groupwise.training.loss import Loss
 from groupwise.training.passes import BatchPass, batches_of, score
+from groupwise.training.recorded_loss import RecordedLoss
 from groupwise.training.samples import entropy_tokens, sample_of, weigh, with_forking, with_gradient
 from groupwise.training.signals import add_signals
 

@@ -24,12 +24,12 @@ from groupwise.models.sharded import frozen_copy
 from groupwise.records import Prompt, Rollout, Sample, Sampling
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.engines import sampled_elsewhere
-from groupwise.training.closed_form import RecordedStep
 from groupwise.training.groups import PrefetchedRollouts, SampledRollouts
 from groupwise.training.loss import Loss
 from groupwise.training.metrics import measure
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
+from groupwise.training.recorded_loss import RecordedStep
 from groupwise.training.samples import weigh
 from groupwise.training.signals import add_signals
 

@@ -28,10 +28,10 @@ from groupwise.records import RolloutGroup, Step
 from groupwise.runs.run import train
 from groupwise.training import metrics
 from groupwise.training.critics import Critic
-from groupwise.training.groups import RecordedRollouts
 from groupwise.training.loss import CriticLoss, Loss
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
+from groupwise.training.recorded_rollouts import RecordedRollouts
 from groupwise.training.samples import sample_of, weigh
 from groupwise.training.signals import add_signals
 

@@ -24,13 +24,13 @@ from groupwise.config.resolve import resolve
 from groupwise.config.settings import CriticSettings, GroupSettings, OptimizerSettings
 from groupwise.data.packing import pack, unpack
 from groupwise.inspection.check import _agreement
+from groupwise.inspection.closed_form import closed_form
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
 from groupwise.models.sharded import frozen_copy
 from groupwise.records import Branch, Episode, Finish, Prompt, Rollout, RolloutGroup, Sampling, Step, ToolCall, Turn
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.rollout_table import groups_from_bytes, groups_of, groups_to_bytes, table_of
-from groupwise.training.closed_form import RecordedStep, closed_form
 from groupwise.training.critics import Critic
 from groupwise.training.groups import SampledRollouts, with_turn_rewards
 from groupwise.training.loss import Loss, with_gradient
@@ -38,6 +38,7 @@ from groupwise.training.metrics import completion_metrics, episode_metrics, meas
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer, StepStats
 from groupwise.training.passes import Assessment, BatchPass, batches_of, score
+from groupwise.training.recorded_loss import RecordedStep
 from groupwise.training.samples import sample_of, unbranched, weigh
 from groupwise.training.signals import add_signals
 from groupwise.training.teachers import Teacher

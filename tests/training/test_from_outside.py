@@ -23,10 +23,10 @@ from groupwise.data.packing import pack
 from groupwise.errors import ConfigError
 from groupwise.models.passes import BatchPass
 from groupwise.runs.run import train
-from groupwise.training.groups import RecordedRollouts
 from groupwise.training.loss import Loss
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
+from groupwise.training.recorded_rollouts import RecordedRollouts
 from groupwise.training.samples import weigh
 
 OUTSIDE = '''

@@ -25,13 +25,13 @@ from groupwise.models.policy import Policy
 from groupwise.models.sharded import frozen_copy
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Step
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.training.closed_form import RecordedLoss
 from groupwise.training.critics import Critic
 from groupwise.training.groups import SampledRollouts, _is_silent
 from groupwise.training.metrics import kl_metrics, reward_metrics
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.passes import Scores, score
+from groupwise.training.recorded_loss import RecordedLoss
 from groupwise.training.samples import sample_of, weigh
 from groupwise.training.teachers import Teacher
 

@@ -6,6 +6,7 @@ and `replay` print.
 - `check`: tries model, tokenizer, data and rewards of a recipe.
 - `score`: runs reward functions over completions that exist.
 - `explain`: works one step through in numbers.
+- `closed_form`: the loss of a recorded step and its gradient, without a model.
 - `replay`: computes a recorded step again.
 - `replay_report`: writes a replay as text and JSON.
 """

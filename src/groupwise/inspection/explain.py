@@ -32,7 +32,7 @@ from groupwise.runs.rollout_files import TOKENS, list_rollouts, read_step
 from groupwise.runs.rollout_table import bounded_table
 from groupwise.runs.run_files import RunFiles
 from groupwise.runs.trust import demand_trust
-from groupwise.training.closed_form import RecordedLoss
+from groupwise.training.recorded_loss import RecordedLoss
 from groupwise.training.samples import minibatches, weigh
 from groupwise.utils.spelling import counted
 from groupwise.utils.terminal import escaped

@@ -26,6 +26,7 @@ from groupwise.algorithms.table import Algorithm
 from groupwise.config.settings import Recipe, is_online, positions_of
 from groupwise.config.validation import STAGE
 from groupwise.errors import CheckpointError, ConfigError, DataError, RunError
+from groupwise.inspection.closed_form import ClosedForm, Tokens, closed_form
 from groupwise.records import RolloutGroup, Step
 from groupwise.rewards.compose import combine
 from groupwise.runs import checkpoint
@@ -39,9 +40,9 @@ from groupwise.runs.run_files import RunFiles
 from groupwise.runs.run_models import blueprint_of, hold
 from groupwise.runs.starts import ENVIRONMENT, attempts_of, environment
 from groupwise.runs.trust import demand_trust
-from groupwise.training.closed_form import ClosedForm, Tokens, closed_form
-from groupwise.training.groups import COMPUTED, Collected, RecordedRollouts
+from groupwise.training.groups import Collected
 from groupwise.training.online import train_online
+from groupwise.training.recorded_rollouts import COMPUTED, RecordedRollouts
 from groupwise.training.samples import minibatches, weigh
 from groupwise.utils.spelling import counted
 

@@ -1,5 +1,5 @@
 """What an online loop trains on, step after step: scored groups that are sampled now, or ahead of
-training, or were recorded.
+training.  (`recorded_rollouts` reads groups that were recorded.)
 
 The loop cannot tell which: it iterates, and says after each step how many optimizer steps the
 policy has taken.
@@ -37,8 +37,6 @@ from groupwise.rollout.engine import Engine
 from groupwise.utils import threads
 from groupwise.utils.spelling import counted
 
-COMPUTED = ("reference_logp", "scored_logp", "teacher_logp", "value", "old_value", "return")
-"""Signals that training computes."""
 IDLE_STEPS = 3
 """Steps in a row without a single reward, or without a single completion that is trained, after
 which a run ends.
@@ -337,27 +335,3 @@ def _is_silent(groups: Sequence[RolloutGroup]) -> bool:
     if not any(groups[0].weights):
         return False
     return all(np.isnan(group.reward).all() for group in groups)
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedRollouts:
-    """Groups that were recorded, without the signals that training computes again."""
-
-    read: Callable[[int], Collected]
-    """The groups of a step."""
-    numbers: range
-
-    def __iter__(self) -> Iterator[tuple[int, Collected]]:
-        for number in self.numbers:
-            groups, drawn = self.read(number)
-            yield number, ([_without_computed(group) for group in groups], drawn)
-
-    def sync(self, version: int) -> None:
-        """Nothing is sampled."""
-
-
-def _without_computed(group: RolloutGroup) -> RolloutGroup:
-    return replace(
-        group,
-        signals={name: column for name, column in group.signals.items() if name not in COMPUTED},
-    )

@@ -19,8 +19,8 @@ from groupwise.algorithms.losses import Correction, off_policy_keep
 from groupwise.algorithms.parts import fact, options
 from groupwise.algorithms.table import PARTS
 from groupwise.records import Finish, Rollout, RolloutGroup, Sample
-from groupwise.training.closed_form import RecordedLoss, RecordedStep
 from groupwise.training.passes import Assessment, balance
+from groupwise.training.recorded_loss import RecordedLoss, RecordedStep
 
 Metrics = dict[str, float]
 

@@ -26,13 +26,13 @@ from groupwise.models import backbone
 from groupwise.models.passes import reshard
 from groupwise.models.policy import Policy
 from groupwise.records import RolloutGroup, Sample, Step
-from groupwise.training.closed_form import RecordedStep
 from groupwise.training.critics import Critic
 from groupwise.training.groups import Collected, Rollouts
 from groupwise.training.loss import step_loss, update_critic
 from groupwise.training.metrics import logp_column, measure, token_columns
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.passes import Assessment, update
+from groupwise.training.recorded_loss import RecordedStep
 from groupwise.training.samples import minibatches, weigh
 from groupwise.training.signals import add_signals, scores_first
 from groupwise.training.teachers import Teacher
