@@ -622,6 +622,8 @@ def test_compare_speaks_of_the_groups_of_two_runs(viewer: Callable, made: Any, t
     page.wait_for_selector("#cr0")
     page.wait_for_selector(".letters")
     assert page.locator(".side-title").all_inner_texts() == ["mine-lr=0-seed=0, step 6", "mine-lr=1-seed=0, step 6"]
+    said = page.locator(".difference").all_inner_texts()
+    assert not [text for text in said if "single run" in text] and len(page.locator(".verdict").all()) == 1
     assert page.locator(".letters li").all_inner_texts() == ["A mine-lr=0: 3 runs", "B mine-lr=1: 3 runs"]
 
 

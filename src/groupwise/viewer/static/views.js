@@ -1153,7 +1153,8 @@ VIEWS.compare = async (main) => {
     config = h("div");
   fill(main, controls, seeds, pairs, sides, config);
   const groups = seriesOf(RUNS).filter((one) => one.runs.includes(run) || one.runs.includes(other));
-  if (groups.length > 1 && groups.some((one) => one.runs.length > 1)) {
+  const grouped = groups.length > 1 && groups.some((one) => one.runs.length > 1);
+  if (grouped) {
     const [left] = groups.filter((one) => one.runs.includes(run));
     later(seeds, () => differencePanel([left, ...groups.filter((one) => one !== left)]));
   }
@@ -1195,7 +1196,7 @@ VIEWS.compare = async (main) => {
             : "No prompt was visited at both steps. Training visits a prompt again in its second epoch; " +
               "evaluations ask the same prompts each time (eval.every).",
         }),
-        spoken(found.difference),
+        spoken(grouped ? found.difference.slice(0, 2) : found.difference), // what seeds show stands above
         h(
           "ol",
           { class: "pairs" },
