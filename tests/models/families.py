@@ -326,6 +326,7 @@ class Recorder:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.gradients: dict[str, Tensor] = {}
+        self.taken = 0
 
     def clear(self) -> None:
         """See `Optimizer`."""

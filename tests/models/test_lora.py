@@ -108,6 +108,8 @@ def test_an_update_moves_the_adapter_as_pefts_own_model_says(
     total.backward()
 
     class Kept:
+        taken = 0
+
         def clear(self) -> None:
             policy.model.zero_grad()
 
@@ -306,7 +308,6 @@ def test_an_adapter_that_does_not_say_its_base(tmp_path: Path) -> None:
         (("q_proj", "k_prj"), r"'k_prj' \(did you mean k_proj\?\); its linear layers are called q_proj, k_proj"),
         (("layers.0.self_attn.q_proj", "layers.7.self_attn.q_proj"), r"'layers.7.self_attn.q_proj' \(did you mean .*q_proj\?\)"),
         (("q_proj", "weights"), "no layer of the model is called 'weights'; its"),
-        ("q_proj", r"got the text 'q_proj': write \[q_proj\]"),
     ],
 )
 def test_every_target_of_an_adapter_is_a_layer(targets: Any, said: str, tiny_policy: Callable[..., Policy]) -> None:

@@ -114,7 +114,7 @@ def test_what_is_lost_is_said(caplog: pytest.LogCaptureFixture) -> None:
     training = gw.from_trl(args, model="m/m", reward_funcs=length, train_dataset=ROWS, peft_config=adapter, **lost)
     fates = {line.name: line.fate for line in training.imported.lines}
     missing = {name for name, fate in fates.items() if fate == "missing"}
-    assert missing == {"repetition_penalty", "rollout_func", "lora_dropout", "peft_config.use_dora"}
+    assert missing == {"repetition_penalty", "rollout_func", "peft_config.use_dora"}
     assert fates["callbacks"] == "elsewhere" and "not done here: callbacks" in training.summary()
     assert fates["nonsense"] is None and "optimizers" not in fates
     assert "repetition_penalty: 1.1" in caplog.text and "use_dora" in caplog.text

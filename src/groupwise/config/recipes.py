@@ -466,7 +466,7 @@ def _message(key: str, kind: str, value: Any, text: str = "") -> str:
     shown = schema.show(value)
     if isinstance(value, float):
         shown = text or repr(value)
-    got = f"{key} must be {setting.expected}; got {shown}"
+    got = f"{key} must be {setting.expected_of(key)}; got {shown}"
     if kind == "string_type" and isinstance(value, int):
         return f'{got} (write it in quotes: "{text or value}")'
     if kind.startswith("int_") and isinstance(value, float) and value.is_integer():

@@ -22,7 +22,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from groupwise.algorithms import losses
 from groupwise.algorithms.table import PARTS
 from groupwise.config import settings
-from groupwise.config.trl_names import TRL_KEYS, TRL_NAMES
+from groupwise.config.trl_names import LORA_LACKING, TRL_KEYS, TRL_NAMES
 from groupwise.errors import ConfigError
 from groupwise.utils.spelling import nearest
 
@@ -72,6 +72,17 @@ class Setting:
     def expected(self) -> str:
         """What a value must be, in words."""
         return expected(self.hint)
+
+    def expected_of(self, key: str) -> str:
+        """What the value of a key must be, in words: of this setting, or of one inside of its
+        mapping.
+        """
+        if normal(key) == self.key:
+            return self.expected
+        for member in _members(self.hint)[0]:
+            if typing.get_origin(member) is Mapping and Any not in typing.get_args(member):
+                return expected(typing.get_args(member)[1])
+        return self.expected
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -282,6 +293,8 @@ def suggestion(key: str) -> str:
     (' (did you mean group.group_size?)', ' (did you mean batch_size or group.group_size?)')
     """
     section, _, leaf = key.lower().rpartition(".")
+    if section == "model.lora" and leaf in LORA_LACKING:
+        return f" ({LORA_LACKING[leaf]})"
     everywhere, inside = _ends(settings_table()), normal(section)
     here = _ends(name for name in settings_table() if name.rpartition(".")[0] == inside)
     if TRL_KEYS.get(leaf, normal(key)) != normal(key) and leaf not in everywhere:

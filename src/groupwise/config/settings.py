@@ -94,8 +94,26 @@ class LoraSettings:
     """Columns of the adapter's two factors."""
     alpha: Annotated[float, Gt(0.0)] = 32.0
     """The adapter's product is multiplied by `alpha / rank`."""
+    rslora: bool = False
+    """Multiply by `alpha / sqrt(rank)` instead (rsLoRA)."""
+    dropout: Share = 0.0
+    """Share of the numbers that an adapter's layers do not read, drawn anew in every update.
+    Sampling, the reference and evaluations have no dropout.
+    """
     targets: Name | Annotated[tuple[Name, ...], MinLen(1)] = "all-linear"
-    """`all-linear` (all linear layers except the output head), or a list of layer names."""
+    """`all-linear` (all linear layers except the output head), a list of layer names, or a regular
+    expression for whole names such as `model.layers.0.self_attn.q_proj`.
+    """
+    layers: tuple[Count, ...] = ()
+    """Numbers of the blocks that get an adapter, from 0.  Default: all."""
+    rank_pattern: Mapping[str, Positive] = field(default_factory=dict)
+    """Other ranks, by layer names or regular expressions for their ends."""
+    alpha_pattern: Mapping[str, Annotated[float, Gt(0.0)]] = field(default_factory=dict)
+    """Other alphas, by layer names or regular expressions for their ends."""
+    modules_to_save: tuple[Name, ...] = ()
+    """Embeddings and linear layers that are trained whole, beside their originals, e.g.
+    `[embed_tokens, lm_head]`.  Where embedding and head are one matrix, they become two.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,10 +13,14 @@ TRL_NAMES = {
     "model.dtype": "bf16 dtype torch_dtype fp16 model_init_kwargs",
     "model.device": "use_cpu",
     "model.gradient_checkpointing": "activation_checkpointing gradient_checkpointing",
-    "model.lora": "peft_config use_peft use_rslora",
+    "model.lora": "peft_config use_peft",
     "model.lora.rank": "lora_r r",
     "model.lora.alpha": "lora_alpha",
+    "model.lora.rslora": "use_rslora",
+    "model.lora.dropout": "lora_dropout",
     "model.lora.targets": "lora_target_modules target_modules",
+    "model.lora.layers": "layers_to_transform",
+    "model.lora.modules_to_save": "lora_modules_to_save",
     "model.chat_template": "chat_template chat_template_path",
     "model.trust_remote_code": "trust_remote_code",
     "data.path": "dataset_name dataset_config train_dataset datasets",
@@ -97,3 +101,21 @@ TRL_KEYS: dict[str, str] = {}
 """TRL's argument -> the key."""
 for _key, _names in TRL_NAMES.items():
     TRL_KEYS.update(dict.fromkeys(_names.split(), _key))
+
+_FIRST_FACTORS = "the first factor begins random and the second at 0: leave it out"
+LORA_LACKING = {
+    "use_dora": "DoRA is not trained here: leave it out, and raise model.lora.rank",
+    "init_lora_weights": _FIRST_FACTORS,
+    "eva_config": _FIRST_FACTORS,
+    "corda_config": _FIRST_FACTORS,
+    "lora_ga_config": _FIRST_FACTORS,
+    "loftq_config": _FIRST_FACTORS,
+    "bias": "biases stay as they are: leave it out",
+    "lora_bias": "the factors have no biases: leave it out",
+    "exclude_modules": "model.lora.targets can be a regular expression that leaves them out",
+    "layers_pattern": "model.lora.layers counts the model's blocks",
+    "target_parameters": "an adapter lies on linear layers: train without model.lora",
+    "trainable_token_indices": "model.lora.modules_to_save trains the whole embedding",
+    "ensure_weight_tying": "embedding and head become two matrices: leave it out",
+}
+"""Arguments of peft's LoraConfig that `model.lora` does not have -> what to do."""

@@ -204,7 +204,7 @@ def unpack(
     yield from columns.items()
 
 
-def _pieces(owner: int, sample: Sample) -> list[Span]:
+def pieces_of(owner: int, sample: Sample) -> list[Span]:
     """The pieces of a sample with a token whose weight is not 0."""
     pieces = []
     for begin, end, context in context_spans(
@@ -234,7 +234,7 @@ def _units(
     groups: dict[tuple[str, Hashable], list[list[Span]]] = {}
     kinds: dict[tuple[str, Hashable], set[Hashable]] = {}
     for index, sample in enumerate(samples):
-        block = _pieces(index, sample)
+        block = pieces_of(index, sample)
         if not block:
             continue
         lengths: set[Hashable] = {None}

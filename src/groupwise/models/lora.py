@@ -1,5 +1,5 @@
 """Low-rank adapters (LoRA, 2106.09685) through peft: small matrices are trained beside weights that
-are never touched.
+are never touched, or whole modules beside their originals.
 
 The model stays the class it was, with peft's layers in place of its linear ones, so everything that
 runs a model runs this one. The reference is the same model with its adapter off: it costs no
@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,10 @@ from transformers.pytorch_utils import Conv1D
 
 from groupwise.config.settings import LoraSettings
 from groupwise.errors import ConfigError
+from groupwise.models.lora_dropout import DroppingLoss, put_dropout
+from groupwise.models.moe import BALANCE, router_coefficient
 from groupwise.models.policy import Adapter, Policy
+from groupwise.records import Sample
 from groupwise.utils.spelling import nearest
 from groupwise.utils.terminal import logger
 
@@ -39,6 +44,11 @@ CONVOLUTIONS = (nn.Conv1d, nn.ConvTranspose1d)
 """Modules whose weights have three dimensions and are no experts."""
 PREFIX = "base_model.model."
 """peft's, before every name in its files."""
+ORIGINAL, COPY = ".original_module.", f".modules_to_save.{ADAPTER}."
+"""In names of parameters, the module that was copied and the copy that is trained."""
+ALL_LINEAR = "all-linear"
+LINEAR = (nn.Linear, Conv1D)
+"""What an adapter can lie on."""
 ADAPTER_CONFIG = "adapter_config.json"
 """Marks a folder as a low-rank adapter in peft's format."""
 
@@ -79,16 +89,21 @@ def adapt(policy: Policy, lora: LoraSettings, *, base: str, seed: int = 0) -> Po
     """Put a new adapter into a policy's model, which is used up by it; at first it changes nothing.
 
     base: where the weights come from, for the adapter's file.
-    seed: of the first of its two factors; the second is 0.   A score head goes on being trained.
-    Raises ConfigError if peft is not there, or if the adapter would lie on the embedding, the
-    output head or stacked experts."""
+    seed: of the first of its two factors, and of the masks of dropout; the second factor is 0.
+    A score head goes on being trained.
+    Raises ConfigError if peft is not there, if the adapter would lie on the embedding, the output
+    head or stacked experts, or if dropout could not be exact."""
     model = policy.model
-    config = _config(lora, base, scores=isinstance(getattr(model, "score", None), nn.Module))
+    score = getattr(model, "score", None)
+    config = _config(model, lora, base)
+    if lora.dropout:
+        _check_dropout(policy)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         inject(model, config)
+    _check_patterns(model, lora)
     for name, module in model.named_modules():
-        if _is_adapted(module) and type(module.base_layer) not in (nn.Linear, Conv1D):
+        if _is_adapted(module) and type(module.base_layer) not in LINEAR:
             raise ConfigError(
                 f"model.lora: an adapter can lie on linear layers, not on {name}"
                 f" ({type(module.base_layer).__name__}): name the layers, e.g."
@@ -96,14 +111,32 @@ def adapt(policy: Policy, lora: LoraSettings, *, base: str, seed: int = 0) -> Po
             )
     if (head := model.get_output_embeddings()) is not None and _is_adapted(head):
         raise ConfigError(
-            "model.lora: its targets reach the output head, which is read whole: leave it out"
+            "model.lora: its targets reach the output head, which is read whole: leave it out, or"
+            " train all of it with model.lora.modules_to_save"
         )
-    if isinstance(score := getattr(model, "score", None), nn.Module):
+    if lora.dropout:
+        put_dropout(model, lora.dropout, ADAPTER)
+    if isinstance(score, nn.Module):
         score.requires_grad_(True)
-        config.modules_to_save = ["score"]  # for the file: peft would otherwise wrap it
+        # For the file: peft would otherwise wrap it.
+        config.modules_to_save = ["score", *(config.modules_to_save or ())]
     trained = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
     _name_bare_experts(model)
-    return replace(policy, adapter=LoraAdapter(config=config, trained=trained))
+    return replace(policy, adapter=LoraAdapter(config=config, trained=trained, seed=seed))
+
+
+def _check_dropout(policy: Policy) -> None:
+    """Raise ConfigError for a policy whose passes could not draw the masks of separate rows."""
+    if policy.attention == "single":
+        raise ConfigError(
+            "model.lora.dropout draws masks for packed streams, but model.attention is 'single':"
+            " set dropout to 0"
+        )
+    if router_coefficient(policy) > 0.0:
+        raise ConfigError(
+            "model.lora.dropout: the loss that balances experts counts their tokens in a pass"
+            f" without dropout: set dropout to 0, or {BALANCE}"
+        )
 
 
 def _name_bare_experts(model: nn.Module) -> None:
@@ -132,19 +165,25 @@ def inject(model: nn.Module, config: Any) -> None:
     Raises ConfigError.
     """
     config.fan_in_fan_out = any(isinstance(module, Conv1D) for module in model.modules())
-    if (
-        config.target_modules == "all-linear"
-    ):  # of a model that reads images too, those that are trained
+    if config.target_modules == ALL_LINEAR:
+        # Of a model that reads images too, those that are trained.
         frozen = [
             name
             for name, module in model.named_modules()
             if isinstance(module, nn.Linear) and not module.weight.requires_grad
         ]
         config.exclude_modules = frozen or None
-    _check_targets(model, config.target_modules)
+    elif isinstance(config.target_modules, str):
+        _check_pattern(model, config.target_modules)
+    else:
+        _check_targets(model, sorted(config.target_modules))
+    _check_copied(model, config.modules_to_save or ())
     try:
-        _peft().inject_adapter_in_model(config, model, ADAPTER)
-    except ValueError as error:
+        with warnings.catch_warnings():
+            # Of a copy of a matrix that embedding and head share; both are saved.
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
+            _peft().inject_adapter_in_model(config, model, ADAPTER)
+    except (TypeError, ValueError) as error:
         raise ConfigError(f"model.lora: {str(error).splitlines()[0]}") from error
     # Adapters in the type of the weights: shards of one block must not differ in type.
     for name, parameter in model.named_parameters():
@@ -152,23 +191,43 @@ def inject(model: nn.Module, config: Any) -> None:
             parameter.data = parameter.data.to(next(model.parameters()).dtype)
 
 
-def _check_targets(model: nn.Module, targets: str | Iterable[str]) -> None:
+def _linear_layers(model: nn.Module) -> list[str]:
+    """The names of a model's linear layers, without the output head."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if type(module) in LINEAR and module is not _head_of(model)
+    ]
+
+
+def _head_of(model: Any) -> nn.Module | None:
+    """A language model's output head, or a reward model's score head."""
+    score = getattr(model, "score", None)
+    return score if isinstance(score, nn.Module) else model.get_output_embeddings()
+
+
+def _last_parts(names: Sequence[str]) -> list[str]:
+    """What modules are called without their place, each once."""
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+
+
+def _called(model: nn.Module, name: str) -> list[nn.Module]:
+    """The modules that a name means: by the whole of it, or by its last parts."""
+    return [
+        module
+        for place, module in model.named_modules()
+        if place == name or place.endswith(f".{name}")
+    ]
+
+
+def _check_targets(model: nn.Module, targets: Sequence[str]) -> None:
     """Raises ConfigError for a name that is no layer's: peft leaves one out without a word where
     another is there.
     """
-    if targets == "all-linear":
-        return
-    if isinstance(targets, str):
-        raise ConfigError(
-            f"model.lora.targets must be all-linear or a list of names, got the text {targets!r}:"
-            f" write [{targets}]"
-        )
-    linear = [name for name, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)]
-    called = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
-    for target in sorted(targets):
-        if not any(
-            name == target or name.endswith(f".{target}") for name, _ in model.named_modules()
-        ):
+    linear = _linear_layers(model)
+    called = _last_parts(linear)
+    for target in targets:
+        if not _called(model, target):
             near = nearest(target, linear if "." in target else called)
             meant = "" if near is None else f" (did you mean {near}?)"
             raise ConfigError(
@@ -177,12 +236,87 @@ def _check_targets(model: nn.Module, targets: str | Iterable[str]) -> None:
             )
 
 
-def adapter_size(model: PreTrainedModel, lora: LoraSettings) -> int:
-    """Parameters that an adapter would add to a model, which may be on the meta device and is used
-    up by it.
+def _check_pattern(model: nn.Module, pattern: str) -> None:
+    """Raises ConfigError for a text that is no regular expression, or the whole name of no linear
+    layer.
     """
-    inject(model, _config(lora, "", scores=False))
-    return sum(parameter.numel() for name, parameter in model.named_parameters() if "lora_" in name)
+    linear = _linear_layers(model)
+    try:
+        matches = any(re.fullmatch(pattern, name) for name in linear)
+    except re.error as error:
+        raise ConfigError(
+            f"model.lora.targets: {pattern!r} is no regular expression ({error})"
+        ) from error
+    if matches:
+        return
+    remedy = f"its linear layers are called {', '.join(_last_parts(linear))}"
+    if _called(model, pattern):
+        remedy = f"write [{pattern}] for the layers of that name"
+    raise ConfigError(
+        f"model.lora.targets: the pattern {pattern!r} is the whole name of no linear layer, such as"
+        f" {linear[0]}: {remedy}"
+    )
+
+
+def _check_patterns(model: nn.Module, lora: LoraSettings) -> None:
+    """Raises ConfigError for a rank or an alpha of a layer that has no adapter."""
+    adapted = [name for name, module in model.named_modules() if _is_adapted(module)]
+    for key, patterns in (("rank", lora.rank_pattern), ("alpha", lora.alpha_pattern)):
+        for pattern in patterns:
+            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in adapted):
+                raise ConfigError(
+                    f"model.lora.{key}_pattern: {pattern!r} names no layer with an adapter, such as"
+                    f" {adapted[0]}"
+                )
+
+
+def _check_copied(model: nn.Module, names: Sequence[str]) -> None:
+    """Raises ConfigError for a name that is no embedding's or linear layer's."""
+    for name in names:
+        modules = _called(model, name)
+        kinds = {type(module) for module in modules}
+        if modules and kinds <= {nn.Embedding, *LINEAR}:
+            continue
+        wrong = "no module of the model has that name"
+        if modules:
+            wrong = f"a {type(modules[0]).__name__} is no embedding and no linear layer"
+        raise ConfigError(
+            f"model.lora.modules_to_save: {name!r}: {wrong}; embeddings and linear layers are"
+            f" trained whole, e.g. [{', '.join(_ends_of(model))}]"
+        )
+
+
+def _ends_of(model: Any) -> list[str]:
+    """The names of a model's embedding and output head."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    return [name for name, module in model.named_modules() if module in ends]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSize:
+    """What an adapter adds to a model."""
+
+    parameters: int
+    """Numbers that are trained, copies of whole modules included."""
+    inputs: int
+    """Numbers that all of its layers read of a position."""
+
+
+def adapter_size(model: PreTrainedModel, lora: LoraSettings) -> AdapterSize:
+    """What an adapter would add to a model, which may be on the meta device and is used up by it.
+
+    Raises ConfigError.
+    """
+    inject(model, _config(model, lora, ""))
+    parameters = inputs = 0
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name or COPY in name:
+            parameters += parameter.numel()
+    for module in model.modules():
+        if _is_adapted(module):
+            layer: Any = module
+            inputs += layer.in_features
+    return AdapterSize(parameters, inputs)
 
 
 def merge_adapter(model: PreTrainedModel, folder: str) -> PreTrainedModel:
@@ -191,11 +325,31 @@ def merge_adapter(model: PreTrainedModel, folder: str) -> PreTrainedModel:
     """
     peft = _peft()
     try:
-        return peft.PeftModel.from_pretrained(model, folder).merge_and_unload().requires_grad_(True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "(Model|Input and output embeddings) .*tie")
+            merged = peft.PeftModel.from_pretrained(model, folder).merge_and_unload()
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"the adapter {folder!r} does not fit its base: {str(error).splitlines()[0]}"
         ) from error
+    if is_untied(merged):
+        untie(merged.config)
+    return merged.requires_grad_(True)
+
+
+def is_untied(model: PreTrainedModel) -> bool:
+    """True if the config ties embedding and head, and a copy of one of them is trained."""
+    config: Any = model.config
+    head: Any = model.get_output_embeddings()
+    embedding: Any = model.get_input_embeddings()
+    tied = config.tie_word_embeddings or config.get_text_config().tie_word_embeddings
+    return bool(tied) and head is not None and head.weight is not embedding.weight
+
+
+def untie(config: Any) -> None:
+    """Note in a config that embedding and head are two matrices."""
+    config.tie_word_embeddings = False
+    config.get_text_config().tie_word_embeddings = False
 
 
 def read_adapter(folder: Path) -> str:
@@ -217,14 +371,38 @@ def read_adapter(folder: Path) -> str:
     return str(base)
 
 
-def _config(lora: LoraSettings, base: str, *, scores: bool) -> Any:
+def _config(model: PreTrainedModel, lora: LoraSettings, base: str) -> Any:
+    """The settings as peft's configuration.  Raises ConfigError."""
+    targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
+    if lora.layers:
+        blocks = model.config.get_text_config().num_hidden_layers
+        if max(lora.layers) >= blocks:
+            raise ConfigError(
+                f"model.lora.layers: the model has {blocks} blocks, the last is {blocks - 1}; got"
+                f" {max(lora.layers)}"
+            )
+        if targets == ALL_LINEAR:  # peft takes numbers of blocks with names alone
+            targets = _last_parts(_linear_layers(model))
+    scores = isinstance(getattr(model, "score", None), nn.Module)
+    copied = [name for name in lora.modules_to_save if not (scores and name == "score")]
     return _peft().LoraConfig(
         r=lora.rank,
-        lora_alpha=int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
-        target_modules=lora.targets if isinstance(lora.targets, str) else list(lora.targets),
+        lora_alpha=_whole(lora.alpha),
+        lora_dropout=lora.dropout,
+        use_rslora=lora.rslora,
+        target_modules=targets,
+        layers_to_transform=list(lora.layers) or None,
+        rank_pattern=dict(lora.rank_pattern),
+        alpha_pattern={name: _whole(alpha) for name, alpha in lora.alpha_pattern.items()},
+        modules_to_save=copied or None,
         task_type="SEQ_CLS" if scores else "CAUSAL_LM",
         base_model_name_or_path=base,
     )
+
+
+def _whole(alpha: float) -> float:
+    """An alpha as peft's files have it."""
+    return int(alpha) if float(alpha).is_integer() else alpha
 
 
 def _peft() -> Any:
@@ -239,19 +417,26 @@ def _is_adapted(module: nn.Module) -> bool:
     return "lora_A" in module._modules
 
 
+def _is_copied(module: nn.Module) -> bool:
+    """True for peft's pair of an original module and its trained copy."""
+    return "original_module" in module._modules
+
+
 def _file_name(name: str) -> str:
-    return PREFIX + name.replace(f".{ADAPTER}.", ".")
+    return PREFIX + name.replace(COPY, ".").replace(f".{ADAPTER}.", ".")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LoraAdapter(Adapter):
     """A low-rank adapter by peft's layers."""
 
-    __slots__ = ()
+    seed: int
+    """The seed of dropout's masks."""
 
     @contextmanager
     def off(self, model: PreTrainedModel) -> Iterator[None]:
         """See `Adapter.off`."""
-        layers: list[Any] = [module for module in model.modules() if _is_adapted(module)]
+        layers: list[Any] = [x for x in model.modules() if _is_adapted(x) or _is_copied(x)]
         for layer in layers:
             layer._disable_adapters = True
         try:
@@ -260,9 +445,21 @@ class LoraAdapter(Adapter):
             for layer in layers:
                 layer._disable_adapters = False
 
-    def plain_model(self, model: PreTrainedModel) -> PreTrainedModel:
+    def module_in_use(self, module: Any, *, on: bool) -> Any:
+        """See `Adapter.module_in_use`."""
+        if not _is_copied(module):
+            return module
+        return module.modules_to_save[ADAPTER] if on else module.original_module
+
+    def with_dropout(self, loss: Callable[..., Any], samples: Sequence[Sample], step: int) -> Any:
+        """See `Adapter.with_dropout`."""
+        if not self.config.lora_dropout:
+            return loss
+        return DroppingLoss(loss, samples, f"{self.seed}/{step}")
+
+    def plain_model(self, model: PreTrainedModel, *, on: bool) -> PreTrainedModel:
         """See `Adapter.plain_model`."""
-        return model_without_layers(model, merge=False)
+        return model_without_layers(model, on=on, merge=False)
 
     def added_weights(self, model: PreTrainedModel) -> dict[str, Callable[[], Tensor]]:
         """See `Adapter.added_weights`."""
@@ -274,29 +471,33 @@ class LoraAdapter(Adapter):
         return functions
 
 
-def model_without_layers(model: PreTrainedModel, *, merge: bool) -> PreTrainedModel:
-    """A model of the same class without the adapter's layers.   merge: with the adapter in its
-    weights, which alone are copied.
+def model_without_layers(model: PreTrainedModel, *, on: bool, merge: bool) -> PreTrainedModel:
+    """A model of the same class without the adapter's layers.
+
+    on: modules that are trained whole are as they are now, else as they were.
+    merge: with the adapter in its weights, which alone are copied.
     """
     adapted = {name: module for name, module in model.named_modules() if _is_adapted(module)}
+    unused = ORIGINAL if on else COPY
     weights: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
+        if ".lora_" in name or unused in name:
+            continue
         layer = name.rpartition(".base_layer.")[0]
-        if layer in adapted and name.endswith(".base_layer.weight"):
-            if merge:
-                delta: Any = adapted[layer].get_delta_weight(ADAPTER)  # type: ignore[operator]
-                tensor = (tensor + delta).to(tensor.dtype)
-            weights[f"{layer}.weight"] = tensor
-        elif ".lora_" not in name:
-            weights[name.replace(".base_layer.", ".")] = tensor
+        if merge and layer in adapted and name.endswith(".base_layer.weight"):
+            delta: Any = adapted[layer].get_delta_weight(ADAPTER)  # type: ignore[operator]
+            tensor = (tensor + delta).to(tensor.dtype)
+        for part in (".base_layer.", ORIGINAL, COPY):
+            name = name.replace(part, ".")
+        weights[name] = tensor
+    config = copy.deepcopy(model.config)
+    if on and is_untied(model):
+        untie(config)
     with torch.device("meta"):
-        plain = type(model)(copy.deepcopy(model.config))
+        plain = type(model)(config)
     plain.load_state_dict(weights, strict=True, assign=True)
-    for (
-        name,
-        buffer,
-    ) in model.named_buffers():  # those that no file holds, as tables of rotary embeddings
-        if name not in weights:
+    for name, buffer in model.named_buffers():
+        if name not in weights:  # no file holds it, as tables of rotary embeddings
             place, _, last = name.rpartition(".")
             plain.get_submodule(place)._buffers[last] = buffer
     plain.tie_weights()

@@ -11,7 +11,7 @@ D width   V vocabulary
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from groupwise.models import rope
 from groupwise.models.output_head import backbone_of
 from groupwise.ops.linear_cross_entropy import Head
 from groupwise.ops.onednn_shapes import tiled
+from groupwise.records import Sample
 
 METHOD = "run_backbone"
 """Attribute of a sharded model that runs its backbone with weights gathered."""
@@ -46,8 +47,25 @@ class Adapter:
         """Return a context manager inside of which the model computes without its adapter."""
         raise NotImplementedError
 
-    def plain_model(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Return the model without the adapter's layers; it shares the weights under them."""
+    def module_in_use(self, module: Any, *, on: bool) -> Any:
+        """Return what computes in a module's place: its trained copy or the original, where it has
+        both.
+        """
+        raise NotImplementedError
+
+    def with_dropout(self, loss: Callable[..., Any], samples: Sequence[Sample], step: int) -> Any:
+        """Return the loss of an update, computed with the adapter's dropout.
+
+        step: optimizer steps taken before.
+        """
+        raise NotImplementedError
+
+    def plain_model(self, model: PreTrainedModel, *, on: bool) -> PreTrainedModel:
+        """Return the model without the adapter's layers; it shares the weights under them, and
+        those that are trained whole.
+
+        on: with modules as they are trained, not as they were.
+        """
         raise NotImplementedError
 
     def added_weights(self, model: PreTrainedModel) -> dict[str, Callable[[], Tensor]]:
@@ -135,6 +153,8 @@ class Policy:
                     " not tied to one"
                 )
             output = self.model.get_input_embeddings()
+        if self.adapter is not None:
+            output = self.adapter.module_in_use(output, on=self.adapter_on)
         bias = getattr(output, "bias", None)  # some heads have one, most have no such attribute
         factor, cap = self.form
         return Head(

@@ -19,7 +19,7 @@ def merged(policy: Policy) -> PreTrainedModel:
     """
     if policy.adapter is None:
         return policy.model
-    return model_without_layers(policy.model, merge=policy.adapter_on)
+    return model_without_layers(policy.model, on=policy.adapter_on, merge=policy.adapter_on)
 
 
 def save(policy: Policy, folder: Path) -> None:

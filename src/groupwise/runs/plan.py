@@ -636,7 +636,7 @@ def _blueprint_at(path: str) -> Blueprint:
 def adapter_count(recipe: Recipe, blueprint: Blueprint) -> int:
     """Count the parameters of the adapter that a recipe trains; 0 if it trains none."""
     lora = recipe.model.lora
-    return 0 if lora is None else adapter_size(weightless(blueprint), lora)
+    return 0 if lora is None else adapter_size(weightless(blueprint), lora).parameters
 
 
 ADAPTER_LR = 1e-5

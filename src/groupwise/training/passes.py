@@ -74,6 +74,8 @@ def update(
     If memory runs out, the pass is repeated with half the budget, down to one sample at a time.
     """
     learn = bool(optimizers)
+    if learn and policy.adapter is not None:
+        loss = policy.adapter.with_dropout(loss, samples, optimizers[0].taken)
     while True:
         for optimizer in optimizers:
             optimizer.clear()  # of what a pass that was interrupted, or did not fit, has left

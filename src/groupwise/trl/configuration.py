@@ -93,8 +93,9 @@ OWN_DEFAULTS: dict[str, dict[str, Any]] = {
         "truncation_mode": "keep_start",
         "dataset_text_field": "text",
     },
-    "RewardConfig": {"learning_rate": 1e-4, "max_length": 1024},
+    "RewardConfig": {"learning_rate": 1e-4, "max_length": 1024, "disable_dropout": True},
     "DPOConfig": {
+        "disable_dropout": True,
         "learning_rate": 1e-6,
         "beta": 0.1,
         "loss_type": "sigmoid",

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from groupwise.config.trl_names import LORA_LACKING
 from groupwise.trl.configuration import Configuration
 from groupwise.trl.values import arguments_in, text_of
 
-ADAPTERS = {"LoraConfig": {"r": 8, "lora_alpha": 8}, "get_peft_model": {"r": 16, "lora_alpha": 16}}
+ADAPTERS = {
+    "LoraConfig": {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0},
+    "get_peft_model": {"r": 16, "lora_alpha": 16, "lora_dropout": 0.0},
+}
 """What describes an adapter, peft's configuration or unsloth's function with the same keywords,
 with its defaults.
 """
@@ -22,6 +25,7 @@ LORA = {
     "lora_dropout": "lora_dropout",
     "target_modules": "lora_target_modules",
     "use_rslora": "use_rslora",
+    "modules_to_save": "lora_modules_to_save",
 }
 """Arguments of peft's LoraConfig, as TRL's ModelConfig calls them."""
 NO_MATTER = (
@@ -35,6 +39,14 @@ NO_MATTER = (
 """Arguments of a LoraConfig that do not change what is trained."""
 ADAPTER = "peft_config."
 """Prefix of a LoraConfig's remaining arguments."""
+DROPOUT = 0.05
+"""`lora_dropout` of TRL's ModelConfig; peft's LoraConfig has none."""
+CARRIED = {
+    "layers_to_transform": "layers",
+    "rank_pattern": "rank_pattern",
+    "alpha_pattern": "alpha_pattern",
+}
+"""Remaining arguments of a LoraConfig -> keys of `model.lora`."""
 LOADED = {"dtype", "torch_dtype", "attn_implementation", "device_map", "use_cache"}
 """Arguments of `from_pretrained` that are read, or that change nothing here."""
 LAUNCHERS = ("deepspeed", "fsdp", "config_file", "accelerate_config")
@@ -51,7 +63,8 @@ def adapter_arguments(adapter: Mapping[str, Any]) -> dict[str, Any]:
     """
     arguments: dict[str, Any] = {"use_peft": True}
     for name, value in adapter.items():
-        if name not in NO_MATTER and value not in (None, False, "none", [], {}):
+        off = value in (None, False, "none", [], {}) and name != "lora_dropout"
+        if name not in NO_MATTER and not off:
             arguments[LORA.get(name, ADAPTER + name)] = value
     return arguments
 
@@ -132,24 +145,62 @@ def write_adapter(trl: Configuration) -> None:
         return
     rank = trl.whole("lora_r", 1) if "lora_r" in arguments else 16
     alpha = trl.number("lora_alpha") if "lora_alpha" in arguments else 32.0
-    if arguments.get("use_rslora"):
-        alpha *= math.sqrt(rank)
-    for name in ("lora_modules_to_save", f"{ADAPTER}modules_to_save"):
-        if trl.kind == "RewardConfig" and arguments.get(name) in ("score", ["score"]):
-            trl.note(name, "unneeded", "the head of a reward model is trained beside its adapter")
-    if not arguments.get("lora_dropout"):
-        trl.unused("it is off", "lora_dropout")
     targets = arguments.get("lora_target_modules")
+    if targets == ["all-linear"]:
+        targets = "all-linear"
     detail = ""
     if targets is None:
         detail = "TRL leaves the choice of layers to peft, which takes fewer"
-    value = {
+    value: dict[str, Any] = {
         "rank": rank,
         "alpha": int(alpha) if alpha.is_integer() else alpha,
         "targets": targets or "all-linear",
     }
-    names = ("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "use_rslora")
+    names = ["use_peft", "lora_r", "lora_alpha", "lora_target_modules"]
+    if arguments.get("use_rslora"):
+        value["rslora"] = True
+        names.append("use_rslora")
+    dropout = trl.number("lora_dropout", 0.0) if "lora_dropout" in arguments else DROPOUT
+    if trl.get("disable_dropout"):
+        trl.unused("dropout is off: disable_dropout", "lora_dropout", "disable_dropout")
+    elif dropout:
+        value["dropout"] = dropout
+        names.append("lora_dropout")
+    else:
+        trl.unused("it is off", "lora_dropout")
+    whole = _names_of(arguments.get("lora_modules_to_save"))
+    if trl.kind == "RewardConfig" and "score" in whole:
+        whole.remove("score")
+        if not whole:
+            reason = "the head of a reward model is trained beside its adapter"
+            trl.unused(reason, "lora_modules_to_save")
+    if whole:
+        value["modules_to_save"] = whole
+        names.append("lora_modules_to_save")
+    _carry_options(trl, value)
     trl.write("model.lora", value, *names, detail=detail)
+
+
+def _names_of(value: Any) -> list[str]:
+    """Names of modules as a list of its own."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _carry_options(trl: Configuration, value: dict[str, Any]) -> None:
+    """Add the remaining arguments of a LoraConfig to `model.lora`; note what becomes of each."""
+    for name, argument in trl.arguments.items():
+        option = name.removeprefix(ADAPTER)
+        if option == name:
+            continue
+        key = CARRIED.get(option)
+        if key is None:
+            reason = LORA_LACKING.get(option, "model.lora has no such key")
+            trl.note(name, "missing", reason)
+            continue
+        value[key] = [argument] if isinstance(argument, int) else argument
+        trl.note(name, "same", f"model.lora.{key}")
 
 
 def write_sharding(trl: Configuration) -> None:

@@ -178,8 +178,6 @@ def _line(trl: Configuration, name: str, value: Any) -> Line:
     if name in trl.notes:
         fate, detail = trl.notes[name]
         return Line(name, value, fate, detail)
-    if name.startswith(model_keys.ADAPTER):
-        return Line(name, value, "missing", "an adapter has rank, alpha and targets")
     row = TABLE.get(name)
     if row is None:
         return Line(name, value, None, _unknown(name))

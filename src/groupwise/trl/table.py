@@ -44,7 +44,8 @@ class Argument:
 
 PLAIN = (
     "seed chat_template chat_template_path activation_checkpointing gradient_checkpointing"
-    " lora_alpha lora_r r lora_target_modules target_modules model_name_or_path"
+    " lora_alpha lora_r r lora_target_modules target_modules use_rslora layers_to_transform"
+    " model_name_or_path"
     " trust_remote_code dataset_name shuffle_dataset dataset_train_split max_completion_length"
     " stop temperature entropy_coef num_generations off_policy_mask_threshold"
     " ref_model_mixup_alpha num_iterations center_rewards_coefficient adam_epsilon"
@@ -58,6 +59,8 @@ SAME = {
     "entropy_target": "with use_adaptive_entropy",
     "early_stopping_patience": "of EarlyStoppingCallback, with eval.best",
     "greater_is_better": "losses are minimised, every other figure is maximised",
+    "lora_dropout": "0 with disable_dropout, which DPO's and reward models' configurations set",
+    "lora_modules_to_save": "embeddings and linear layers; the head of a reward model is trained",
     "max_grad_norm": "null where it is 0",
     "max_prompt_length": "longer ones are dropped; TRL's cut them: data.too_long: truncate_left",
     "save_total_limit": "at least 2",
@@ -90,7 +93,6 @@ CHANGED = {
     ),
     "peft_config": "{rank: ..., alpha: ..., targets: ...}",
     "use_peft": "{}, or with rank, alpha and targets",
-    "use_rslora": "alpha x sqrt(rank): products are scaled by alpha / rank",
     "dataset_prompt_column": "{prompt: ...}",
     "dataset_text_field": "{text: ...}",
     "eval_dataset": "a file or hub name; in Python data={'path': ..., 'eval_path': rows}",
@@ -234,8 +236,6 @@ LACKING = {
     "pairs.loss is sigmoid or ipo, without smoothing": "label_smoothing",
     "SFT's targets are the tokens themselves": "label_smoothing_factor",
     "every token of a completion counts in pairs.loss": "ld_alpha",
-    "adapters have no dropout: what is scored is what was sampled": "lora_dropout",
-    "an adapter trains low-rank factors only": "lora_modules_to_save",
     "an adapter lies on linear layers": "lora_target_parameters",
     "pairs.loss is one loss": "loss_weights",
     "the newest revision is loaded; download another one and give its folder": "model_revision",
@@ -251,7 +251,7 @@ LACKING = {
     ),
     "a checkpoint is whole: `groupwise train` resumes from it": "save_only_model",
     "model.dtype: autocast is the fast way": "tf32",
-    "adapters are LoRA's": "use_dora",
+    "DoRA is not trained here: leave it out, and raise model.lora.rank": "use_dora",
     "the scorer cannot reproduce constrained decoding": "vllm_structured_outputs_regex",
 }
 """What there is instead -> arguments that are not supported."""

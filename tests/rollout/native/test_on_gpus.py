@@ -187,7 +187,7 @@ def adapted(policy):
 
 
 def plain_policy(policy, *, merge):
-    model = model_without_layers(policy.model, merge=merge)
+    model = model_without_layers(policy.model, on=True, merge=merge)
     copy_reach(policy.model, model)
     return replace(policy, model=model, adapter=None)
 

@@ -17,6 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from groupwise.distributed.broadcast import BroadcastGroup
 from groupwise.errors import ConfigError, EngineError, PeerError
+from groupwise.models.lora import is_untied
 from groupwise.models.policy import Policy
 from groupwise.models.saving import merged
 from groupwise.models.shape import Shape
@@ -211,6 +212,12 @@ def unfit(facts: Facts, policy: Policy) -> str | None:
         return (
             f"its model has a vocabulary of {facts['vocabulary']}, the policy one of {rows}; start"
             " it with the policy's model"
+        )
+    if policy.adapter is not None and is_untied(policy.model):
+        return (
+            "its model has one matrix for embedding and head, of which"
+            " model.lora.modules_to_save trains a copy; leave it out, or set rollout.engine to"
+            " native"
         )
     if facts["device"] != "cpu" and policy.device.type != "cuda":
         return (

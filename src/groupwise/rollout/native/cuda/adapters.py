@@ -44,7 +44,7 @@ def plain_weights(policy: Policy) -> PlainWeights:
     on.
     """
     assert policy.adapter is not None
-    model = policy.adapter.plain_model(policy.model).requires_grad_(False)
+    model = policy.adapter.plain_model(policy.model, on=policy.adapter_on).requires_grad_(False)
     copy_reach(policy.model, model)
     adapters: dict[nn.Module, Callable[[], Tensor]] = {}
     if policy.adapter_on:
