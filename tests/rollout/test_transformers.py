@@ -14,7 +14,7 @@ from groupwise.models.attention import plain_attention
 from groupwise.records import Finish, Sampling
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.transformers import TransformersEngine
-from groupwise.training.samples import unbranched
+from groupwise.training.branches import unbranched
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen2"])

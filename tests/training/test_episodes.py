@@ -31,6 +31,7 @@ from groupwise.models.sharded import frozen_copy
 from groupwise.records import Branch, Episode, Finish, Prompt, Rollout, RolloutGroup, Sampling, Step, ToolCall, Turn
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.rollout_table import groups_from_bytes, groups_of, groups_to_bytes, table_of
+from groupwise.training.branches import unbranched
 from groupwise.training.critics import Critic
 from groupwise.training.groups import SampledRollouts, with_turn_rewards
 from groupwise.training.loss import Loss, with_gradient
@@ -39,7 +40,7 @@ from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer, StepStats
 from groupwise.training.passes import Assessment, BatchPass, batches_of, score
 from groupwise.training.recorded_loss import RecordedStep
-from groupwise.training.samples import sample_of, unbranched, weigh
+from groupwise.training.samples import sample_of, weigh
 from groupwise.training.signals import add_signals
 from groupwise.training.teachers import Teacher
 

@@ -40,8 +40,9 @@ from groupwise.runs.inputs import resolved
 from groupwise.runs.job import Job, make_job
 from groupwise.runs.prepared import sampling_of
 from groupwise.runs.run_models import fit_threads
+from groupwise.training.branches import unbranched
 from groupwise.training.passes import score
-from groupwise.training.samples import sample_of, unbranched
+from groupwise.training.samples import sample_of
 from groupwise.utils.spelling import counted
 
 PROMPTS, COMPLETIONS, TOKENS = 8, 4, 96

@@ -9,7 +9,7 @@ In: prompts, an engine, rewards and a policy, or rows of a data set.  Out: an it
 - `groups`: the scored groups of each step, sampled now or ahead of training.
 - `recorded_rollouts`: recorded groups as a loop trains on them again.
 - `signals`: log-probs and values that credit and loss read, computed before an update.
-- `samples`: rollouts become samples with a weight for every token.
+- `samples`: rollouts become samples with a weight for every token; `branches` takes them apart.
 - `loss`, `loss_terms`: the loss of a packed batch, and what it sees.
 - `passes`: the packed pass of an update, and of scoring.
 - `optimizer`: AdamW, its schedule, and steps that are not finite.

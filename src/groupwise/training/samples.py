@@ -17,7 +17,7 @@ from groupwise.algorithms.losses import forking
 from groupwise.algorithms.parts import fact
 from groupwise.algorithms.table import Algorithm
 from groupwise.config.settings import GroupSettings
-from groupwise.records import Finish, Rollout, RolloutGroup, Sample, context_spans
+from groupwise.records import Rollout, RolloutGroup, Sample
 
 SIGNALS = ("scored_logp", "value", "old_value", "return", "teacher_logp", "process")
 """Signals of completions that a loss may read, beside the reference's."""
@@ -165,31 +165,3 @@ def sample_of(
         support=rollout.support,
         extra=extra or {},
     )
-
-
-def unbranched(rollout: Rollout) -> list[Rollout]:
-    """Return each segment of a rollout as a rollout whose prompt is its context.
-
-    The `finish` of these has no meaning.
-    """
-    if rollout.episode is None or not rollout.episode.branches:
-        return [rollout]
-    parts = []
-    spans = context_spans(len(rollout), rollout.prompt.tokens, rollout.episode.branches)
-    for begin, end, context in spans:
-        name = f"{rollout.prompt.id}#{rollout.index}@{begin}"
-        ends = end > begin and int(rollout.tokens[end - 1]) in rollout.eos_ids
-        parts.append(
-            replace(
-                rollout,
-                prompt=replace(rollout.prompt, id=name, tokens=context),
-                tokens=rollout.tokens[begin:end],
-                behavior_logp=rollout.behavior_logp[begin:end],
-                trained=rollout.trained[begin:end],
-                version=rollout.version[begin:end],
-                support=None if rollout.support is None else rollout.support[begin:end],
-                finish=Finish.EOS if ends else Finish.STOP,
-                episode=None,
-            )
-        )
-    return parts
