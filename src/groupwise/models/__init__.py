@@ -15,8 +15,7 @@ In: a folder or hub name.  Out: a `policy.Policy` that takes packed `Batch`es.
 - `output_head`: the last matrix, its factor and cap.
 - `reward_head`: one number per token.
 - `layers`: what known families are made of.
-- `lora`, `lora_dropout`, `moe`, `sharded`: adapters and their dropout, the balance of experts, sharded
-  weights.
+- `lora`, `lora_dropout`, `moe`, `sharded`: adapters, the balance of experts, sharded weights.
 - `scratch`, `shape`: small models with random weights, and the numbers of a model.
 
 Nothing here knows rewards, algorithms or runs.
