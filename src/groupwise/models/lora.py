@@ -45,7 +45,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.ConvTranspose1d)
 PREFIX = "base_model.model."
 """peft's, before every name in its files."""
 ORIGINAL, COPY = ".original_module.", f".modules_to_save.{ADAPTER}."
-"""In names of parameters, the module that was copied and the copy that is trained."""
+"""Parts of names of parameters: of a module that was copied, and of the copy that is trained."""
 ALL_LINEAR = "all-linear"
 LINEAR = (nn.Linear, Conv1D)
 """What an adapter can lie on."""
