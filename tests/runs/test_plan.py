@@ -435,14 +435,35 @@ def test_a_recipe_whose_model_is_not_at_hand_is_planned_by_a_config_alone(
     assert "parameters beside 7,615,616,512 that stay" in text
 
 
-@pytest.mark.parametrize("options", [("--world", "2"), ("--nproc", "2")])
-def test_a_colocated_vllm_is_planned_for_one_process_alone(options: tuple[str, ...], planned: Callable) -> None:
-    colocated = "rollout.engine={name: vllm, colocated: true}"
-    code, text = planned("--dry-run", *options, colocated)
+HELD_TOGETHER = "rollout.engine={name: vllm, colocated: true, tensor_parallel: 2}"
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        (("--world", "3", HELD_TOGETHER), "2 processes hold a vLLM together, and the run has 3: start a multiple of 2"),
+        (("--nproc", "3", HELD_TOGETHER), "2 processes hold a vLLM together, and the run has 3"),
+        ((HELD_TOGETHER,), "2 processes hold a vLLM together, and the run has 1"),
+        (
+            ("--world", "3", HELD_TOGETHER.replace("2", "3"), "model.device=cuda"),
+            "3 processes share the attention heads of each layer, and the model has",
+        ),
+        (("rollout.engine={name: vllm, colocated: true}",), "its attention on a CPU knows heads of 32"),
+        (("rollout.engine=vllm",), "its attention on a CPU knows heads of 32"),
+    ],
+)
+def test_what_a_vllm_beside_the_trainer_cannot_do_is_refused_by_the_plan(
+    options: tuple[str, ...], refused: str, planned: Callable
+) -> None:
+    code, text = planned("--dry-run", *options)
     assert code == 2
-    assert f"override {colocated}: rollout.engine.colocated: vLLM in the trainer's process is for one process" in text
-    assert "and the run has 2" in text
-    code, text = planned("--dry-run", colocated)
+    assert refused in text
+
+
+@pytest.mark.parametrize("options", [("--world", "2"), ("--world", "4", HELD_TOGETHER), ()])
+def test_a_vllm_on_every_process_is_planned(options: tuple[str, ...], planned: Callable) -> None:
+    colocated = "rollout.engine={name: vllm, colocated: true}"
+    code, text = planned("--dry-run", "model.device=cuda", colocated, *options)
     assert code == 0, text
 
 

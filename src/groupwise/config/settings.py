@@ -287,7 +287,7 @@ class EngineTraits:
 ENGINE_TRAITS: Mapping[str, EngineTraits] = {
     "native": EngineTraits(own_weights=True, packed=True, prepares=True),
     "transformers": EngineTraits(own_weights=True),
-    "vllm": EngineTraits(beside=True, takes=("servers", "colocated", "dtype")),
+    "vllm": EngineTraits(beside=True, takes=("servers", "colocated", "tensor_parallel", "dtype")),
 }
 """Built-in rollout engines; `runs/engines.py` makes them (a test compares the names)."""
 
@@ -307,8 +307,12 @@ class EngineSettings:
     servers: tuple[str, ...] = ()
     """vllm: addresses of running servers, e.g. `[http://127.0.0.1:8000]`."""
     colocated: bool = False
-    """vllm: sample in the trainer's process, in turn with training.  Needs vLLM in the same
+    """vllm: sample in the trainer's processes, in turn with training.  Needs vLLM in the same
     environment.
+    """
+    tensor_parallel: Positive = 1
+    """vllm, colocated: trainer processes that hold one vLLM together, for a model that does not fit
+    on one device beside the trainer.
     """
     dtype: Literal["float32", "bfloat16"] | None = None
     """vllm: dtype of a server that the run starts; default: the dtype of the policy's products."""

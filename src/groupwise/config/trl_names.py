@@ -42,6 +42,7 @@ TRL_NAMES = {
         "use_vllm vllm_device vllm_dtype vllm_importance_sampling_cap "
         "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
         "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_mode "
+        "vllm_tensor_parallel_size "
         "vllm_server_base_url vllm_server_host vllm_server_port"
     ),
     "rollout.temperature": "temperature",

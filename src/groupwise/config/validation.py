@@ -145,13 +145,14 @@ def policy_updates(recipe: Recipe) -> int:
 
 def demand_processes(recipe: Recipe, processes: int) -> None:
     """Refuse a recipe that cannot be run by so many processes.  Raises ConfigError."""
-    if recipe.rollout.engine.colocated and processes > 1:
+    together = recipe.rollout.engine.tensor_parallel
+    if processes % together:
         message = (
-            "rollout.engine.colocated: vLLM in the trainer's process is for one process, and the"
-            f" run has {processes}: leave colocated out and let them share servers (`groupwise"
-            " serve`, rollout.engine.servers)"
+            f"rollout.engine.tensor_parallel: {together} processes hold a vLLM together, and the"
+            f" run has {processes}: start a multiple of {together} (--nproc), or leave"
+            " tensor_parallel out"
         )
-        raise ConfigError(message, key="rollout.engine.colocated")
+        raise ConfigError(message, key="rollout.engine.tensor_parallel")
 
 
 def _model(recipe: Recipe, earlier: Sequence[str]) -> Findings:
@@ -898,13 +899,14 @@ def _rollout(recipe: Recipe, _: Sequence[str]) -> Findings:
         yield f"{at}.name {wrong}"
         return
     yield from _engine(engine, at)
-    environment = recipe.environment
-    if engine.colocated and (asking := environment.named((*ANSWERING, *ASKING))):
+    asking = recipe.environment.named((*ANSWERING, *ASKING))
+    if engine.tensor_parallel > 1 and asking:
         message = (
-            f"{at}.colocated: vLLM in the trainer's process holds no conversations, and"
-            f" environment.{asking[0]} needs them: leave colocated out (a server then samples)"
+            f"{at}.tensor_parallel: processes that hold a vLLM together sample the same turns at"
+            f" the same time, and environment.{asking[0]} answers each at its own: leave"
+            " tensor_parallel out, or use servers (`groupwise serve`)"
         )
-        yield (f"{at}.colocated", f"environment.{asking[0]}"), message
+        yield (f"{at}.tensor_parallel", f"environment.{asking[0]}"), message
     if engine.ahead and not is_online(recipe.objective):
         yield (
             f"{at}.ahead: nothing is sampled ahead of training by {recipe.objective!r}, which"
@@ -938,6 +940,11 @@ def _engine(engine: EngineSettings, at: str) -> Findings:
         yield (
             f"{at}.colocated samples in the trainer's process, in turn with training: leave servers"
             " and ahead out"
+        )
+    if engine.tensor_parallel > 1 and not engine.colocated:
+        yield (
+            f"{at}.tensor_parallel is for a colocated vLLM; a server has its own: groupwise serve"
+            f" MODEL -- --tensor-parallel-size {engine.tensor_parallel}"
         )
     if engine.servers and engine.dtype is not None:
         yield (

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 from groupwise.algorithms.table import Algorithm
-from groupwise.config.settings import RolloutSettings, engine_traits
+from groupwise.config.settings import EngineSettings, RolloutSettings, engine_traits
 from groupwise.data.encoding import visit
 from groupwise.environments.conversation import Environment
 from groupwise.errors import ConfigError, EngineError
 from groupwise.models.policy import Policy
+from groupwise.models.shape import Shape
 from groupwise.proof.texts import NATIVE, TRANSFORMERS, Sampler
 from groupwise.records import Prompt, Step
 from groupwise.rollout.engine import Engine
@@ -20,6 +23,7 @@ from groupwise.rollout.gathered import GatheredEngine
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.transformers import TransformersEngine
 from groupwise.rollout.vllm.engine import VllmEngine
+from groupwise.rollout.vllm.weight_sync import unfit_on_cpu
 from groupwise.runs.plan import Lines
 from groupwise.training.groups import PrefetchedRollouts
 from groupwise.utils.imports import demand_attributes, imported, own_code
@@ -43,6 +47,7 @@ def _vllm(policy: Policy, settings: RolloutSettings, environment: Environment | 
         policy,
         servers=engine.servers,
         colocated=engine.colocated,
+        tensor_parallel=engine.tensor_parallel,
         dtype=engine.dtype,
         in_flight=engine.ahead > 0,
         max_rows=settings.max_rows,
@@ -89,6 +94,35 @@ def make_engine(
         ["generate", "send_weights", "close", "version", "where", "tolerance"],
     )
     return made
+
+
+def demand_model(engine: EngineSettings, config: dict[str, Any], *, cpu: bool) -> None:
+    """Refuse a model for which a vLLM that the run starts cannot sample.  Raises ConfigError.
+
+    config: transformers', of the model.   cpu: it is trained on a CPU.
+    """
+    if engine.name != "vllm" or engine.servers:
+        return
+    if cpu and (wrong := unfit_on_cpu(config)):
+        raise ConfigError(f"rollout.engine: vLLM cannot sample for this policy: {wrong}")
+    shape, together = Shape.of(config, 0, dtype="float32"), engine.tensor_parallel
+    if shape.heads % together:
+        raise ConfigError(
+            f"rollout.engine.tensor_parallel: {together} processes share the attention heads of"
+            f" each layer, and the model has {shape.heads}: set a divisor of {shape.heads}",
+            key="rollout.engine.tensor_parallel",
+        )
+
+
+def demand_colocated(engine: EngineSettings) -> None:
+    """Refuse a colocated vLLM that is not installed beside the trainer.  Raises ConfigError."""
+    if engine.colocated and find_spec("vllm") is None:
+        raise ConfigError(
+            "rollout.engine: colocated needs vLLM in the environment of the trainer"
+            f" ({sys.executable}), and it is not there: install groupwise and vllm into one, or"
+            " leave colocated out: a server has an environment of its own",
+            key="rollout.engine.colocated",
+        )
 
 
 def sampler_of(settings: RolloutSettings, *, conversations: bool = False) -> Sampler | None:

@@ -28,6 +28,7 @@ from groupwise.rewards.compose import Rewards
 from groupwise.rollout.engine import Engine
 from groupwise.runs.engines import (
     check_agreement,
+    demand_colocated,
     engine_lines,
     make_ahead,
     make_engine,
@@ -380,6 +381,8 @@ def make_job(recipe: Recipe, *, resume: Path | None = None, reference: Path | No
     """
     prepared = Prepared.of(recipe, resume=resume)
     try:
+        if prepared.prompts is not None:
+            demand_colocated(prepared.recipe.rollout.engine)
         maker = _dataset_job if prepared.algorithm is None else _online_job
         return maker(prepared, reference, resume)
     except BaseException:

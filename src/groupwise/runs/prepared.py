@@ -36,9 +36,7 @@ from groupwise.records import Prompt, Sampling
 from groupwise.rewards.compose import Rewards, build_rewards, no_rewards
 from groupwise.rewards.registry import GOLD_COLUMNS, MODEL
 from groupwise.rewards.user_functions import NO_COLUMN
-from groupwise.runs.engines import (
-    sampled_elsewhere,
-)
+from groupwise.runs.engines import demand_model, sampled_elsewhere
 from groupwise.runs.environments import (
     environment_lines,
     make_environment,
@@ -183,6 +181,8 @@ class Prepared:
                 rows, prompts, plan, steps = _read_dataset(recipe, blueprint, runtime, kind)
             others = [blueprint_of(scorer, None) for scorer in scorers]
             load = load_of(recipe, blueprint, algorithm, rows, others)
+            if prompts is not None:
+                demand_model(recipe.rollout.engine, blueprint.config, cpu=load.cpu)
             plan += model_lines(recipe, blueprint, load, world)
             rewards = _make_rewards(recipe, blueprint, algorithm, prompts, awaited=bool(scorers))
             if rewards is not None:

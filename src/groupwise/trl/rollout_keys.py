@@ -30,6 +30,7 @@ ENGINE = (
     "vllm_server_host",
     "vllm_server_port",
     "vllm_device",
+    "vllm_tensor_parallel_size",
     "vllm_importance_sampling_correction",
     "vllm_importance_sampling_mode",
     "vllm_importance_sampling_cap",
@@ -80,10 +81,13 @@ def write_engine(trl: Configuration) -> None:
         trl.unused("use_vllm is off", *ENGINE)
         return
     vllm: dict[str, Any] = {"name": "vllm"}
+    together = trl.whole("vllm_tensor_parallel_size", 1, null=1)
     url = arguments.get("vllm_server_base_url")
     if url is None and arguments.get("vllm_device") is None:
         if trl.get("vllm_mode") == "colocate":
             vllm["colocated"] = True
+            if together > 1:
+                vllm["tensor_parallel"] = together
         else:
             host = str(trl.get("vllm_server_host")).replace("0.0.0.0", "127.0.0.1")
             url = f"http://{host}:{trl.get('vllm_server_port')}"
@@ -91,7 +95,9 @@ def write_engine(trl: Configuration) -> None:
         vllm["servers"] = [str(url)]
         serve = "start the servers with `groupwise serve MODEL`; those of `trl vllm-serve` have"
         trl.need(f"rollout.engine: {serve} other routes")
-    lost = alone(trl) if "colocated" in vllm else None
+        if together > 1:
+            trl.need(f"groupwise serve MODEL -- --tensor-parallel-size {together}")
+    lost = unshared(trl, together) if "colocated" in vllm else None
     if lost is not None:
         for name in ("use_vllm", *ENGINE):
             trl.note(name, "missing", lost)
@@ -102,12 +108,15 @@ def write_engine(trl: Configuration) -> None:
     trl.write("rollout.engine", vllm, "use_vllm", *ENGINE)
 
 
-def alone(trl: Configuration) -> str | None:
-    """Why vLLM cannot share the devices of the trainer; None if it can."""
-    if trl.devices > 1:
-        return f"vLLM in the trainer's process is for one process, not for {trl.devices}"
-    if trl.arguments.get("tools") or trl.arguments.get("environment_factory"):
-        return "vLLM in the trainer's process holds no conversations: no tools, no environment"
+def unshared(trl: Configuration, together: int) -> str | None:
+    """Why vLLM cannot share the devices of the trainer; None if it can.   together: processes that
+    hold one vLLM.
+    """
+    if trl.devices % together:
+        return f"{together} processes hold a vLLM together, and {trl.devices} are no multiple"
+    talks = trl.arguments.get("tools") or trl.arguments.get("environment_factory")
+    if together > 1 and talks:
+        return "processes that hold a vLLM together hold no conversations: no tools, no environment"
     return None
 
 

@@ -129,6 +129,10 @@ CHANGED = {
     "vllm_server_base_url": "{name: vllm, servers: [...]}",
     "vllm_server_host": "{name: vllm, servers: [http://HOST:PORT]}",
     "vllm_server_port": "{name: vllm, servers: [http://HOST:PORT]}",
+    "vllm_tensor_parallel_size": (
+        "{name: vllm, colocated: true, tensor_parallel: N}; of a server: groupwise serve MODEL --"
+        " --tensor-parallel-size N"
+    ),
     "normalize_advantages": "{name: leave_one_out, scale: batch}",
     "scale_rewards": "{name: standardized, scale: group, batch or none}",
     "entropy_coef_max": "with use_adaptive_entropy: the most that the coefficient becomes",
@@ -274,7 +278,6 @@ ELSEWHERE = {
     "a loop over `gw.train(...)` does what callbacks did: docs/from-trl.md": "callbacks",
     "the launcher's: groupwise train --nproc N; batches are multiplied by it": "num_processes",
     "groupwise train --timeout SECONDS": "ddp_timeout",
-    "groupwise serve MODEL -- --tensor-parallel-size N": "vllm_tensor_parallel_size",
 }
 """The line that does it -> arguments of what a recipe does not do."""
 OTHER_VERSIONS = {

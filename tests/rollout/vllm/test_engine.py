@@ -370,14 +370,6 @@ def test_a_model_whose_text_part_has_a_section_of_its_own_is_known(policy_of) ->
     assert list(body["sampling_params"]["logit_bias"]) == list(range(40, 48))
 
 
-def test_a_colocated_vllm_holds_no_conversations(policy_of, scripted_environment) -> None:
-    with pytest.raises(EngineError, match="holds no conversations"):
-        VllmEngine(policy_of(dtype=torch.float32), colocated=True, environment=scripted_environment())
-
-
-# ---- weights
-
-
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3", "gemma2", "mixtral"])
 @pytest.mark.parametrize("limit", [1, 20_000, 1 << 28])
 def test_weights_travel_under_their_checkpoints_names(family: str, limit: int, policy_of, tmp_path) -> None:

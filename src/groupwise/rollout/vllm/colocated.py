@@ -1,10 +1,15 @@
 """vLLM in the trainer's own process: the same requests and the same checks as with servers, and
 none of the network.
 
-For one GPU, which training and sampling then share in turn: while the trainer computes, vLLM sleeps
-where its platform can: it gives up its weights, its keys and its values (level 2).  The policy's
-weights are sent into it when it samples again, and only then is its cache made anew, so that the
-cache never lies beside gradients.  Both must live in one environment, with vLLM's own torch."""
+Training and sampling share a device in turn: while the trainer computes, vLLM sleeps where its
+platform can: it gives up its weights, its keys and its values (level 2).  The policy's weights are
+sent into it when it samples again, and only then is its cache made anew, so that the cache never
+lies beside gradients.  Both must live in one environment, with vLLM's own torch.
+
+Each of several processes has a vLLM of its own, on its own device, which samples its share of the
+prompts and knows nothing of the others (vLLM's `external_launcher`).  With `tensor_parallel`
+several of them hold one vLLM together: each gets the prompts of all of them, in one order, computes
+its part of every layer, and keeps the answers to its own."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
@@ -13,6 +18,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +27,7 @@ from typing import Any
 import torch
 
 from groupwise.distributed import comm
-from groupwise.errors import ConfigError, EngineError
+from groupwise.errors import EngineError
 from groupwise.models.policy import Policy
 from groupwise.rollout.vllm.server import CANDIDATES, PLUGIN
 from groupwise.rollout.vllm.weight_sync import Answer, Facts, buckets, unfit
@@ -32,60 +39,61 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 """Set before vLLM is imported."""
+SHARE_OF_FREE = 0.95
+"""Part of a GPU's free memory that vLLM may take.  Its own default is a share of the whole card,
+and it refuses to start where the trainer holds a part of that."""
 
 
 class Colocated:
     """What `VllmEngine` asks of servers (`weight_sync.Servers`), of a vLLM in this process."""
 
     names = ("vLLM in this process",)
-    clients = ()
-    """Nobody is asked over the network."""
 
     def __init__(
-        self, describe: Callable[[Path], None], policy: Policy, rows: int, dtype: str, cache: int
+        self,
+        describe: Callable[[Path], None],
+        policy: Policy,
+        rows: int,
+        dtype: str,
+        cache: int,
+        tensor_parallel: int = 1,
     ) -> None:
         """describe: puts the model's configuration and tokenizer into a folder.   rows: completions
         decoded at the same time.
 
-        cache: bytes of keys and values.   Raises ConfigError where vLLM is not installed beside the
-            trainer, or for several processes.
+        cache: bytes of keys and values.   tensor_parallel: processes that hold one vLLM together.
         """
-        if comm.world().size > 1:
-            raise ConfigError(
-                "rollout.engine: a colocated vLLM is for one process; of several, let them share"
-                " servers (groupwise serve)"
-            )
         os.environ.update(ENVIRONMENT)
         sys.path.append(str(PLUGIN))
-        try:
-            import vllm  # noqa: F401
-        except ImportError as error:
-            raise ConfigError(
-                "rollout.engine: colocated needs vLLM in the environment of the trainer"
-                f" ({sys.executable}), but {error}: install groupwise and vllm into one, or leave"
-                " colocated out: a server has an environment of its own"
-            ) from error
         self.facts: list[Facts] = []
         self._model = files.temporary_folder("vllm")
         describe(self._model)
-        self._how = {
+        self._options: dict[str, Any] = {
             "max_model_len": policy.context,
             "max_num_seqs": rows,
             "dtype": dtype,
-            "kv_cache_memory_bytes": cache,
+            "kv_cache_memory_bytes": cache // tensor_parallel,
+            "tensor_parallel_size": tensor_parallel,
         }
-        self._label, self._llm, self._sleeps, self._awake = "", None, False, True
-        self._policy = policy
+        self._label, self._llm, self._sleeps = "", None, False
+        self.asleep = False
+        """True after it has given up its weights, until `send`."""
 
     def connect(self, policy: Policy, _: float = 0.0) -> None:
-        """Start vLLM.  Raises EngineError if it cannot sample for this policy."""
+        """Start vLLM; all processes must call it.  Raises EngineError if it cannot sample for this
+        policy.
+        """
         from vllm import LLM
         from vllm.platforms import current_platform
 
         self._sleeps = bool(current_platform.is_sleep_mode_available())
-        more: dict[str, Any] = (
-            {"enforce_eager": True, "block_size": 32} if policy.device.type == "cpu" else {}
-        )
+        if policy.device.type == "cpu":
+            self._options |= {"enforce_eager": True, "block_size": 32}
+        else:
+            free, total = torch.cuda.mem_get_info()
+            self._options["gpu_memory_utilization"] = SHARE_OF_FREE * free / total
+        if comm.world().size > 1:
+            self._options["distributed_executor_backend"] = "external_launcher"
         self._llm = LLM(
             str(self._model),
             load_format="dummy",  # the weights are sent before anything is sampled
@@ -97,8 +105,7 @@ class Colocated:
             weight_transfer_config={"backend": "groupwise"},
             worker_extension_cls="groupwise_vllm.Extension",
             seed=0,
-            **self._how,
-            **more,
+            **self._options,
         )
         self.facts = self._llm.collective_rpc("groupwise_facts")
         if wrong := unfit(self.facts[0], policy):
@@ -112,7 +119,7 @@ class Colocated:
         from groupwise_vllm import Bucket
 
         name = str(self.facts[0]["dtype"])
-        if not self._awake:
+        if self.asleep:
             self._llm.wake_up(tags=["weights"])
         self._llm.reset_prefix_cache()
         self._llm.collective_rpc("start_weight_update")
@@ -124,70 +131,165 @@ class Colocated:
                 )
             )
         self._llm.collective_rpc("finish_weight_update")
-        if not self._awake:
+        if self.asleep:
             self._llm.wake_up(tags=["kv_cache"])
-            self._awake = True
-        self._policy, self._label = policy, label
+            self.asleep = False
+        self._label = label
 
-    def answers(self, bodies: Mapping[str, Any]) -> Iterator[Answer]:
-        """The answers to requests, each as soon as it is complete.
+    def requests(self) -> LocalRequests:
+        """The requests of one call of `generate`; vLLM sleeps when they are left."""
+        assert self._llm is not None and not self.asleep, "send weights first"
+        engine = self._llm.llm_engine
+        together = int(self._options["tensor_parallel_size"])
+        if together > 1:
+            return LockstepRequests(engine, self._answer, self._sleep, together)
+        return LocalRequests(engine, self._answer, self._sleep)
 
-        A vLLM that slept since the last `send` is sent the same weights again.
-        """
-        assert self._llm is not None, "connect first"
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+    def _sleep(self) -> None:
+        if self._sleeps:
+            assert self._llm is not None
+            self._llm.sleep(level=2)
+            self.asleep = True
 
-        if not self._awake:
-            self.send(self._policy, self._label)
-        engine, left = self._llm.llm_engine, set(bodies)
-        try:
-            for name, body in bodies.items():
-                how = SamplingParams(
-                    **body["sampling_params"], output_kind=RequestOutputKind.FINAL_ONLY
-                )
-                engine.add_request(name, {"prompt_token_ids": body["token_ids"]}, how)
-            while left:
-                for request in engine.step():
-                    if request.finished:
-                        left.discard(request.request_id)
-                        yield (
-                            self.names[0],
-                            request.request_id,
-                            {"choices": [self._choice(one) for one in request.outputs]},
-                        )
-        finally:
-            if left:
-                engine.abort_request(list(left))
-            if self._sleeps:
-                self._llm.sleep(level=2)
-                self._awake = False
+    def _answer(self, request: Any) -> Answer:
+        """A request that has ended, as a server would answer it."""
+        choices = [self._choice(completion) for completion in request.outputs]
+        return self.names[0], request.request_id, {"choices": choices}
 
     def _choice(self, completion: Any) -> dict[str, Any]:
         """A completion as a server would tell it."""
         content = []
         for token, known in zip(completion.token_ids, completion.logprobs, strict=True):
             candidates = [
-                {"token_id": other, "logprob": one.logprob} for other, one in known.items()
+                {"token_id": candidate, "logprob": entry.logprob}
+                for candidate, entry in known.items()
             ]
             content.append({"logprob": known[token].logprob, "top_logprobs": candidates})
+        length = len(completion.token_ids)
         return {
             "index": completion.index,
             "token_ids": list(completion.token_ids),
             "logprobs": {"content": content},
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
-            "weight_versions": [
-                {"version": self._label, "start": 0, "end": len(completion.token_ids)}
-            ],
+            "weight_versions": [{"version": self._label, "start": 0, "end": length}],
         }
 
     def close(self) -> None:
         """End it."""
         shutil.rmtree(self._model, ignore_errors=True)
-        if self._llm is not None:
+        if self._llm is None:
+            return
+        self._llm.llm_engine.engine_core.shutdown()
+        self._llm = None
+        # vLLM's own clean-up ends the process group too, in which the trainers are.
+        if comm.world().size == 1:
             from vllm.distributed import cleanup_dist_env_and_memory
 
-            self._llm.llm_engine.engine_core.shutdown()
-            self._llm = None
             cleanup_dist_env_and_memory()
+        else:
+            from vllm.distributed.parallel_state import destroy_model_parallel
+
+            destroy_model_parallel()
+
+
+class LocalRequests:
+    """Requests to a vLLM in this process: what `RequestPool` is to servers.
+
+    vLLM computes while `take` waits.  Leaving the `with` block drops what is not answered."""
+
+    def __init__(
+        self, engine: Any, answer: Callable[[Any], Answer], leave: Callable[[], None]
+    ) -> None:
+        """engine: vLLM's `LLMEngine`.   answer: makes an answer of a request that has ended.
+        leave: called at the end.
+        """
+        self._engine, self._answer, self._leave = engine, answer, leave
+        self._unanswered: set[str] = set()
+        self._ended: deque[Answer] = deque()
+        self._woken = threading.Event()
+        self._cancelled = False
+
+    def __enter__(self) -> LocalRequests:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._unanswered:
+            self._engine.abort_request(list(self._unanswered))
+        self._leave()
+
+    def cancel(self) -> None:
+        """Make `take` raise an EngineError; another thread calls this."""
+        self._cancelled = True
+        self._woken.set()
+
+    def wake(self) -> None:
+        """Let `take` return, with nobody's answer.  From any thread."""
+        self._woken.set()
+
+    def put(self, name: str, body: Any) -> None:
+        """Add a request."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = SamplingParams(
+            **body["sampling_params"], output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        self._engine.add_request(name, {"prompt_token_ids": body["token_ids"]}, sampling)
+        self._unanswered.add(name)
+
+    def __iter__(self) -> Iterator[Answer]:
+        while self._unanswered or self._ended:
+            yield self.take()
+
+    def take(self) -> Answer:
+        """Compute until a request has ended, or until `wake`."""
+        while True:
+            if not self._unanswered and not self._ended:
+                self._woken.wait()
+            if self._cancelled:
+                raise EngineError("sampling was broken off: the engine was closed")
+            if self._woken.is_set():
+                self._woken.clear()
+                return "", "", None
+            if self._ended:
+                return self._ended.popleft()
+            for request in self._engine.step():
+                if request.finished:
+                    self._unanswered.discard(request.request_id)
+                    self._ended.append(self._answer(request))
+
+
+class LockstepRequests(LocalRequests):
+    """Requests to a vLLM that several processes hold together.
+
+    All of them must compute the same requests in the same order, so they exchange them first, and
+    compute all before the first answer is handed on.  Nothing can be added in between."""
+
+    def __init__(
+        self,
+        engine: Any,
+        answer: Callable[[Any], Answer],
+        leave: Callable[[], None],
+        together: int,
+    ) -> None:
+        """engine, answer, leave: see `LocalRequests`.   together: processes that hold it."""
+        super().__init__(engine, answer, leave)
+        self._together = together
+        self._bodies: dict[str, Any] = {}
+
+    def put(self, name: str, body: Any) -> None:
+        """Note a request; it is computed by `__iter__`."""
+        self._bodies[name] = body
+
+    def __iter__(self) -> Iterator[Answer]:
+        rank = comm.world().rank
+        first = rank - rank % self._together
+        requests: list[Mapping[str, Any]] = comm.gather([self._bodies])
+        for member in range(first, first + self._together):
+            for name, body in requests[member].items():
+                super().put(f"{member}/{name}", body)
+        for who, name, answer in list(super().__iter__()):
+            member, _, request = name.partition("/")
+            if int(member) == rank:
+                yield who, request, answer

@@ -37,10 +37,10 @@ from groupwise.records import Finish, Prompt, Rollout, Sampling
 from groupwise.rollout.engine import check_request, completion_limit, make_rollout
 from groupwise.rollout.episodes import Conversations, Groups
 from groupwise.rollout.sampling import stream_keys
-from groupwise.rollout.vllm.colocated import Colocated
+from groupwise.rollout.vllm.colocated import Colocated, LocalRequests
 from groupwise.rollout.vllm.request_pool import RequestPool
 from groupwise.rollout.vllm.server import MODEL, START_SECONDS, OwnServer
-from groupwise.rollout.vllm.weight_sync import PATIENCE, Answer, Servers, unfit_on_cpu
+from groupwise.rollout.vllm.weight_sync import PATIENCE, Servers
 from groupwise.utils.spelling import counted
 
 EXACT, ROUNDED = 0.01, 0.1
@@ -56,8 +56,9 @@ BATCH_TOKENS = 1024
 
 
 class VllmEngine:
-    """Implements `engine.Engine`.  Of several processes each asks for its share of the completions;
-    the first sends the weights.
+    """Implements `engine.Engine`.  Of several processes each asks for its share of the completions.
+
+    Servers get their weights from the first process; a colocated vLLM gets them from its own.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class VllmEngine:
         dtype: str | None = None,
         in_flight: bool = False,
         colocated: bool = False,
+        tensor_parallel: int = 1,
         environment: Environment | None = None,
     ) -> None:
         """servers: `http://host:port` of running ones (`groupwise serve`).  None: one of its own
@@ -79,19 +81,15 @@ class VllmEngine:
         in_flight: `generate` may run in other threads while `send_weights` sends weights;
             completions go on with the new ones, and each token carries the version that drew it.
         colocated: no servers, but vLLM in this process.
+        tensor_parallel: processes that hold one colocated vLLM together.
         environment: that answers the turns of completions; the caller closes it.
-        Raises ConfigError if no server can be started, EngineError for an environment with a
-        colocated vLLM.  A server is waited for at the first `send_weights` or `generate`.
+        Raises ConfigError if no server can be started.  A server is waited for at the first
+        `send_weights` or `generate`.
         """
-        if colocated and environment is not None:
-            raise EngineError(
-                "a colocated vLLM holds no conversations: leave rollout.engine.colocated out (a"
-                " server then samples), or set rollout.engine to 'native'"
-            )
         self.environment = environment
         self.policy, self.version = policy, 0
         self._own: OwnServer | None = None
-        self._in_flight, self._pools = in_flight, set[RequestPool]()
+        self._in_flight, self._pools = in_flight, set[RequestPool | LocalRequests]()
         self._held: int | None = None
         """The last version that all servers had."""
         self._sending = False
@@ -99,7 +97,12 @@ class VllmEngine:
         if colocated:
             self._run, self._alive = secrets.token_hex(4), None
             self.servers: Servers | Colocated = Colocated(
-                self._describe, policy, max_rows, dtype, self._cache(max_rows, dtype)
+                self._describe,
+                policy,
+                max_rows,
+                dtype,
+                self._cache(max_rows, dtype),
+                tensor_parallel,
             )
             return
         # The name is of this run alone: weights that another run has sent to the same servers are
@@ -117,8 +120,6 @@ class VllmEngine:
                 " other GPUs, `CUDA_VISIBLE_DEVICES=1 groupwise serve MODEL`, and name it:"
                 " rollout.engine: {name: vllm, servers: [http://...]}"
             )
-        if wrong := unfit_on_cpu(self.policy):
-            raise ConfigError(f"vLLM cannot sample for this policy: {wrong}")
         # The weights are sent anyway, so it begins with any.
         more = ["--load-format", "dummy", "--max-model-len", str(self.policy.context)]
         cache = f"{self._cache(rows, dtype) >> 20}M"
@@ -185,15 +186,23 @@ class VllmEngine:
         Raises PeerError if a server is gone or silent, EngineError if one does not take them.
         """
         self.version = version
-        if version == self._held:
-            return
+        if version != self._held:
+            self._push()
+
+    def _push(self) -> None:
+        """Send the weights; all processes must call it.  Sharded ones are gathered once, for every
+        process.
+        """
         self._sending = True
         try:
             with gathered(self.policy) as whole:
-                self.servers.facts = comm.from_first(lambda: self._send(whole))
+                if isinstance(self.servers, Colocated):
+                    comm.together(lambda: self._send(whole))
+                else:
+                    self.servers.facts = comm.from_first(lambda: self._send(whole))
         finally:
             self._sending = False
-        self._held = version
+        self._held = self.version
 
     def _send(self, policy: Policy) -> list[Mapping[str, Any]]:
         if not self.servers.facts:
@@ -206,8 +215,8 @@ class VllmEngine:
     ) -> Iterator[tuple[Rollout, ...]]:
         """See `engine.Engine`."""
         check_request(self.policy, prompts, group_size, sampling)
-        if self._held is None:
-            self.send_weights(self.version)
+        if self._held is None or self.servers.asleep:
+            self._push()
         oldest = self._held or 0
         self._check(prompts, group_size if self.environment is None else 1, sampling)
         if self.environment is not None:
@@ -221,8 +230,14 @@ class VllmEngine:
             )  # vLLM adds the index
             limit = completion_limit(self.policy, prompt, sampling)
             bodies[prompt.id] = self._body(prompt.tokens, count, limit, drawn, sampling)
-        for who, name, answer in self._answers(bodies, group_size):
-            yield self._group(who, by_id[name], answer, group_size, sampling, oldest)
+        rows = sum(int(facts["rows"]) for facts in self.servers.facts)
+        # One request more than fits keeps every row busy.
+        each = -(-rows // group_size) // len(self.servers.facts) + 1
+        with self._requests([each] * len(self.servers.facts), len(bodies)) as requests:
+            for name, body in bodies.items():
+                requests.put(name, body)
+            for who, name, answer in requests:
+                yield self._group(who, by_id[name], answer, group_size, sampling, oldest)
 
     def _episodes(
         self,
@@ -242,14 +257,8 @@ class VllmEngine:
             for index in range(group_size)
         }
         rows, groups = [int(facts["rows"]) for facts in self.servers.facts], Groups(group_size)
-        urls = [
-            client.url
-            for place in range(max(rows))
-            for client, room in zip(self.servers.clients, rows, strict=True)
-            if place < room
-        ]
         with (
-            self._pool(urls[: len(streams)]) as pool,
+            self._requests(rows, len(streams)) as requests,
             Conversations(
                 self.policy,
                 environment,
@@ -257,12 +266,12 @@ class VllmEngine:
                 seed,
                 streams.values(),
                 rows=sum(rows),
-                replied=pool.wake,
+                replied=requests.wake,
             ) as conversations,
         ):
             while conversations.unfinished:
                 conversations.begin()
-                who, name, answer = pool.take()
+                who, name, answer = requests.take()
                 if who:
                     stream = streams[name]
                     (choice,) = self._choices(
@@ -273,7 +282,7 @@ class VllmEngine:
                     conversations.turn(stream, choice.finish(self.policy.eos_ids))
                 for stream, rollout in conversations.heard(self._held or 0):
                     if rollout is None:
-                        pool.put(
+                        requests.put(
                             f"{stream.index}/{stream.prompt.id}", self._turn(stream, sampling, seed)
                         )
                     else:
@@ -291,25 +300,17 @@ class VllmEngine:
         key = stream_keys(seed, f"{stream.prompt.id}/{stream.turn}", [stream.index])
         return self._body(ids, 1, stream.left, int(key[0] >> np.uint64(16)), sampling)
 
-    def _answers(self, bodies: Mapping[str, Any], group_size: int) -> Iterator[Answer]:
-        """The answers to requests, each of which is for a group."""
-        if isinstance(self.servers, Colocated):
-            yield from self.servers.answers(bodies)
-            return
-        rows = sum(int(facts["rows"]) for facts in self.servers.facts)
-        each = (
-            -(-rows // group_size) // len(self.servers.facts) + 1
-        )  # one request more than fits keeps every row busy
-        urls = [client.url for client in self.servers.clients for _ in range(each)]
-        with self._pool(urls[: len(bodies)]) as pool:
-            for name, body in bodies.items():
-                pool.put(name, body)
-            yield from pool
-
     @contextmanager
-    def _pool(self, urls: Sequence[str]) -> Iterator[RequestPool]:
-        """Connections to these addresses, which `close` breaks off."""
-        pool = RequestPool(urls, self._alive, paused=lambda: self._sending)
+    def _requests(self, rooms: Sequence[int], most: int) -> Iterator[RequestPool | LocalRequests]:
+        """Requests to what samples, which `close` breaks off.
+
+        rooms: of each server, requests on their way at the same time.   most: of all.
+        """
+        if isinstance(self.servers, Colocated):
+            pool: RequestPool | LocalRequests = self.servers.requests()
+        else:
+            urls = self.servers.dealt(rooms)
+            pool = RequestPool(urls[:most], self._alive, paused=lambda: self._sending)
         self._pools.add(pool)
         try:
             with pool:

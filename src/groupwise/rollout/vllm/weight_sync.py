@@ -52,6 +52,9 @@ BUCKET_BYTES = 1 << 28
 class Servers:
     """Running servers that share the weights of one policy."""
 
+    asleep = False
+    """They keep their weights."""
+
     def __init__(self, urls: Sequence[str], alive: Alive | None = None) -> None:
         """alive: of servers that this process has started.   Raises ConfigError for what is no
         address, or named twice.
@@ -69,6 +72,17 @@ class Servers:
     def names(self) -> list[str]:
         """What the servers are called in messages."""
         return [client.name for client in self.clients]
+
+    def dealt(self, rooms: Sequence[int]) -> list[str]:
+        """Addresses for connections, dealt out in turn to the servers.   rooms: connections to
+        each.
+        """
+        urls = []
+        for place in range(max(rooms)):
+            for client, room in zip(self.clients, rooms, strict=True):
+                if place < room:
+                    urls.append(client.url)
+        return urls
 
     def close(self) -> None:
         """Hang up."""
@@ -201,7 +215,7 @@ def _facts(client: Client) -> Facts:
 def unfit(facts: Facts, policy: Policy) -> str | None:
     """Why a server cannot sample for a policy, or None."""
     rows = policy.model.config.get_text_config().vocab_size
-    if facts["device"] == "cpu" and (wrong := unfit_on_cpu(policy)):
+    if facts["device"] == "cpu" and (wrong := unfit_on_cpu(policy.model.config.to_dict())):
         return wrong
     if facts["logprobs"] != "processed_logprobs":
         return (
@@ -227,9 +241,8 @@ def unfit(facts: Facts, policy: Policy) -> str | None:
     return None
 
 
-def unfit_on_cpu(policy: Policy) -> str | None:
-    """Why vLLM cannot sample for a policy on a CPU, or None."""
-    config = policy.model.config.to_dict()
+def unfit_on_cpu(config: dict[str, Any]) -> str | None:
+    """Why vLLM cannot sample for a model on a CPU, or None.   config: transformers'."""
     width = Shape.of(config, 0, dtype="float32").head_width
     if width not in CPU_HEADS:
         return (
