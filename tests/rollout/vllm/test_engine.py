@@ -285,6 +285,16 @@ def test_several_servers_share_the_requests_and_the_slow_one_gets_fewer(server, 
     slow.close()
 
 
+@pytest.mark.parametrize(
+    ("rooms", "dealt"),
+    [([2, 2], "1212"), ([1, 3], "1222"), ([3, 1], "1211"), ([2], "11")],
+)
+def test_connections_are_dealt_out_in_turn(rooms: list[int], dealt: str) -> None:
+    """So the first of them, all that few requests use, lead to all servers."""
+    servers = Servers([f"http://127.0.0.1:{place + 1}" for place in range(len(rooms))])
+    assert "".join(url[-1] for url in servers.dealt(rooms)) == dealt
+
+
 @pytest.mark.slow
 def test_who_leaves_early_hangs_up(server, engine_of, prompts_of) -> None:
     asked = threading.Event()

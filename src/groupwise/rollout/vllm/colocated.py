@@ -89,6 +89,7 @@ class Colocated:
         self._sleeps = bool(current_platform.is_sleep_mode_available())
         if policy.device.type == "cpu":
             self._options |= {"enforce_eager": True, "block_size": 32}
+            self._use_torch_collectives()
         else:
             free, total = torch.cuda.mem_get_info()
             self._options["gpu_memory_utilization"] = SHARE_OF_FREE * free / total
@@ -110,6 +111,15 @@ class Colocated:
         self.facts = self._llm.collective_rpc("groupwise_facts")
         if wrong := unfit(self.facts[0], policy):
             raise EngineError(f"{self.names[0]} cannot sample for this policy: {wrong}")
+
+    def _use_torch_collectives(self) -> None:
+        """Keep vLLM's CPU build from its shared memory, which has the same name for all runs of a
+        machine and outlives them.
+        """
+        if self._options["tensor_parallel_size"] > 1:
+            from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+            CpuCommunicator._all_group_ranks_share_shm_group_name = lambda _: False
 
     def send(self, policy: Policy, label: str, *, keep: bool = False) -> None:
         """Replace the weights; from now on every token that is drawn carries `label`.  Nothing is
