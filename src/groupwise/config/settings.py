@@ -280,6 +280,8 @@ class EngineTraits:
     """Decodes with a copy of the weights that is laid out for it."""
     beside: bool = False
     """Samples while training goes on."""
+    vllm: bool = False
+    """Is vLLM, which knows fewer models."""
     takes: tuple[str, ...] = ()
     """Keys of `rollout.engine` that are for it alone."""
 
@@ -287,7 +289,9 @@ class EngineTraits:
 ENGINE_TRAITS: Mapping[str, EngineTraits] = {
     "native": EngineTraits(own_weights=True, packed=True, prepares=True),
     "transformers": EngineTraits(own_weights=True),
-    "vllm": EngineTraits(beside=True, takes=("servers", "colocated", "tensor_parallel", "dtype")),
+    "vllm": EngineTraits(
+        beside=True, vllm=True, takes=("servers", "colocated", "tensor_parallel", "dtype")
+    ),
 }
 """Built-in rollout engines; `runs/engines.py` makes them (a test compares the names)."""
 
