@@ -116,7 +116,10 @@ def demand_model(engine: EngineSettings, config: dict[str, Any], *, cpu: bool) -
 
 def demand_colocated(engine: EngineSettings) -> None:
     """Refuse a colocated vLLM that is not installed beside the trainer.  Raises ConfigError."""
-    if engine.colocated and find_spec("vllm") is None:
+    if not engine.colocated:
+        return
+    installed = find_spec("vllm")
+    if installed is None:
         raise ConfigError(
             "rollout.engine: colocated needs vLLM in the environment of the trainer"
             f" ({sys.executable}), and it is not there: install groupwise and vllm into one, or"
