@@ -280,8 +280,6 @@ class EngineTraits:
     """Decodes with a copy of the weights that is laid out for it."""
     beside: bool = False
     """Samples while training goes on."""
-    vllm: bool = False
-    """Is vLLM, which knows fewer models."""
     takes: tuple[str, ...] = ()
     """Keys of `rollout.engine` that are for it alone."""
 
@@ -289,9 +287,7 @@ class EngineTraits:
 ENGINE_TRAITS: Mapping[str, EngineTraits] = {
     "native": EngineTraits(own_weights=True, packed=True, prepares=True),
     "transformers": EngineTraits(own_weights=True),
-    "vllm": EngineTraits(
-        beside=True, vllm=True, takes=("servers", "colocated", "tensor_parallel", "dtype")
-    ),
+    "vllm": EngineTraits(beside=True, takes=("servers", "colocated", "tensor_parallel", "dtype")),
 }
 """Built-in rollout engines; `runs/engines.py` makes them (a test compares the names)."""
 
@@ -311,13 +307,9 @@ class EngineSettings:
     servers: tuple[str, ...] = ()
     """vllm: addresses of running servers, e.g. `[http://127.0.0.1:8000]`."""
     colocated: bool = False
-    """vllm: sample in the trainer's processes, in turn with training.  Needs vLLM in the same
-    environment.
-    """
+    """vllm: sample in the trainer's processes, in turn with training, in the same environment."""
     tensor_parallel: Positive = 1
-    """vllm, colocated: trainer processes that hold one vLLM together, for a model that does not fit
-    on one device beside the trainer.
-    """
+    """vllm, colocated: trainer processes that hold one vLLM together."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """vllm: dtype of a server that the run starts; default: the dtype of the policy's products."""
     ahead: Count = 0

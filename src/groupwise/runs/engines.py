@@ -101,7 +101,7 @@ def demand_model(engine: EngineSettings, config: dict[str, Any], *, cpu: bool) -
 
     config: transformers', of the model.   cpu: it is trained on a CPU.
     """
-    if not engine_traits(engine.name).vllm or engine.servers:
+    if "servers" not in engine_traits(engine.name).takes or engine.servers:
         return
     if cpu and (wrong := unfit_on_cpu(config)):
         raise ConfigError(f"rollout.engine: vLLM cannot sample for this policy: {wrong}")
