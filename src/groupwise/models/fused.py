@@ -13,7 +13,7 @@ T positions of a stream   D width   I inner width of an MLP   O width of what a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
@@ -27,7 +27,15 @@ from transformers.activations import NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
 from groupwise.models.attention import NAME, packed_attention
-from groupwise.models.layers import MLP, Attention, Norm, class_name, describe, family_class
+from groupwise.models.layers import (
+    MLP,
+    Attention,
+    Description,
+    Norm,
+    class_name,
+    describe,
+    family_class,
+)
 from groupwise.ops.functional import (
     EmbeddingRows,
     Linear,
@@ -38,6 +46,8 @@ from groupwise.ops.functional import (
     rotary,
     worth_linear,
 )
+from groupwise.ops.joined import attention_heads, gated_mlp, joins
+from groupwise.ops.operations import operations
 
 
 @contextmanager
@@ -49,27 +59,56 @@ def fused_modules(model: PreTrainedModel, *, keep: bool = True) -> Iterator[None
     keep: keep these copies; else they are made for every product, which takes no memory.
     """
     last = getattr(model.base_model, "norm", None)
+    together = operations().gpu_kernels(next(model.parameters())) is not None
     changed = []
+    groups: list[tuple[Tensor, ...]] = []
     for module in model.modules():
-        form = None if "forward" in vars(module) else _form(module, module is last)
+        if "forward" in vars(module):
+            continue
+        description = describe(module)
+        if together:
+            groups += _groups(description)
+        form = _form(module, description, module is last)
         if form is not None:
             module.forward = form
             changed.append(module)
     try:
-        with copies_of_weights(keep):
+        with copies_of_weights(keep, groups):
             yield
     finally:
         for module in changed:
             del module.forward
 
 
-def _form(module: nn.Module, last: bool) -> Callable[..., Any] | None:
+def _groups(description: Description | None) -> list[tuple[Tensor, ...]]:
+    """Return the weights of a block whose copies lie one behind the other: those over one input."""
+    if not isinstance(description, (Attention, MLP)):
+        return []
+    groups: list[tuple[Tensor, ...]] = []
+    for layers in (description.inputs, (description.output,)):
+        if not _plain(layers):
+            continue
+        groups.append(tuple(layer.weight for layer in layers))
+        biases = tuple(layer.bias for layer in layers)
+        if None not in biases:
+            groups.append(biases)
+    return groups
+
+
+def _plain(layers: Sequence[Any]) -> bool:
+    """True if all are torch's linear layers, and nobody has put another `forward` in them."""
+    return all(type(layer) is nn.Linear and "forward" not in vars(layer) for layer in layers)
+
+
+def _form(
+    module: nn.Module, description: Description | None, last: bool
+) -> Callable[..., Any] | None:
     """The `forward` that a module gets.   last: it is the model's last norm."""
-    match describe(module):
+    match description:
         case Norm(rms=True) as norm:
             return partial(_norm, norm, last)
         case Attention(rotary=True, gated=False) as attention:
-            return partial(_rotary_attention, attention)
+            return partial(_rotary_attention, attention, _plain(attention.inputs))
         case MLP() as mlp:
             return _form_of_mlp(mlp)
     form = _BY_CLASS.get(class_name(type(module)))
@@ -122,7 +161,10 @@ def _mlp(description: MLP, turned: bool, hidden_states: Tensor) -> Tensor:
     if _hooked(*description.products, description.activation):
         return type(module).forward(module, hidden_states)
     *first, last = ((linear.weight, linear.bias) for linear in description.products)
-    return mlp(_flat(hidden_states), first, last, turned=turned).view_as(hidden_states)
+    x_TD = _flat(hidden_states)
+    if description.gated and not turned and joins(x_TD, first):
+        return gated_mlp(x_TD, first, last).view_as(hidden_states)
+    return mlp(x_TD, first, last, turned=turned).view_as(hidden_states)
 
 
 def _linear(self: Any, x: Tensor) -> Tensor:
@@ -146,6 +188,7 @@ def _embedding(self: Any, input: Tensor) -> Tensor:
 
 def _rotary_attention(
     attention: Attention,
+    plain: bool,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
@@ -157,19 +200,51 @@ def _rotary_attention(
         return type(module).forward(
             module, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
         )
-    stream = hidden_states.shape[:-1]
-    heads = (*stream, -1, attention.width)
-    query, key, value = (project(hidden_states).view(heads) for project in attention.inputs)
+    heads = None
+    if plain:
+        heads = _joined_heads(attention, hidden_states, position_embeddings)
+    if heads is None:
+        heads = _heads(attention, hidden_states, position_embeddings)
+    query, key, value = heads
+    out, _ = packed_attention(
+        module, query, key, value, attention_mask, scaling=attention.scale, **kwargs
+    )
+    return attention.output(out.reshape(*hidden_states.shape[:-1], -1)), None
+
+
+def _heads(
+    attention: Attention, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor]
+) -> tuple[Tensor, ...]:
+    """Return rotated queries and keys, and values, (1, heads, T, W)."""
+    shape = (*hidden_states.shape[:-1], -1, attention.width)
+    query, key, value = (project(hidden_states).view(shape) for project in attention.inputs)
     if attention.head_norms is not None:
         query_norm, key_norm = attention.head_norms
         query, key = query_norm(query), key_norm(key)
     cos, sin = (table.unsqueeze(1) for table in position_embeddings)
     query, key = rotary(query.transpose(1, 2), cos, sin), rotary(key.transpose(1, 2), cos, sin)
-    value = value.transpose(1, 2)
-    out, _ = packed_attention(
-        module, query, key, value, attention_mask, scaling=attention.scale, **kwargs
-    )
-    return attention.output(out.reshape(*stream, -1)), None
+    return query, key, value.transpose(1, 2)
+
+
+def _joined_heads(
+    attention: Attention, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor]
+) -> tuple[Tensor, ...] | None:
+    """Return the same by one product and one kernel; None where they do not compute it."""
+    norms = attention.head_norms
+    if _hooked(*attention.inputs, *(norms or ())) or hidden_states.shape[0] != 1:
+        return None
+    layers = [(linear.weight, linear.bias) for linear in attention.inputs]
+    x_TD = _flat(hidden_states)
+    tables = position_embeddings[0][0], position_embeddings[1][0]
+    whole = tables[0].dtype == torch.float32 and tables[0].shape[-1] == attention.width
+    if not whole or not joins(x_TD, layers):
+        return None
+    weights, eps = None, 0.0
+    if norms is not None:
+        weights, eps = (norms[0].weight, norms[1].weight), norms[0].variance_epsilon
+    counts = attention.heads, attention.shared
+    heads = attention_heads(x_TD, layers, counts, tables, weights, eps)
+    return tuple(x_TAW.transpose(0, 1)[None] for x_TAW in heads)
 
 
 def _gated_norm(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:

@@ -37,30 +37,75 @@ LEAST_SIDE = 96
 """A linear layer with a shorter side is not worth what `Linear` does around its product."""
 
 
-class Copies(dict[tuple[Any, ...], tuple[Tensor, Tensor]]):
-    """Copies of weights in the type of the products: (weight, copy), by the weight's address,
-    shape, strides and the type.
+class Copies(dict[tuple[Any, ...], tuple[tuple[Tensor, ...], Tensor]]):
+    """Copies of weights in the type of the products, each with its weights, so that their memory
+    cannot become another's.
+
+    Several weights have one copy, one behind the other, where they are one product.
     """
 
-    closed = False
+    def __init__(self, groups: Sequence[tuple[Tensor, ...]]) -> None:
+        """groups: weights that are copied when the first copy is asked for, all at once."""
+        super().__init__()
+        self.groups = groups
+        self.closed = False
+
+    def joined(self, parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        """Return the copy of weights in a type that is not theirs."""
+        key = _key(parts, dtype)
+        if key not in self and self.groups:
+            self._copy_groups(dtype)
+        if key not in self:
+            lower = [part.to(dtype) for part in parts]
+            self[key] = parts, lower[0] if len(lower) == 1 else torch.cat(lower)
+        return self[key][1]
+
+    def _copy_groups(self, dtype: torch.dtype) -> None:
+        """Copy all groups in one operation."""
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
+        for parts in self.groups:
+            if parts[0].dtype == dtype:
+                continue
+            rows = [part.shape[0] for part in parts]
+            copy = parts[0].new_empty(sum(rows), *parts[0].shape[1:], dtype=dtype)
+            sources += parts
+            targets += copy.split(rows)
+            self[_key(parts, dtype)] = parts, copy
+        self.groups = ()
+        if targets:
+            torch._foreach_copy_(targets, sources)  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Free the copies and cache no more: an autograd graph that is still alive would otherwise
         keep them in memory.
         """
         self.closed = True
+        self.groups = ()
         self.clear()
+
+
+def _key(parts: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+    """What a copy is known by: where its weights lie and how, and its type."""
+    return dtype, *[(part.data_ptr(), part.shape, part.stride()) for part in parts]
 
 
 _copies: ContextVar[Copies | None] = ContextVar("copies", default=None)
 
 
+def open_copies() -> Copies | None:
+    """Return the copies that are kept; asked in a forward pass."""
+    return _copies.get()
+
+
 @contextmanager
-def copies_of_weights(keep: bool) -> Iterator[None]:
+def copies_of_weights(keep: bool, groups: Sequence[tuple[Tensor, ...]] = ()) -> Iterator[None]:
     """While inside, whichever thread runs the backward pass, a weight is copied into a lower
     precision once (`keep`).
+
+    groups: see `Copies`.
     """
-    copies = Copies() if keep else None
+    copies = Copies(groups) if keep else None
     before = _copies.set(copies)
     try:
         yield
@@ -260,7 +305,7 @@ class FirstProducts(torch.autograd.Function):
         ctx: Any, x_TD: Tensor, turned: bool, *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
         """parameters: weight and bias of the first layers and of the last."""
-        _hold(ctx, *parameters)
+        hold(ctx, *parameters)
         inner = []
         for weight, bias_I in pairs(parameters[:-2]):
             inner.append(_times(x_TD, weight, bias_I, turned, ctx.copies))
@@ -274,23 +319,23 @@ class FirstProducts(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, *inner = ctx.saved_tensors
-        *first, last = pairs(_held(ctx))
+        *first, last = pairs(held(ctx))
         needs_x, _, *needs = ctx.needs_input_grad
         *needs_first, needs_last = pairs(needs)
         grad_TD = grads[0]
-        opened_TI, inner_grads = _open_backward(_back(ctx, grad_TD, last[0]), *inner)
-        last_grads = _affine_grads(ctx, opened_TI, grad_TD, last, needs_last)
+        opened_TI, inner_grads = _open_backward(back(ctx, grad_TD, last[0]), *inner)
+        last_grads = affine_grads(ctx, opened_TI, grad_TD, last, needs_last)
         del opened_TI
         grad_x_TD = None
         for (weight, _), grad_TI in zip(first, inner_grads, strict=True):
             if needs_x and grad_x_TD is None:
-                grad_x_TD = _back(ctx, grad_TI, weight)
+                grad_x_TD = back(ctx, grad_TI, weight)
             elif grad_x_TD is not None:
                 matrix = _turned(ctx.copies, weight, grad_TI, not ctx.turned)
                 operations().add_product(grad_x_TD, grad_TI, matrix, fresh=False)
         first_grads: list[Tensor | None] = []
         for layer, grad_TI, needed in zip(first, inner_grads, needs_first, strict=True):
-            first_grads += _affine_grads(ctx, x_TD, grad_TI, layer, needed)
+            first_grads += affine_grads(ctx, x_TD, grad_TI, layer, needed)
         return (grad_x_TD, None, *first_grads, *last_grads)
 
 
@@ -372,18 +417,18 @@ class Linear(torch.autograd.Function):
         # Under an adapter the weight is frozen, and then nobody needs its inputs again.
         ctx.save_for_backward(x_TI if ctx.needs_input_grad[1] else None)
         ctx.turned, ctx.bias_type = turned, None if bias_O is None else bias_O.dtype
-        _hold(ctx, weight)
+        hold(ctx, weight)
         return _times(x_TI, weight, bias_O, turned, ctx.copies)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x_TI,), (weight,) = ctx.saved_tensors, _held(ctx)
+        (x_TI,), (weight,) = ctx.saved_tensors, held(ctx)
         needs_x, _, needs_bias, _ = ctx.needs_input_grad
         grad_TO = grads[0]
         return (
-            _back(ctx, grad_TO, weight) if needs_x else None,
-            None if x_TI is None else _weight_grad(ctx, x_TI, grad_TO, weight),
+            back(ctx, grad_TO, weight) if needs_x else None,
+            None if x_TI is None else weight_grad(ctx, x_TI, grad_TO, weight),
             grad_TO.sum(0).to(ctx.bias_type) if needs_bias else None,
             None,
         )
@@ -399,7 +444,7 @@ def _times(
     )
 
 
-def _back(ctx: Any, grad_TO: Tensor, weight: Tensor) -> Tensor:
+def back(ctx: Any, grad_TO: Tensor, weight: Tensor) -> Tensor:
     """The gradient of what a linear layer is given."""
     return operations().product(grad_TO, _turned(ctx.copies, weight, grad_TO, not ctx.turned))
 
@@ -420,7 +465,7 @@ class EmbeddingRows(torch.autograd.Function):
     def forward(ctx: Any, ids: Tensor, weight_VD: Tensor, still: int) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.still = still
-        _hold(ctx, weight_VD)
+        hold(ctx, weight_VD)
         return F.embedding(ids, weight_VD)
 
     @staticmethod
@@ -441,7 +486,7 @@ class EmbeddingRows(torch.autograd.Function):
 _embedding_backward = torch.ops.aten.embedding_dense_backward
 
 
-def _hold(ctx: Any, *weights: Tensor | None) -> None:
+def hold(ctx: Any, *weights: Tensor | None) -> None:
     """Keep on `ctx` what the backward pass needs: the weights, their versions, the cached copies,
     and whether gradients are summed in place.
 
@@ -453,7 +498,7 @@ def _hold(ctx: Any, *weights: Tensor | None) -> None:
     ctx.versions = [version(weight) for weight in weights]
 
 
-def _held(ctx: Any) -> tuple[Any, ...]:
+def held(ctx: Any) -> tuple[Any, ...]:
     unchanged(ctx.weights, ctx.versions)
     return ctx.weights
 
@@ -462,15 +507,10 @@ def _like(weight: Tensor, x: Tensor, copies: Copies | None) -> Tensor:
     """A weight in the type of what it multiplies."""
     if weight.dtype == x.dtype or copies is None or copies.closed:
         return weight.to(x.dtype)
-    key = (weight.data_ptr(), weight.shape, weight.stride(), x.dtype)
-    copy = copies.get(key)
-    if copy is None:
-        # With the weight itself, so that its memory cannot become another's.
-        copy = copies[key] = weight, weight.to(x.dtype)
-    return copy[1]
+    return copies.joined((weight,), x.dtype)
 
 
-def _affine_grads(
+def affine_grads(
     ctx: Any,
     x_TI: Tensor,
     grad_TO: Tensor,
@@ -481,14 +521,14 @@ def _affine_grads(
     (weight, bias_O), (needs_weight, needs_bias) = layer, needed
     grad_weight, grad_bias_O = None, None
     if needs_weight:
-        grad_weight = _weight_grad(ctx, x_TI, grad_TO, weight)
+        grad_weight = weight_grad(ctx, x_TI, grad_TO, weight)
     if needs_bias:
         assert bias_O is not None
         grad_bias_O = grad_TO.sum(0).to(bias_O.dtype)
     return grad_weight, grad_bias_O
 
 
-def _weight_grad(ctx: Any, x_TI: Tensor, grad_TO: Tensor, weight: Tensor) -> Tensor | None:
+def weight_grad(ctx: Any, x_TI: Tensor, grad_TO: Tensor, weight: Tensor) -> Tensor | None:
     """Gradient of a weight, in its own type; None where it was added to the weight's `.grad`
     itself.
     """

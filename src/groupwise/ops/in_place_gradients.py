@@ -41,24 +41,28 @@ def summing() -> bool:
     return _open.get()
 
 
-def gradient_of(weight: Tensor, on: bool) -> tuple[Tensor | None, bool]:
-    """The sum that a gradient of `weight` may be added to, or None; and whether that sum still
-    holds nothing but noise.
+def is_summed(weight: Tensor, on: bool) -> bool:
+    """Return True if gradients of `weight`, a parameter or the first rows of one, are summed in
+    place.
 
-    on: what `summing` said in the forward pass.   `weight` is a parameter or the first rows of one.
-        Those that others listen to (hooks), or whose gradients are summed in another precision, are
-        left to autograd."""
+    on: what `summing` said in the forward pass.   Those that others listen to (hooks), or whose
+        gradients are summed in another precision, are left to autograd."""
     parameter = weight if weight._base is None else weight._base
     plain = isinstance(parameter, nn.Parameter) and parameter.requires_grad and parameter.is_leaf
     if not on or not plain or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        return False
+    place = (weight.data_ptr(), weight.shape[1:], weight.stride())
+    return place == (parameter.data_ptr(), parameter.shape[1:], parameter.stride())
+
+
+def gradient_of(weight: Tensor, on: bool) -> tuple[Tensor | None, bool]:
+    """Return the sum that a gradient of `weight` may be added to, or None (see `is_summed`), and
+    whether that sum still holds nothing but noise.
+    """
+    if not is_summed(weight, on):
         return None, False
+    parameter = weight if weight._base is None else weight._base
     rows = weight.shape[0]
-    if (weight.data_ptr(), weight.shape[1:], weight.stride()) != (
-        parameter.data_ptr(),
-        parameter.shape[1:],
-        parameter.stride(),
-    ):
-        return None, False
     fresh = parameter.grad is None
     if fresh:
         parameter.grad = torch.empty_like(parameter)

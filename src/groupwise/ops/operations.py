@@ -224,6 +224,12 @@ class Operations:
         """
         return None
 
+    def gpu_kernels(self, x: Tensor) -> Any:
+        """Return kernels of blocks whose products over one input are joined; None: they stay
+        apart, and torch's operations compute what lies around them.
+        """
+        return None
+
     def decode_attention(self, query: Query) -> DecodeAttention | None:
         """Return the attention of new tokens over such keys and values, token by token; None:
         torch's operations attend.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import joined_kernels
 import numpy as np
 import pytest
 import torch
@@ -17,11 +18,12 @@ from torch.nn import functional as F
 
 from groupwise.ops import linear_cross_entropy as head_module
 from groupwise.ops import operations as operations_module
+from groupwise.ops.cuda.varlen_attention import merged
 from groupwise.ops.decoding import TorchNorm
 from groupwise.ops.linear_cross_entropy import Head, chosen_logprobs
 from groupwise.ops.operations import Operations
 from groupwise.ops.query import EVERYTHING, Query, Reach
-from groupwise.ops.triton import draw, gate, norm, rotary
+from groupwise.ops.triton import draw, gate, heads, merge, norm, rotary
 from groupwise.ops.triton.operations import TritonOperations
 from groupwise.rollout.native.decode_attention import Decode, DecodeSize
 from groupwise.rollout.native.kv_cache import KVCache
@@ -133,6 +135,52 @@ def test_activations_and_their_gradients(rows: int, width: int, dtype: torch.dty
     for ours in (gate.gelu(apart_gate.contiguous()), gate.gelu_backward(grad_x, apart_gate.contiguous())):
         assert relative(ours, expected) < BOUND[dtype]
     assert relative(grad_x, expected_x) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(("rows", "width"), [(1, 5), (3, 1100)])
+def test_gradients_of_gate_beside_up(rows: int, width: int, dtype: torch.dtype) -> None:
+    inner, grad = normal(rows, 2 * width, dtype=dtype), normal(rows, width, dtype=dtype)
+    opened, grads = gate.joined_gate_backward(grad, inner)
+    expected = joined_kernels.JoinedKernels().joined_gate_backward(grad.double(), inner.double())
+    for ours, exact in zip((opened, grads), expected, strict=True):
+        assert ours.dtype == dtype and relative(ours, exact) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(("rows", "queries", "keys", "width"), [(1, 1, 1, 8), (7, 5, 2, 24), (3, 9, 4, 256), (520, 3, 3, 4)])
+def test_heads_of_a_layer_and_their_gradients(
+    rows: int, queries: int, keys: int, width: int, dtype: torch.dtype, norms: bool
+) -> None:
+    angle = normal(rows, width // 2).repeat(1, 2)
+    tables = {"cos_TW": angle.cos(), "sin_TW": angle.sin()}
+    gains = (normal(width) + 2.0, normal(width) + 2.0) if norms else None
+    counts = {"queries": queries, "keys": keys, "eps": 1e-6}
+    ours = heads.Heads(gains=gains, **counts, **tables)
+    wide_gains = None if gains is None else (gains[0].double(), gains[1].double())
+    wide_tables = {name: table.double() for name, table in tables.items()}
+    definition = joined_kernels.Heads(gains=wide_gains, **counts, **wide_tables)
+    x = normal(rows, (queries + 2 * keys) * width, dtype=dtype)
+    grads = [normal(count, rows, width, dtype=dtype).transpose(0, 1) for count in (queries, keys, keys)]
+    expected = [*definition.forward(x.double()), *definition.backward([grad.double() for grad in grads], x.double())]
+    grad_x, grad_gain = ours.backward(grads, x if norms else None)
+    results = [*ours.forward(x.clone()), grad_x, grad_gain]
+    assert (grad_gain is not None) == norms
+    for one, exact in zip(results, expected, strict=True):
+        assert one is None or relative(one, exact) < BOUND[one.dtype if one is not grad_gain else dtype]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(("rows", "count", "width"), [(1, 1, 8), (9, 5, 24)])
+def test_parts_of_an_attention_are_merged(rows: int, count: int, width: int, dtype: torch.dtype) -> None:
+    """Some tokens have no keys in the second part: the kernel of attention says +inf there."""
+    out, add = normal(rows, count, width, dtype=dtype), normal(rows, count, width, dtype=dtype)
+    lse, add_lse = normal(count, rows), 3.0 * normal(count, rows)
+    add_lse[:, ::2] = torch.inf
+    expected = merged(out, lse, add, add_lse)
+    for ours, exact in zip(merge.merge_parts(out.clone(), lse.clone(), add, add_lse), expected, strict=True):
+        assert ours.dtype == exact.dtype and relative(ours, exact) < BOUND[ours.dtype]
 
 
 @pytest.mark.parametrize("entropy", [False, True])

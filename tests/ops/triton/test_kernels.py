@@ -42,11 +42,12 @@ def test_kernels_compute_the_librarys_operations_on_a_gpu(file: str) -> None:
 
 POINTERS = {
     "*fp32": ("scale", "grad_weight", "factor", "lse", "logp", "entropy", "grad_logp", "grad_entropy", "cosine", "sine",
-              "own_part", "own_lse", "prompt_part", "prompt_lse"),
+              "own_part", "own_lse", "prompt_part", "prompt_lse", "grad_gain", "add_lse", "query_gain", "key_gain"),
     "*i64": ("position", "target", "token", "length_R", "end_P", "member_PN", "first_R", "position_R", "entry_R", "place_R"),
     "*fp64": ("uniform",),
     "*bf16": ("x", "add", "weight", "out", "grad", "grad_x", "gate", "up", "inner", "grad_up", "raw", "logits", "query", "new_key",
-              "new_value", "own_key", "own_value", "prompt_key", "prompt_value", "sinks_H"),
+              "new_value", "own_key", "own_value", "prompt_key", "prompt_value", "sinks_H", "grad_gate", "grad_query", "grad_key",
+              "grad_value"),
     "fp32": ("eps", "sign", "temperature", "cap"),
 }  # fmt: skip
 """Types of arguments; others are whole numbers."""
@@ -91,6 +92,12 @@ def sm90_builds() -> list[tuple[Any, ...]]:
         ("norm", "backward_kernel", 8, {"WEIGHT": True, "ROWS": 32, "BLOCK": 4096}),
         ("rotary", "rotary_kernel", 4, {"GATHER": True, "HEADS": 16, "HALF": 32}),
         ("rotary", "rotary_kernel", 8, {"GATHER": False, "HEADS": 32, "HALF": 64}),
+        ("heads", "heads_kernel", 4, {"NORM": False, "HEADS": 16, "HALF": 32}),
+        ("heads", "heads_kernel", 8, {"NORM": True, "HEADS": 16, "HALF": 64}),
+        ("heads", "heads_backward_kernel", 4, {"NORM": False, "ROWS": 1, "HEADS": 16, "HALF": 32}),
+        ("heads", "heads_backward_kernel", 8, {"NORM": True, "ROWS": 32, "HEADS": 16, "HALF": 64}),
+        ("heads", "heads_backward_kernel", 8, {"NORM": True, "ROWS": 32, "HEADS": 8, "HALF": 128}),
+        ("merge", "merge_parts_kernel", 8, {"HEADS": 32, "WIDTH": 128}),
         ("gate", "gated_kernel", 4, {"BLOCK": 1024}),
         ("gate", "gated_backward_kernel", 4, {"BLOCK": 1024}),
         ("gate", "gelu_kernel", 4, {"GRAD": True, "BLOCK": 1024}),

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from groupwise.ops.autograd import first_derivative
+from groupwise.ops.operations import operations
 from groupwise.ops.query import Query, families_of
 from groupwise.records import Layout
 
@@ -152,7 +153,9 @@ class _Varlen(torch.autograd.Function):
             prefix_out_THD, prefix_lse_HT, *_ = _flash(
                 *heads, *ends.prefix_call, 0.0, False, False, scale=scale
             )
-            out_THD, lse_HT = merged(out_THD, lse_HT, prefix_out_THD, prefix_lse_HT)
+            kernels = operations().gpu_kernels(out_THD)
+            merge = merged if kernels is None else kernels.merge_parts
+            out_THD, lse_HT = merge(out_THD, lse_HT, prefix_out_THD, prefix_lse_HT)
         if sinks_H is not None:
             union_HT = torch.logaddexp(lse_HT, sinks_H.to(lse_HT.dtype)[:, None])
             share_TH1 = (lse_HT - union_HT).exp().T[..., None]
@@ -176,8 +179,7 @@ class _Varlen(torch.autograd.Function):
             of_prefix = _flash_backward(
                 *saved, *ends.prefix_call, 0.0, False, seed, offset, scale=ctx.scale
             )
-            for gradient, more in zip(gradients, of_prefix, strict=True):
-                gradient += more
+            torch._foreach_add_(gradients, of_prefix)  # type: ignore[attr-defined]
         grad_sinks_H = None
         if sinks_H is not None:
             along_HT = (grad_out_THD * out_THD).sum(-1, dtype=lse_HT.dtype).T

@@ -33,20 +33,30 @@ def gated_kernel(gate, up, out, width, gate_row, up_row, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def gated_backward_kernel(grad, gate, up, inner, grad_up, numbers, BLOCK: tl.constexpr):
-    """Write silu(gate) * up again and the gradient of up; `grad` becomes the gradient of gate."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < numbers
+def gated_backward_kernel(
+    grad, gate, up, inner, grad_gate, grad_up, width, inner_row, grad_row, BLOCK: tl.constexpr
+):
+    """Write silu(gate) * up again and the gradients of both, of one block of a row.
+
+    inner_row, grad_row: from one row of gate or up, or of their gradients, to the next.
+    `grad_gate` may be `grad`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
     kind = inner.dtype.element_ty
+    place = row * width + column
+    source = row * inner_row + column
+    target = row * grad_row + column
     grad_inner = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
-    opening = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
-    number = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
+    opening = tl.load(gate + source, mask=inside, other=0.0).to(tl.float32)
+    number = tl.load(up + source, mask=inside, other=0.0).to(tl.float32)
     share = tl.sigmoid(opening)
     opened = opening * share
     slope = share + opened * (1.0 - share)
     tl.store(inner + place, (opened * number).to(kind), mask=inside)
-    tl.store(grad_up + place, (grad_inner * opened).to(kind), mask=inside)
-    tl.store(grad + place, (grad_inner * number * slope).to(kind), mask=inside)
+    tl.store(grad_up + target, (grad_inner * opened).to(kind), mask=inside)
+    tl.store(grad_gate + target, (grad_inner * number * slope).to(kind), mask=inside)
 
 
 @triton.jit
@@ -84,12 +94,36 @@ def gated_backward(grad_TI: Tensor, gate_TI: Tensor, up_TI: Tensor) -> tuple[Ten
 
     All are contiguous.
     """
-    inner_TI, grad_up_TI = torch.empty_like(gate_TI), torch.empty_like(up_TI)
-    numbers = gate_TI.numel()
-    gated_backward_kernel[(quotient(numbers, BLOCK),)](
-        grad_TI, gate_TI, up_TI, inner_TI, grad_up_TI, numbers, BLOCK=BLOCK
+    grad_up_TI = torch.empty_like(up_TI)
+    return _gated_backward(grad_TI, gate_TI, up_TI, grad_TI, grad_up_TI), grad_up_TI
+
+
+def joined_gate_backward(grad_TI: Tensor, joined_TJ: Tensor) -> tuple[Tensor, Tensor]:
+    """Return silu(gate) * up and the gradient of gate beside up, J = 2 I; all are contiguous."""
+    grad_TJ = torch.empty_like(joined_TJ)
+    (gate_TI, up_TI), (grad_gate_TI, grad_up_TI) = joined_TJ.chunk(2, -1), grad_TJ.chunk(2, -1)
+    return _gated_backward(grad_TI, gate_TI, up_TI, grad_gate_TI, grad_up_TI), grad_TJ
+
+
+def _gated_backward(
+    grad_TI: Tensor, gate_TI: Tensor, up_TI: Tensor, grad_gate_TI: Tensor, grad_up_TI: Tensor
+) -> Tensor:
+    """Launch the kernel; return silu(gate) * up."""
+    rows, width = grad_TI.shape
+    inner_TI = torch.empty_like(grad_TI)
+    gated_backward_kernel[(rows, quotient(width, BLOCK))](
+        grad_TI,
+        gate_TI,
+        up_TI,
+        inner_TI,
+        grad_gate_TI,
+        grad_up_TI,
+        width,
+        gate_TI.stride(0),
+        grad_up_TI.stride(0),
+        BLOCK=BLOCK,
     )
-    return inner_TI, grad_up_TI
+    return inner_TI
 
 
 def _gelu(x_TI: Tensor, grad_TI: Any) -> Tensor:

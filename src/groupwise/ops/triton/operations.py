@@ -22,7 +22,9 @@ from groupwise.ops.triton import gate, norm, rotary
 from groupwise.ops.triton.decode_attention import decode_attention
 from groupwise.ops.triton.draw import draw_tokens
 from groupwise.ops.triton.head import TritonLogitsReader
+from groupwise.ops.triton.heads import Heads
 from groupwise.ops.triton.launch import TYPES, fits
+from groupwise.ops.triton.merge import merge_parts
 
 
 class TritonOperations(FusedOperations):
@@ -72,6 +74,10 @@ class TritonOperations(FusedOperations):
             return TritonBlockKernels()
         return self.rest.block_kernels(*tensors, width=width)
 
+    def gpu_kernels(self, x: Tensor) -> Any:
+        """See `Operations`."""
+        return TritonGpuKernels() if fits(self.device, x) else self.rest.gpu_kernels(x)
+
     def decode_attention(self, query: Query) -> DecodeAttention | None:
         """See `Operations`."""
         parts = (query.query_THD, query.key_TKD, query.value_TKE)
@@ -105,6 +111,15 @@ class TritonBlockKernels:
     gated_backward = staticmethod(gate.gated_backward)
     gelu = staticmethod(gate.gelu)
     gelu_backward = staticmethod(gate.gelu_backward)
+
+
+class TritonGpuKernels:
+    """Kernels of blocks whose products over one input are joined, and of attention in parts."""
+
+    heads = Heads
+    gated = staticmethod(gate.gated)
+    joined_gate_backward = staticmethod(gate.joined_gate_backward)
+    merge_parts = staticmethod(merge_parts)
 
 
 class TritonDecodeOperations(DecodeOperations):
