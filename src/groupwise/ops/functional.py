@@ -499,6 +499,7 @@ def hold(ctx: Any, *weights: Tensor | None) -> None:
 
 
 def held(ctx: Any) -> tuple[Any, ...]:
+    """Return the weights that `hold` was given.  Raises RuntimeError if one has changed since."""
     unchanged(ctx.weights, ctx.versions)
     return ctx.weights
 

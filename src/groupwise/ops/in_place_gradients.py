@@ -63,10 +63,10 @@ def gradient_of(weight: Tensor, on: bool) -> tuple[Tensor | None, bool]:
         return None, False
     parameter = weight if weight._base is None else weight._base
     rows = weight.shape[0]
-    fresh = parameter.grad is None
-    if fresh:
-        parameter.grad = torch.empty_like(parameter)
-        if rows < parameter.shape[0]:
-            parameter.grad[rows:] = 0.0
-    assert parameter.grad is not None
-    return parameter.grad[:rows], fresh
+    total = parameter.grad
+    if total is not None:
+        return total[:rows], False
+    total = parameter.grad = torch.empty_like(parameter)
+    if rows < parameter.shape[0]:
+        total[rows:] = 0.0
+    return total[:rows], True

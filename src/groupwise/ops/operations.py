@@ -305,8 +305,5 @@ def _for_cpus() -> tuple[Operations, str | None]:
         )
     make = getattr(groupwise_cpu, "cpu_operations", None)
     if make is None:
-        return Operations(), (
-            f"groupwise-cpu was built from older sources than groupwise: run `{INSTALL}` in the"
-            " clone"
-        )
+        return Operations(), f"groupwise-cpu is older than groupwise: run `{INSTALL}` in the clone"
     return make(), None
