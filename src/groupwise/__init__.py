@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from groupwise.algorithms.table import ALGORITHMS
     from groupwise.api.evaluate import EvalReport, evaluate
+    from groupwise.api.export import export_gguf
     from groupwise.api.loaded_policy import LoadedPolicy, load_policy, make_policy
     from groupwise.api.publish import push
     from groupwise.api.tables import read_metrics, read_rollouts
@@ -70,6 +71,7 @@ _WHERE = {
     "push": "api.publish",
     "compare": "inspection.comparison",
     "Comparison": "inspection.comparison",
+    "export_gguf": "api.export",
     "read_metrics": "api.tables",
     "read_rollouts": "api.tables",
     "Policy": "models.policy",
@@ -90,10 +92,10 @@ _WHERE = {
 __all__ = [
     "ALGORITHMS", "Comparison", "EvalReport", "GroupwiseError", "LiveReward", "LoadedPolicy",
     "NativeEngine", "Optimizer", "Policy", "Prompt", "Recipe", "Rollout", "RolloutGroup", "Sample",
-    "Sampling", "Step", "Training", "build_rewards", "compare", "evaluate", "from_trl",
-    "load_policy", "load_recipe", "load_stages", "make_policy", "pack", "push", "read_metrics",
-    "read_rollouts", "resolve", "score", "settings", "train", "train_offline", "train_online",
-    "update",
+    "Sampling", "Step", "Training", "build_rewards", "compare", "evaluate", "export_gguf",
+    "from_trl", "load_policy", "load_recipe", "load_stages", "make_policy", "pack", "push",
+    "read_metrics", "read_rollouts", "resolve", "score", "settings", "train", "train_offline",
+    "train_online", "update",
 ]  # fmt: skip
 
 

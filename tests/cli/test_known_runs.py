@@ -321,6 +321,7 @@ ELSEWHERE = {
     "install-vllm": "it fetches 2.5 GB",
     "get": "it fetches 93 MB",
     "push": "it uploads to a hub",
+    "export": "it needs a tokenizer with merges; tests/cli/test_export.py runs it",
 }
 """Commands whose examples no test runs, and why."""
 

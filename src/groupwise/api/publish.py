@@ -8,10 +8,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from groupwise.errors import CheckpointError, ConfigError, StorageError
-from groupwise.runs.final_model import check_final, unfinished
-from groupwise.runs.folder import FINAL, finished
-from groupwise.runs.origin import run_of
+from groupwise.errors import ConfigError, StorageError
+from groupwise.runs.final_model import whole_final
+from groupwise.runs.folder import finished
 
 
 def push(
@@ -25,19 +24,8 @@ def push(
     whole final model, ConfigError for a repository or a token that the hub refuses, StorageError
     if the upload fails.
     """
-    folder = run_of(run).folder
-    if Path(run).resolve() != folder.resolve():
-        raise ConfigError(f"{run} is no run folder: name the run that is meant, such as {folder}")
-    step = finished(folder)
-    if step is None:
-        raise CheckpointError(
-            f"{folder} has not finished, so that it has no final model: run its training command to"
-            " the end"
-        )
-    if wrong := unfinished(folder):
-        raise CheckpointError(f"{folder}: {wrong}; its training command makes it again")
-    model = folder / FINAL
-    check_final(model)
+    model = whole_final(run)
+    folder = model.parent
     if os.environ.get("HF_HUB_OFFLINE") == "1":
         raise ConfigError("HF_HUB_OFFLINE is 1, which forbids an upload: unset it")
 
@@ -56,7 +44,8 @@ def push(
         commit = hub.upload_folder(
             repo_id=repository,
             folder_path=model,
-            commit_message=message or f"Step {step} of {folder.name}, trained with Groupwise",
+            commit_message=message
+            or f"Step {finished(folder)} of {folder.name}, trained with Groupwise",
         )
     except HFValidationError as error:
         raise ConfigError(f"{repository!r} names no repository of the hub: {error}") from error

@@ -45,6 +45,7 @@ COMMANDS = {
     "runs": "list the run folders and their state",
     "compare": "compare runs, or groups of runs with several seeds",
     "push": "upload the final model of a run to the Hugging Face hub",
+    "export": "write the final model of a run as a GGUF file, for llama.cpp and Ollama",
     "trust": "allow the code that a run folder of another machine or user names",
     "replay": "recompute a recorded step, unchanged or with a change",
     "explain": "show one step of an algorithm in numbers",

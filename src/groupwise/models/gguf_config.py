@@ -373,7 +373,7 @@ def _llama3(metadata: Metadata, width: int, theta: float) -> dict[str, Any]:
         contexts.append(round(float(np.median(waves[mixed] * rotations))))
     fitting = []
     for context in contexts:
-        expected = _llama3_factors(waves, factor, context)
+        expected = llama3_factors(waves, factor, context)
         if np.abs(expected / factors - 1.0).max() < 1e-4:
             fitting.append(context)
     if not fitting:
@@ -390,8 +390,8 @@ def _llama3(metadata: Metadata, width: int, theta: float) -> dict[str, Any]:
     }
 
 
-def _llama3_factors(waves: np.ndarray, factor: float, context: float) -> np.ndarray:
-    """What Llama 3's rule multiplies each wave length by."""
+def llama3_factors(waves: np.ndarray, factor: float, context: float) -> np.ndarray:
+    """Return what Llama 3's rule multiplies each wave length by."""
     share = (context / waves - LOW_FREQ_FACTOR) / (HIGH_FREQ_FACTOR - LOW_FREQ_FACTOR)
     share = share.clip(0.0, 1.0)
     return 1.0 / ((1.0 - share) / factor + share)

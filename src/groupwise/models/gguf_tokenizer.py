@@ -42,10 +42,10 @@ _CASED = (
 _LLAMA3 = rf"{_WORDS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}{_REST}"
 _QWEN2 = rf"{_WORDS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{_REST}"
 _LLAMA3_RULES = ("llama-bpe", "llama3", "llama-v3", "falcon3")
-_QWEN2_RULES = ("qwen2", "deepseek-r1-qwen")
+QWEN2_RULES = ("qwen2", "deepseek-r1-qwen")
 SPLITS = {
     **dict.fromkeys((*_LLAMA3_RULES, "smaug-bpe"), _LLAMA3),
-    **dict.fromkeys(_QWEN2_RULES, _QWEN2),
+    **dict.fromkeys(QWEN2_RULES, _QWEN2),
     "tekken": _CASED % ("", "", ""),
     **dict.fromkeys(("gpt-4o", "llama4"), _CASED % (f"{_WORDS}?", f"{_WORDS}?", "{1,3}")),
     **dict.fromkeys(("gpt-2", "smollm", "starcoder", "refact", "command-r"), ""),
@@ -142,6 +142,19 @@ def read_tokenizer(header: Header, rows: int) -> GgufTokenizer:
     that do not fit the vocabulary.
     """
     return _Maker(header, rows).make()
+
+
+def splitter(rule: str) -> pre_tokenizers.PreTokenizer:
+    """Make what splits text before bytes are merged, by a rule of `SPLITS`."""
+    pattern = SPLITS[rule]
+    if pattern:
+        split = pre_tokenizers.Split(Regex(pattern), "isolated")
+        as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        return pre_tokenizers.Sequence([split, as_bytes])
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if rule == "gpt-2":
+        return pre_tokenizers.Sequence([as_bytes])
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), as_bytes])
 
 
 class _Maker:
@@ -281,23 +294,11 @@ class _Maker:
             merges.append((left, right))
         whole = self.rule in WHOLE_WORDS
         backend = Tokenizer(models.BPE(self.id_of, merges, ignore_merges=whole))
-        if self.rule in _QWEN2_RULES:
+        if self.rule in QWEN2_RULES:
             backend.normalizer = normalizers.NFC()
-        backend.pre_tokenizer = self.splitter()
+        backend.pre_tokenizer = splitter(self.rule)
         backend.decoder = decoders.ByteLevel()
         return backend
-
-    def splitter(self) -> pre_tokenizers.PreTokenizer:
-        """Make what splits text before bytes are merged, by the file's rule."""
-        pattern = SPLITS[self.rule]
-        if pattern:
-            split = pre_tokenizers.Split(Regex(pattern), "isolated")
-            as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-            return pre_tokenizers.Sequence([split, as_bytes])
-        as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-        if self.rule == "gpt-2":
-            return pre_tokenizers.Sequence([as_bytes])
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), as_bytes])
 
     def make_sentencepiece(self) -> Tokenizer:
         """Make the core of a SentencePiece vocabulary, whose scores say what is merged first."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from groupwise.errors import CheckpointError, RunError
+from groupwise.errors import CheckpointError, ConfigError, RunError
 from groupwise.runs.folder import FINAL, REFERENCE, finished
+from groupwise.runs.origin import run_of
 from groupwise.runs.run_files import RunFiles, bounded_json
 from groupwise.utils.terminal import logger
 
@@ -39,6 +40,26 @@ def unfinished(folder: Path) -> str | None:
         if not name.endswith(EDITED) and _altered(run, name):
             return f"{name} is not what the run wrote"
     return None
+
+
+def whole_final(run: str | Path) -> Path:
+    """Return the folder of a finished run's final model, compared with what the run wrote.
+
+    Raises ConfigError for what is no run folder, CheckpointError for a run that has not finished
+    or whose final model is not whole, RunError for weights that are not the run's.
+    """
+    folder = run_of(run).folder
+    if Path(run).resolve() != folder.resolve():
+        raise ConfigError(f"{run} is no run folder: name the run that is meant, such as {folder}")
+    if finished(folder) is None:
+        raise CheckpointError(
+            f"{folder} has not finished, so that it has no final model: run its training command to"
+            " the end"
+        )
+    if wrong := unfinished(folder):
+        raise CheckpointError(f"{folder}: {wrong}; its training command makes it again")
+    check_final(folder / FINAL)
+    return folder / FINAL
 
 
 def check_final(model: Path) -> None:
