@@ -162,7 +162,7 @@ def test_what_cannot_be_exported_is_said(there: Path, finished: Path, tmp_path: 
         gw.export_gguf("runs/sums", "q8")
     with pytest.raises(ConfigError, match=r"ends in \.gguf, 'x\.bin' does not"):
         gw.export_gguf("runs/sums", "q8_0", tmp_path / "x.bin")
-    with pytest.raises(ConfigError, match="runs is no run folder"):
+    with pytest.raises(ConfigError, match="runs holds runs and is none itself"):
         gw.export_gguf("runs", "q8_0")
     (tmp_path / "Modelfile").write_text("FROM ./mine.gguf\n")
     with pytest.raises(ConfigError, match="is there, and not made by this command"):

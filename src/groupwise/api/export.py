@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from groupwise.api.ollama import HEAD, modelfile
@@ -17,9 +16,7 @@ from groupwise.utils.spelling import nearest
 MODELFILE = "Modelfile"
 
 
-def export_gguf(
-    run: str | os.PathLike[str], kind: str = "q8_0", out: str | os.PathLike[str] | None = None
-) -> Path:
+def export_gguf(run: str | Path, kind: str = "q8_0", out: str | Path | None = None) -> Path:
     """Write the final model of a finished run as a GGUF file, and Ollama's Modelfile beside it.
 
     The tokenizer, the chat template and the tokens that end a completion are in the file.  An

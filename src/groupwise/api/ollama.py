@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import string
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -118,7 +119,7 @@ def _around_prompt(template: str | None) -> tuple[str, str]:
     return before, after
 
 
-def _turns(tokenizer: PreTrainedTokenizerBase, variables: dict[str, object]) -> Turns | None:
+def _turns(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any]) -> Turns | None:
     """Take a chat template apart; None if it is not the sum of its parts."""
 
     def rendered(*texts: str, begin: bool = False) -> str:
@@ -174,4 +175,4 @@ def _unmarked(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     """Return a text without the BOS that llama.cpp puts before it."""
     if tokenizer.bos_token is None or tokenizer("a")["input_ids"][0] != tokenizer.bos_token_id:
         return text
-    return text.removeprefix(tokenizer.bos_token)
+    return text.removeprefix(str(tokenizer.bos_token))

@@ -181,18 +181,20 @@ def _ends_of_text(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
 
 def _end_ids(
     tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str], ends: Sequence[int]
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """Name the ids that end a completion, as far as readers do not know them by their text."""
-    first = tokenizer.eos_token_id
-    if first is None:
-        first = ends[0]
-    named = [first]
+    named = [*ends[:1]]
+    if isinstance(tokenizer.eos_token_id, int):
+        named = [tokenizer.eos_token_id]
     for id in ends:
         if id not in named and tokens[id] not in END_TOKENS:
             named.append(id)
     if len(named) > len(END_IDS):
         raise _unknown(f"completions end at {len(named)} tokens, and a file names {len(END_IDS)}")
-    return dict(zip(END_IDS, named, strict=False))
+    keys = {}
+    for key, id in zip(END_IDS, named, strict=False):
+        keys[key] = id
+    return keys
 
 
 def check_same(
