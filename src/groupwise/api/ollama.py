@@ -22,7 +22,7 @@ SYSTEM, QUESTION, ANSWER, AGAIN = "SYSTEM-0", "QUESTION-1", "ANSWER-1", "QUESTIO
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class TemplateParts:
     """What a chat template writes around messages."""
 
     before_system: str
@@ -119,7 +119,7 @@ def _around_prompt(template: str | None) -> tuple[str, str]:
     return before, after
 
 
-def _turns(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any]) -> Turns | None:
+def _turns(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any]) -> TemplateParts | None:
     """Take a chat template apart; None if it is not the sum of its parts."""
 
     def rendered(*texts: str, begin: bool = False) -> str:
@@ -138,7 +138,7 @@ def _turns(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any]) -> Tur
         after_assistant = rendered(QUESTION, ANSWER).rpartition(ANSWER)[2]
         between = _between(whole, ANSWER, AGAIN)
         before_user = between.removeprefix(after_assistant)
-        turns = Turns(
+        turns = TemplateParts(
             before_system=_unmarked(tokenizer, whole.partition(SYSTEM)[0]),
             after_system=_between(whole, SYSTEM, QUESTION).removesuffix(before_user),
             without_system=_unmarked(tokenizer, plain.partition(QUESTION)[0]).removesuffix(

@@ -55,7 +55,7 @@ def write_gguf(folder: Path, file: Path, kind: str, name: str) -> None:
     tokenizer = load_tokenizer(str(folder))
     ends = _end_ids(folder)
     vocabulary = gguf_vocabulary.vocabulary_of(tokenizer, config.vocab_size, ends)
-    weights = Weights(folder, config, kind)
+    weights = FolderWeights(folder, config, kind)
     with storing(file, "the GGUF file"):
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file) as temporary:
@@ -93,7 +93,7 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_array(key, value)
 
 
-class Weights:
+class FolderWeights:
     """The weights of a folder, as a GGUF file has them."""
 
     def __init__(self, folder: Path, config: PreTrainedConfig, kind: str) -> None:
