@@ -8,7 +8,7 @@ from functools import partial
 EXAMPLES = (
     "groupwise compare 'runs/mine-lr=1e-6-*' 'runs/mine-lr=3e-6-*'   two settings, several seeds",
     "groupwise compare runs/base runs/mine --metric eval/reward      two runs",
-    "groupwise compare 'runs/a-*' 'runs/b-*' --svg a-b.svg           with a figure for a paper",
+    "groupwise compare runs/base 'runs/mine-lr=*' --svg figure.svg   with a figure for a paper",
 )
 
 

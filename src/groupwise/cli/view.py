@@ -15,6 +15,7 @@ EXAMPLES = (
         "groupwise view runs/demo/grpo                             in the browser, also during"
         " training"
     ),
+    "groupwise view 'runs/mine-lr=1e-6-*' 'runs/mine-lr=3e-6-*'  two settings: means over seeds",
     "groupwise view runs/demo/grpo --export report.html        one self-contained page",
 )
 
@@ -25,7 +26,7 @@ def arguments(command: argparse.ArgumentParser) -> None:
         "paths",
         nargs="+",
         metavar="RUN",
-        help="run folders, or Parquet or JSONL files of completions",
+        help="run folders, patterns in quotes for the seeds of a setting, or files of completions",
     )
     command.add_argument(
         "--export",
