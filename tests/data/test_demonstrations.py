@@ -101,14 +101,14 @@ def test_what_is_left_out_is_counted(tokenizer):
     built, report = demonstrations(tokenizer, rows, context=20)
     assert [one.id for one in built] == ["0"]
     unknown = "with characters unknown to the tokenizer"
-    assert report.dropped == {"empty": 1, "with an empty completion": 1, unknown: 1, "longer than 20 tokens": 1}
+    assert report.dropped == {"empty": 1, "with an empty completion": 1, unknown: 1, "longer than 20 tokens (the test)": 1}
 
 
 def test_too_long_demonstrations_can_lose_the_head_of_their_prompt(tokenizer):
     rows = [{"prompt": "123456789", "completion": "7"}, {"prompt": "1", "completion": "2"}]
     built, report = demonstrations(tokenizer, rows, context=6, too_long="truncate_left")
     assert texts(tokenizer, built[0]) == ("6789", "7<|end|>")
-    assert report.noted == {"cut to 6 tokens": 1}
+    assert report.noted == {"cut to 6 tokens (the test)": 1}
     with pytest.raises(DataError, match=r"row 1: prompt and completion have 11 tokens and the limit is 6"):
         demonstrations(tokenizer, rows, context=6, too_long="error")
 

@@ -44,7 +44,7 @@ def test_identical_empty_and_over_long_pairs_are_counted_never_silently_kept(tok
     ]
     built, report = pairs(tokenizer, rows, context=20, chat=False)
     assert [pair.id for pair in built] == ["0"]
-    dropped = {"empty": 1, "with an empty completion": 1, "with chosen = rejected": 2, "longer than 20 tokens": 1}
+    dropped = {"empty": 1, "with an empty completion": 1, "with chosen = rejected": 2, "longer than 20 tokens (the test)": 1}
     assert report.dropped == dropped
 
 

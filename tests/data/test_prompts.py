@@ -38,11 +38,11 @@ def test_d4_too_long_prompts_are_dropped_truncated_or_an_error(tokenizer):
     template, rows = Template(tokenizer=tokenizer), rows_of("1+2", "123456", "3")
     prompts, report = encode_prompts(rows, template, max_tokens=4, too_long="drop")
     assert [prompt.text for prompt in prompts] == ["1+2", "3"]
-    assert report.dropped == {"longer than 4 tokens": 1}
+    assert report.dropped == {"longer than 4 tokens (the test)": 1}
     prompts, report = encode_prompts(rows, template, max_tokens=4, too_long="truncate_left")
     assert [prompt.text for prompt in prompts] == ["1+2", "3456", "3"]
     assert tokenizer.decode(prompts[1].tokens) == "3456"
-    assert report.noted == {"cut to 4 tokens": 1}
+    assert report.noted == {"cut to 4 tokens (the test)": 1}
     with pytest.raises(DataError, match=r"f\.jsonl row 2: the prompt has 6 tokens and the limit is 4"):
         encode_prompts(rows, template, max_tokens=4, too_long="error")
 
@@ -81,7 +81,7 @@ def test_duplicates_are_kept_and_counted_and_unknown_characters_dropped(tokenize
 def test_a_dropped_row_is_counted_once_even_if_its_prompt_stood_before(tokenizer):
     prompts, report = encode_prompts(rows_of("1+2+3", "1+2+3", "3", "3"), Template(tokenizer=tokenizer), max_tokens=4)
     assert [prompt.row["prompt"] for prompt in prompts] == ["3", "3"]
-    assert (report.dropped, report.noted) == ({"longer than 4 tokens": 2}, {"duplicate": 1})
+    assert (report.dropped, report.noted) == ({"longer than 4 tokens (the test)": 2}, {"duplicate": 1})
 
 
 def test_a_visit_names_its_epoch(tokenizer):

@@ -46,13 +46,20 @@ class Curriculum(Order):
     @property
     def retired(self) -> int:
         """Rows that do not come again."""
-        return sum(self.retire > 0 and solved >= self.retire for solved in self._solved.values())
+        return len([row for row in self._solved if self._is_retired(row)])
+
+    def _is_retired(self, row: int) -> bool:
+        return self.retire > 0 and self._solved.get(row, 0) >= self.retire
 
     def learn(self, row: int, rate: float) -> None:
         """Record the pass rate of a visit; NaN (no verdict) changes nothing."""
-        if not np.isnan(rate):
-            self._rates[row] = rate
-            self._solved[row] = self._solved.get(row, 0) + 1 if rate >= 1.0 else 0
+        if np.isnan(rate):
+            return
+        self._rates[row] = rate
+        if rate >= 1.0:
+            self._solved[row] = self._solved.get(row, 0) + 1
+        else:
+            self._solved.pop(row, None)
 
     def take(self, k: int) -> list[tuple[int, int]]:
         """The next `k` visits of rows that are not left out.  Where no row would be left, all pass
@@ -72,7 +79,7 @@ class Curriculum(Order):
         return visits
 
     def _leaves_out(self, epoch: int, row: int) -> bool:
-        if self.retire and self._solved.get(row, 0) >= self.retire:
+        if self._is_retired(row):
             return True
         chance = self.strength * self._rates.get(row, 0.0)
         if chance <= 0.0:
@@ -83,7 +90,7 @@ class Curriculum(Order):
     def state(self) -> dict[str, Any]:
         """What a checkpoint stores: the order, pass rates and solved visits."""
         rates = {str(row): rate for row, rate in self._rates.items()}
-        solved = {str(row): count for row, count in self._solved.items() if count}
+        solved = {str(row): count for row, count in self._solved.items()}
         return {**super().state(), "skipped": self.skipped, "rates": rates, "solved": solved}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -112,7 +119,7 @@ class Visits:
     def seen(self, groups: Sequence[RolloutGroup]) -> None:
         """Record the pass rates of scored groups."""
         for group in groups:
-            self._sampled += sum(len(rollout) for rollout in group.rollouts)
+            self._sampled += _tokens(group)
             if not isinstance(self.order, Curriculum) or not group.names:
                 continue
             if not np.isnan(group.right).all():
@@ -126,7 +133,7 @@ class Visits:
         are not counted."""
         discarded, self._sampled = self._sampled, 0
         for group in groups:
-            discarded -= sum(len(rollout) for rollout in group.rollouts)
+            discarded -= _tokens(group)
         metrics = {}
         if discarded > 0 and not self.ahead:
             metrics["tokens/discarded"] = float(discarded)
@@ -136,3 +143,7 @@ class Visits:
                 "prompts/retired": float(self.order.retired),
             }
         return metrics
+
+
+def _tokens(group: RolloutGroup) -> int:
+    return sum(map(len, group.rollouts))

@@ -98,7 +98,7 @@ class Solution:
         return self.prompt.size + self.completion.size
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class RecordKind(Generic[Item]):
     """A kind of record that rows become."""
 
@@ -131,51 +131,71 @@ def read_plain_pairs(rows: SourceRows, wording: Wording) -> SourceRows[ReadRow]:
 def demonstration(id: str, question: Question, answer: EncodedAnswer) -> Demonstration:
     """Make the record of a question and its answer; of a text alone all tokens are learnt."""
     made = Demonstration(id=id, prompt=question.tokens, completion=answer.tokens)
-    return made.whole if question.example.text_alone else made
+    if question.example.text_alone:
+        return made.whole
+    return made
 
 
-PROMPTS = RecordKind(
-    name="prompt",
-    read=lambda rows, wording: rows.mapped(wording.read),
-    make=lambda id, question: Prompt(
+def read_prompts(rows: SourceRows, wording: Wording) -> SourceRows[ReadRow]:
+    """The prompts of a source."""
+    return rows.mapped(wording.read)
+
+
+def read_demonstrations(rows: SourceRows, wording: Wording) -> SourceRows[ReadRow]:
+    """The prompts of a source, each with its answer."""
+    return rows.mapped(partial(read_demonstration, wording=wording))
+
+
+def read_solutions(rows: SourceRows, wording: Wording) -> SourceRows[ReadRow]:
+    """The prompts of a source, each with an answer whose steps have labels."""
+    return rows.mapped(partial(read_solution, wording=wording))
+
+
+def prompt(id: str, question: Question) -> Prompt:
+    """Make the record of a question that the policy is asked."""
+    messages = None
+    if not isinstance(question.content, str):
+        messages = tuple(question.content)
+    return Prompt(
         id=id,
         tokens=question.tokens,
         text=question.text,
         row=question.example.row,
-        messages=None if question.plain else tuple(question.content),
+        messages=messages,
         wrapped=question.example.wrapped,
         cut=question.cut,
-    ),
-)
-DEMONSTRATIONS = RecordKind(
-    name="demonstration",
-    read=lambda rows, wording: rows.mapped(partial(read_demonstration, wording=wording)),
-    make=demonstration,
-)
-PAIRS = RecordKind(
-    name="pair",
-    read=read_pairs,
-    make=lambda id, question, chosen, rejected: Pair(
+    )
+
+
+def pair(id: str, question: Question, chosen: EncodedAnswer, rejected: EncodedAnswer) -> Pair:
+    """Make the record of a question and two answers."""
+    return Pair(
         id=id,
         prompt=question.tokens,
         chosen=chosen.tokens,
         rejected=rejected.tokens,
         margin=question.example.extra,
-    ),
-)
-PLAIN_PAIRS = replace(PAIRS, read=read_plain_pairs)
-"""Pairs of an objective that reads no margin."""
-SOLUTIONS = RecordKind(
-    name="solution",
-    read=lambda rows, wording: rows.mapped(partial(read_solution, wording=wording)),
-    make=lambda id, question, solved: Solution(
+    )
+
+
+def solution(id: str, question: Question, solved: EncodedAnswer) -> Solution:
+    """Make the record of a question and an answer in steps."""
+    assert solved.ends is not None
+    return Solution(
         id=id,
         prompt=question.tokens,
         completion=solved.tokens,
         ends=solved.ends,
         labels=question.example.extra,
-    ),
-)
+    )
+
+
+PROMPTS = RecordKind("prompt", read_prompts, prompt)
+DEMONSTRATIONS = RecordKind("demonstration", read_demonstrations, demonstration)
+PAIRS = RecordKind("pair", read_pairs, pair)
+PLAIN_PAIRS = RecordKind("pair", read_plain_pairs, pair)
+"""Pairs of an objective that reads no margin."""
+SOLUTIONS = RecordKind("solution", read_solutions, solution)
 
 
 def encode(
@@ -184,7 +204,7 @@ def encode(
     kind: RecordKind[Item],
     *,
     limit: int,
-    limited_by: str = "",
+    limited_by: str,
     eos_ids: Sequence[int] = (),
     too_long: TooLong = "drop",
 ) -> tuple[list[Item], Report]:
@@ -257,9 +277,11 @@ def _answered(
     """The answers of each question; none of a prompt."""
     if questions and questions[0].example.steps:
         return [(answer,) for answer in template.try_in_steps(questions, STEP_END, eos_ids)]
-    sides = zip(*(question.example.answers for question in questions), strict=True)
+    sides = zip(*[question.example.answers for question in questions], strict=True)
     completed = [template.try_complete(questions, answers, eos_ids) for answers in sides]
-    return zip(*completed, strict=True) if completed else [()] * len(questions)
+    if not completed:
+        return [()] * len(questions)
+    return zip(*completed, strict=True)
 
 
 def _questions_of(
@@ -268,23 +290,26 @@ def _questions_of(
     """Number and question of the rows that ask something the tokenizer can write; the others are
     counted in `report`.
     """
-    filled: list[tuple[int, ReadRow]] = []
+    places: list[int] = []
+    filled: list[ReadRow] = []
     for number, example in enumerate(rows):
         if is_blank(example.content):
             report.drop("empty")
         elif not example.text_alone and any(map(is_blank, example.answers)):
             report.drop("with an empty completion")
         else:
-            filled.append((number, example))
-    asked = template.try_ask([example for _, example in filled])
+            places.append(number)
+            filled.append(example)
     numbers: list[int] = []
     questions: list[Question] = []
-    for (number, _), question in zip(filled, asked, strict=True):
+    for number, question in zip(places, template.try_ask(filled), strict=True):
         if isinstance(question, Refusal):
             first = f"{question}; change the messages, or set model.chat_template"
             report.drop(question.reason, first=first)
         elif not question.tokens.size:
-            reason = "empty" if question.plain else SILENT
+            reason = SILENT
+            if question.plain:
+                reason = "empty"
             report.drop(reason, first=f"{question.where}; set model.chat_template")
         elif question.unknown:
             report.drop(UNKNOWN)
@@ -367,9 +392,12 @@ def _tell(questions: Sequence[Question], remark: str, warning: str, report: Repo
     """Count questions with a remark, and warn about the first."""
     for question in questions:
         report.note(remark, first=question.where)
-    if questions:
-        count = f" ({len(questions):,} such rows)" if len(questions) > 1 else ""
-        report.warnings.append(f"{questions[0].where}{count}: {warning}")
+    if not questions:
+        return
+    where = questions[0].where
+    if len(questions) > 1:
+        where += f" ({len(questions):,} such rows)"
+    report.warnings.append(f"{where}: {warning}")
 
 
 def _tell_control(questions: Sequence[Question], template: Template, report: Report) -> None:
@@ -419,17 +447,17 @@ def _cut(
 
     Raises DataError if `too_long` is `error`.
     """
-    completion, source = size - question.tokens.size, f" ({limited_by})" if limited_by else ""
+    completion = size - question.tokens.size
     if too_long == "error":
-        what = "prompt and completion have" if completion else "the prompt has"
+        whole = "prompt and completion have" if completion else "the prompt has"
         raise DataError(
-            f"{question.where}: {what} {size} tokens and the limit is {limit}{source}; set"
+            f"{question.where}: {whole} {size} tokens and the limit is {limit} ({limited_by}); set"
             " data.too_long to drop or truncate_left"
         )
     if too_long == "drop" or limit - completion < 1:
-        report.drop(f"longer than {limit} tokens{source}")
+        report.drop(f"longer than {limit} tokens ({limited_by})")
         return None
-    report.note(f"cut to {limit} tokens{source}")
+    report.note(f"cut to {limit} tokens ({limited_by})")
     tokens = cut_left(question.tokens, limit - completion, template.bos_id)
     text = str(template.tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
     return replace(question, tokens=tokens, text=text, cut=question.tokens.size - tokens.size)
@@ -454,7 +482,7 @@ def prompt_limit(context: int, max_new_tokens: int, max_prompt_tokens: int | Non
             f" the model's context of {context} tokens: lower one of them, or leave"
             f" max_prompt_tokens out (it is then {room})"
         )
-    return room if max_prompt_tokens is None else max_prompt_tokens
+    return max_prompt_tokens or room
 
 
 def visit(prompt: Prompt, epoch: int | str) -> Prompt:
@@ -472,4 +500,7 @@ def columns_of(prompts: Iterable[Prompt]) -> list[str]:
     >>> columns_of([replace(prompt, row=row) for row in rows])
     ['answer', 'tests']
     """
-    return list(dict.fromkeys(column for prompt in prompts for column in prompt.row))
+    columns: dict[str, None] = {}
+    for one in prompts:
+        columns |= dict.fromkeys(one.row)
+    return list(columns)

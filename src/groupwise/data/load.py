@@ -8,6 +8,7 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Generic
 
 from groupwise.config.settings import DataSettings
@@ -95,15 +96,15 @@ def load_data(
     limit = prompt_limit(context, max_new_tokens, settings.max_prompt_tokens)
     template = Template.build(settings, tokenizer, tools)
     if not train and settings.task is not None:
-        settings = replace(
-            settings, limit=1
-        )  # what a task holds out does not depend on how much else it generates
-    rest = f"the model's context of {context} less rollout.max_new_tokens of {max_new_tokens}"
-    limited_by = rest if settings.max_prompt_tokens is None else "data.max_prompt_tokens"
+        # What a task holds out does not depend on how much else it generates.
+        settings = replace(settings, limit=1)
+    limited_by = "data.max_prompt_tokens"
+    if settings.max_prompt_tokens is None:
+        limited_by = f"the model's context of {context} less rollout.max_new_tokens of"
+        limited_by += f" {max_new_tokens}"
     data = _load(settings, template, PROMPTS, seed, limit=limit, limited_by=limited_by, train=train)
-    held_out, validation = (
-        tuple(visit(prompt, "eval") for prompt in part) for part in (data.held_out, data.validation)
-    )
+    held_out = tuple(visit(prompt, "eval") for prompt in data.held_out)
+    validation = tuple(visit(prompt, "eval") for prompt in data.validation)
     return replace(data, held_out=held_out, validation=validation)
 
 
@@ -127,7 +128,9 @@ def load_records(
     Raises DataError or ConfigError as `load_data`, and for a task without such records.
     """
     limit = min(context, settings.max_tokens or context)
-    limited_by = "data.max_tokens" if limit == settings.max_tokens else "the model's context"
+    limited_by = "the model's context"
+    if limit == settings.max_tokens:
+        limited_by = "data.max_tokens"
     template = Template.build(settings, tokenizer, tools)
     return _load(
         settings, template, kind, seed, limit=limit, limited_by=limited_by, eos_ids=eos_ids
@@ -141,12 +144,10 @@ def load_texts(settings: DataSettings, seed: int) -> Iterator[str]:
     rows, _ = _sources(settings, "demonstration", seed)
     if settings.parts:
         wording = Wording.of(settings)
-        pairs = {"chosen", "rejected"} <= set(rows[0])
-        examples = (
-            read_pairs(rows, wording)
-            if pairs
-            else rows.mapped(lambda row, where: read_answered_or_not(row, where, wording))
-        )
+        if {"chosen", "rejected"} <= set(rows[0]):
+            examples = read_pairs(rows, wording)
+        else:
+            examples = rows.mapped(partial(read_answered_or_not, wording=wording))
         rows = [example.row for example in _split(examples, wording, settings.parts)["train"]]
     for row in rows:
         for value in row.values():
@@ -180,12 +181,10 @@ def _load(
     train: bool = True,
 ) -> Data[Item]:
     """Rows -> examples, once -> parts -> records."""
-    sources = _sources(settings, kind.name, seed)
-    rows, held_out = (None if part is None else kind.read(part, template) for part in sources)
-    assert rows is not None
-    for part in (rows, held_out):
-        if part is not None and not len(part):
-            raise DataError(none_left(part.name, part.left_out))
+    train_source, held_out_source = _sources(settings, kind.name, seed)
+    rows, held_out = _read(train_source, kind, template), None
+    if held_out_source is not None:
+        held_out = _read(held_out_source, kind, template)
     watched = None
     if settings.parts:
         parts = _split(rows, template, settings.parts)
@@ -207,33 +206,41 @@ def _load(
                 " held out by data.eval_path; give another file, or hold out a part of this one"
                 " with data.eval_fraction instead"
             )
-    nothing = Report(source=rows.name)
-
-    def encoded(part: SourceRows[ReadRow] | None) -> tuple[list[Item], Report]:
-        if part is None:
-            return [], nothing
-        too_long = settings.too_long
-        return encode(
-            part,
-            template,
-            kind,
-            limit=limit,
-            limited_by=limited_by,
-            eos_ids=eos_ids,
-            too_long=too_long,
-        )
-
-    items, report = encoded(rows if train else None)
-    judged, held_out_report = encoded(held_out)
-    validation, _ = encoded(watched)
+    encoded = partial(
+        encode,
+        template=template,
+        kind=kind,
+        limit=limit,
+        limited_by=limited_by,
+        eos_ids=eos_ids,
+        too_long=settings.too_long,
+    )
+    items: list[Item] = []
+    judged: list[Item] = []
+    validation: list[Item] = []
+    report, held_out_report = Report(source=rows.name), None
+    if train:
+        items, report = encoded(rows)
+    if held_out is not None:
+        judged, held_out_report = encoded(held_out)
+    if watched is not None:
+        validation, _ = encoded(watched)
     return Data(
         train=tuple(items),
         held_out=tuple(judged),
         validation=tuple(validation),
         report=report,
-        held_out_report=None if held_out is None else held_out_report,
+        held_out_report=held_out_report,
         overlap=overlap,
     )
+
+
+def _read(rows: SourceRows, kind: RecordKind[Item], template: Template) -> SourceRows[ReadRow]:
+    """Read the rows of a source.  Raises DataError if none is left."""
+    read = kind.read(rows, template)
+    if not len(read):
+        raise DataError(none_left(read.name, read.left_out))
+    return read
 
 
 def _sources(settings: DataSettings, kind: str, seed: int) -> tuple[SourceRows, SourceRows | None]:
@@ -242,13 +249,15 @@ def _sources(settings: DataSettings, kind: str, seed: int) -> tuple[SourceRows, 
         raise ConfigError(
             "data needs exactly one of path (a file or hub name) and task (a built-in task)"
         )
-    if settings.parts and (settings.eval_path or settings.task):
-        other = (
-            "data.eval_path"
-            if settings.eval_path
-            else "a built-in task (it has a held-out set of its own)"
+    if settings.parts and settings.eval_path:
+        raise ConfigError(
+            "data.eval_fraction cannot be used with data.eval_path: leave one of them out"
         )
-        raise ConfigError(f"data.eval_fraction cannot be used with {other}: leave one of them out")
+    if settings.parts and settings.task:
+        raise ConfigError(
+            "data.eval_fraction cannot be used with a built-in task (it has a held-out set of its"
+            " own): leave one of them out"
+        )
     held_out = None
     if settings.eval_path is not None:
         read = read_rows(
@@ -260,12 +269,8 @@ def _sources(settings: DataSettings, kind: str, seed: int) -> tuple[SourceRows, 
             raise ConfigError(
                 "data.task_args are the arguments of a task: set data.task, or leave them out"
             )
-        return (
-            read_rows(settings.path, settings.split, lenient=True, limit=settings.limit).renamed(
-                settings.columns
-            ),
-            held_out,
-        )
+        read = read_rows(settings.path, settings.split, lenient=True, limit=settings.limit)
+        return read.renamed(settings.columns), held_out
     task = make_task(str(settings.task), settings.task_args)
     count = settings.limit or TASK_ROWS
     if kind == "demonstration":
@@ -296,13 +301,16 @@ def _drawn(settings: DataSettings, task: object, method: str, *arguments: int) -
     demand_attributes(f"the task {settings.task!r}", task, [method])
     with own_code(f"the task {settings.task!r}, {method},"):
         rows = list(getattr(task, method)(*arguments))
-    wrong = next((row for row in rows if not isinstance(row, Mapping)), None)
-    if wrong is not None:
-        raise ConfigError(
-            f"the task {settings.task!r}: {method} gave {kind_of(wrong)}: a row is a mapping,"
-            " {'prompt': ...}"
-        )
-    return SourceRows(f"task {settings.task}" + ", held out" * method.startswith("held_out"), rows)
+    for row in rows:
+        if not isinstance(row, Mapping):
+            raise ConfigError(
+                f"the task {settings.task!r}: {method} gave {kind_of(row)}: a row is a mapping,"
+                " {'prompt': ...}"
+            )
+    name = f"task {settings.task}"
+    if method.startswith("held_out"):
+        name += ", held out"
+    return SourceRows(name, rows)
 
 
 def _split(
@@ -312,14 +320,12 @@ def _split(
     places: dict[str, list[int]] = {name: [] for name in ("train", *fractions)}
     for i, example in enumerate(rows):
         places[part_of(wording.key(example.content), fractions)].append(i)
-    titles = {"test": "held out", "validation": "for validation"}
     parts = {name: rows.subset(chosen) for name, chosen in places.items()}
-    named = {
-        name: replace(parts[name], name=f"{rows.name}, {title}")
-        for name, title in titles.items()
-        if name in parts
-    }
-    return parts | named | {"train": replace(parts["train"], left_out=rows.left_out)}
+    parts["train"] = replace(parts["train"], left_out=rows.left_out)
+    for name, title in (("test", "held out"), ("validation", "for validation")):
+        if name in parts:
+            parts[name] = replace(parts[name], name=f"{rows.name}, {title}")
+    return parts
 
 
 def _without(
@@ -327,10 +333,12 @@ def _without(
 ) -> tuple[SourceRows[ReadRow], int]:
     """Rows whose prompts are not held out, and how many others there were."""
     hidden = {wording.key(example.content) for example in held_out}
-    left = rows.subset(
-        [i for i, example in enumerate(rows) if wording.key(example.content) not in hidden]
-    )
-    return replace(left, left_out=rows.left_out), len(rows) - len(left)
+    chosen = []
+    for i, example in enumerate(rows):
+        if wording.key(example.content) not in hidden:
+            chosen.append(i)
+    left = replace(rows.subset(chosen), left_out=rows.left_out)
+    return left, len(rows) - len(left)
 
 
 def _texts_in(value: object) -> Iterator[str]:

@@ -21,7 +21,7 @@ P positions of the stream   n completion tokens   m prompt tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -267,10 +267,14 @@ def _units(
 
 def _positions(pieces: Sequence[Span], shared: bool) -> int:
     """Positions that pieces take, next to each other; each prompt stands once, if it is shared."""
-    prompts = [piece.prompt.size - 1 for piece in pieces]
-    if shared:
-        prompts = list({piece.key: piece.prompt.size - 1 for piece in pieces}.values())
-    return sum(piece.size for piece in pieces) + sum(prompts)
+    positions = 0
+    standing: set[bytes] = set()
+    for piece in pieces:
+        positions += piece.size
+        if not shared or piece.key not in standing:
+            positions += piece.prompt.size - 1
+            standing.add(piece.key)
+    return positions
 
 
 def _bins(units: Sequence[Unit], max_tokens_per_microbatch: int) -> list[list[Unit]]:
@@ -278,8 +282,12 @@ def _bins(units: Sequence[Unit], max_tokens_per_microbatch: int) -> list[list[Un
     decides how much memory a step takes.
     """
     first = _first_fit(units, max_tokens_per_microbatch)
+    if len(first) < 2:
+        return first
     even = _dealt(units, len(first))
-    return even if len(first) > 1 and _longest(even) <= max_tokens_per_microbatch else first
+    if _longest(even) > max_tokens_per_microbatch:
+        return first
+    return even
 
 
 def _first_fit(units: Sequence[Unit], max_tokens_per_microbatch: int) -> list[list[Unit]]:
@@ -350,24 +358,25 @@ class _Stream:
         *,
         fill: bool,
     ) -> None:
-        self.samples, self.segments = samples, segments
+        self.segments = segments
         self.device, self.dtype = device, dtype
         self.lengths = [segment.ids.size for segment in segments]
         self.used = sum(self.lengths)
-        self.total = filled(self.used) if fill and self.used else max(self.used, 1)
+        self.total = max(self.used, 1)
+        if fill and self.used:
+            self.total = filled(self.used)
         self.starts: list[int] = []
         self.pieces: list[tuple[_Segment, int]] = []
         """Each segment with completion tokens, and where it stops."""
+        self.owners: list[Sample] = []
+        """The sample of each piece."""
         place = 0
         for segment, length in zip(segments, self.lengths, strict=True):
             self.starts.append(place)
             place += length
             if segment.owner >= 0:
                 self.pieces.append((segment, place))
-
-    def owners(self) -> list[Sample]:
-        """The sample of each piece."""
-        return [self.samples[segment.owner] for segment, _ in self.pieces]
+                self.owners.append(samples[segment.owner])
 
     def ids(self, parts: Sequence[np.ndarray], filler: int) -> Tensor:
         """A column of whole numbers, one array for each segment, and `filler` behind them."""
@@ -394,8 +403,12 @@ class _Stream:
             column[stop - (segment.end - segment.begin) : stop] = numbers
         return column
 
-    def column(self, values: Sequence[Any], default: float = 0.0) -> Tensor:
-        """`predicted` as a tensor of the batch's type."""
+    def column(self, name: str) -> Tensor:
+        """A column of the samples (`Sample.column`) in the batch's type."""
+        return self.of_tokens([sample.column(name) for sample in self.owners], 0.0)
+
+    def of_tokens(self, values: Sequence[Any], default: float) -> Tensor:
+        """`predicted` in the batch's type."""
         return torch.from_numpy(self.predicted(values, default)).to(self.device, self.dtype)
 
     def sequences(self) -> list[int]:
@@ -420,7 +433,7 @@ def _batch(
     """Write the batch of some units; without units it is one position of filler."""
     segments = _segments(samples, units)
     stream = _Stream(samples, segments, device, dtype, fill=fill)
-    owners = stream.owners()
+    owners = stream.owners
     members = owners or samples[:1]
     weight = stream.predicted([one.weight for one in owners], 0.0)
     target = stream.predicted([one.completion for one in owners], -1, np.int64)
@@ -429,25 +442,18 @@ def _batch(
         positions.append(np.arange(segment.position, segment.position + segment.ids.size))
     reference = None
     if all(one.reference_logp is not None for one in members):
-        reference = stream.column([one.reference_logp for one in owners])
+        reference = stream.column("reference_logp")
     support = None
     if any(one.support is not None for one in owners):
-        support = _support(samples, stream.pieces, weight, device)
-    extra = {}
-    for name in members[0].extra:
-        extra[name] = stream.column([one.extra[name] for one in owners])
+        support = _support(stream, weight)
     numbers = list(range(len(segments)))
-    sequences = stream.sequences()
-    prefix = tuple(segment.parent for segment in segments)
-    tokens_P = stream.ids([segment.ids for segment in segments], 0)
-    advantage_P = stream.column([one.advantage for one in owners])
-    behavior_logp_P = stream.column([one.behavior_logp for one in owners])
-    temperature_P = stream.column([one.temperature for one in owners], 1.0)
-    sequence_P = None if sequences == numbers else stream.of_segments(sequences)
+    sequences, sequence_P = stream.sequences(), None
+    if sequences != numbers:
+        sequence_P = stream.of_segments(sequences)
     layout = Layout(
         start=tuple(stream.starts),
         length=tuple(stream.lengths),
-        prefix=prefix,
+        prefix=tuple(segment.parent for segment in segments),
         total=stream.total,
     )
     prepared = None
@@ -457,18 +463,18 @@ def _batch(
         prepared = prepare_stream(layout, device)
     return Batch(
         layout=layout,
-        tokens_P=tokens_P,
+        tokens_P=stream.ids([segment.ids for segment in segments], 0),
         position_P=stream.ids(positions, 0),
         segment_P=stream.of_segments(numbers),
         target_P=torch.from_numpy(target).to(device),
         weight_P=torch.from_numpy(weight).to(device, dtype),
-        advantage_P=advantage_P,
-        behavior_logp_P=behavior_logp_P,
+        advantage_P=stream.column("advantage"),
+        behavior_logp_P=stream.column("behavior_logp"),
         reference_logp_P=reference,
-        temperature_P=temperature_P,
+        temperature_P=stream.of_tokens([one.temperature for one in owners], 1.0),
         trained_M=torch.from_numpy(np.flatnonzero(weight)).to(device),
         support=support,
-        extra_P=extra,
+        extra_P={name: stream.column(name) for name in members[0].extra},
         sequence_P=sequence_P,  # type: ignore[arg-type]
         samples=tuple(segment.owner for segment in segments),
         tokens=tuple((segment.begin, segment.end) for segment in segments),
@@ -476,18 +482,13 @@ def _batch(
     )
 
 
-def _support(
-    samples: Sequence[Sample],
-    pieces: Iterable[tuple[_Segment, int]],
-    weight: np.ndarray,
-    device: torch.device | str,
-) -> tuple[Tensor, Tensor] | None:
+def _support(stream: _Stream, weight: np.ndarray) -> tuple[Tensor, Tensor] | None:
     """Flat ids and, for every trained position (M + 1), where its stretch begins; the offsets stay
     on the host.
     """
     per_position: dict[int, np.ndarray] = {}
-    for segment, stop in pieces:
-        support = samples[segment.owner].support or ()
+    for (segment, stop), sample in zip(stream.pieces, stream.owners, strict=True):
+        support = sample.support or ()
         start = stop - (segment.end - segment.begin)
         for t, ids in enumerate(support[segment.begin : segment.end]):
             per_position[start + t] = ids
@@ -495,6 +496,6 @@ def _support(
         return None
     nothing = np.empty(0, np.int64)
     chosen = [per_position.get(int(p), nothing) for p in np.flatnonzero(weight)]
-    begin = np.cumsum([0, *(ids.size for ids in chosen)]).astype(np.int64)
+    begin = np.cumsum([0, *map(len, chosen)]).astype(np.int64)
     flat = np.concatenate([nothing, *chosen])
-    return torch.from_numpy(flat).to(device), torch.from_numpy(begin)
+    return torch.from_numpy(flat).to(stream.device), torch.from_numpy(begin)

@@ -110,8 +110,10 @@ def render_chats(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> l
             f"the tokenizer has several chat templates ({names}) and none called default: set"
             " model.chat_template"
         )
-    batches = (chats[start : start + AT_ONCE] for start in range(0, len(chats), AT_ONCE))
-    return [text for batch in batches for text in _RENDERER.render(tokenizer, batch)]
+    texts: list[str | Refusal] = []
+    for start in range(0, len(chats), AT_ONCE):
+        texts += _RENDERER.render(tokenizer, chats[start : start + AT_ONCE])
+    return texts
 
 
 def shown_template(tokenizer: PreTrainedTokenizerBase, *, tools: bool) -> str:
@@ -120,9 +122,8 @@ def shown_template(tokenizer: PreTrainedTokenizerBase, *, tools: bool) -> str:
     """
     template = tokenizer.chat_template
     if isinstance(template, Mapping):
-        template = (
-            template["tool_use"] if tools and "tool_use" in template else template.get("default")
-        )
+        default = template.get("default")
+        template = template.get("tool_use", default) if tools else default
     return str(template or "")
 
 
@@ -135,16 +136,15 @@ def unmentioned(names: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> lis
     if _renders_itself(tokenizer):
         return []
     template = tokenizer.chat_template
-    text = (
-        "\n".join(map(str, template.values()))
-        if isinstance(template, Mapping)
-        else str(template or "")
-    )
-    return [
-        name
-        for name in names
-        if name != CLOCK and re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) is None
-    ]
+    text = str(template or "")
+    if isinstance(template, Mapping):
+        text = "\n".join(map(str, template.values()))
+    idle = []
+    for name in names:
+        mentioned = re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text)
+        if name != CLOCK and mentioned is None:
+            idle.append(name)
+    return idle
 
 
 def _renders_itself(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -219,9 +219,10 @@ class _Renderer:
                             chat = chats[len(texts)]
                             if kind == "unusable":
                                 raise _unusable(chat, escaped(text))
-                            texts.append(
-                                text if kind == "text" else Refusal(chat.where, escaped(text))
-                            )
+                            if kind == "refused":
+                                texts.append(Refusal(chat.where, escaped(text)))
+                            else:
+                                texts.append(text)
                 except NotStarted as error:
                     raise DataError(
                         f"the process in which chat templates run could not start: {error}"
@@ -232,14 +233,11 @@ class _Renderer:
                         why = f"it ran for {SECONDS:g} seconds on one conversation and was stopped"
                         raise _unusable(chats[place], why) from None
                     if place == broken:
-                        why = (
-                            f"gave no text within {WALL_SECONDS:g} s"
-                            if isinstance(error, TimeoutError)
-                            else f"ended: {error}"
-                        )
-                        raise _unusable(
-                            chats[place], f"the process in which it ran {why}"
-                        ) from None
+                        why = f"ended: {error}"
+                        if isinstance(error, TimeoutError):
+                            why = f"gave no text within {WALL_SECONDS:g} s"
+                        why = f"the process in which it ran {why}"
+                        raise _unusable(chats[place], why) from None
                     broken = place  # something else may have ended it: once more
         return texts
 
@@ -255,9 +253,10 @@ class _Renderer:
                 variables={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
             )
         templates = [shown_template(tokenizer, tools=tools) for tools in (False, True)]
-        conversations = [
-            (_plain(chat.messages), chat.tools, chat.options, chat.moment) for chat in chats
-        ]
+        conversations = []
+        for chat in chats:
+            messages = [_plain(message) for message in chat.messages]
+            conversations.append((messages, chat.tools, chat.options, chat.moment))
         text = json.dumps([dict(tokenizer.special_tokens_map), conversations], default=_placeholder)
         return self._process.ask(templates, text, seconds=WALL_SECONDS, answers=len(chats))
 
@@ -293,11 +292,9 @@ def serve_templates() -> Callable[[Sequence[str], str], Iterator[tuple[str, str]
         except (SyntaxError, TemplateSyntaxError) as error:
             return "unusable", f"it is no Jinja template that can be run: {error}"
         except Exception as error:  # whatever a template does: it is not our code
-            return "refused", (
-                f"{error}"
-                if type(error).__module__.startswith("jinja2")
-                else f"{type(error).__name__}: {error}"
-            )
+            if type(error).__module__.startswith("jinja2"):
+                return "refused", str(error)
+            return "refused", f"{type(error).__name__}: {error}"
         if len(texts[0]) > LENGTH:
             return "unusable", f"it wrote {len(texts[0]):,} characters for one conversation"
         return "text", texts[0]
@@ -306,9 +303,9 @@ def serve_templates() -> Callable[[Sequence[str], str], Iterator[tuple[str, str]
         special, chats = json.loads(text)
         for messages, tools, options, moment in chats:
             _Clock.moment = moment
-            yield (
-                answer := rendered(templates[tools is not None], messages, tools, special | options)
-            )
+            template = templates[0] if tools is None else templates[1]
+            answer = rendered(template, messages, tools, special | options)
+            yield answer
             if answer[0] == "unusable":
                 # nobody reads on: further answers would be taken for those of the next request
                 return
@@ -324,7 +321,9 @@ class _Clock(datetime):
     @classmethod
     def now(cls, tz: tzinfo | None = None) -> _Clock:
         """The moment, in UTC: a date is the same on every machine that continues a run."""
-        return super().now(tz) if cls.moment is None else cls.fromtimestamp(cls.moment, tz or UTC)
+        if cls.moment is None:
+            return super().now(tz)
+        return cls.fromtimestamp(cls.moment, tz or UTC)
 
 
 def _unusable(chat: Chat, why: str) -> DataError:
@@ -334,13 +333,11 @@ def _unusable(chat: Chat, why: str) -> DataError:
     )
 
 
-def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages without keys that say nothing: templates take `None` for a text, where they handle a
-    missing key.
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message without keys that say nothing: templates take `None` for a text, where they handle
+    a missing key.
     """
-    return [
-        {key: value for key, value in message.items() if value is not None} for message in messages
-    ]
+    return {key: value for key, value in message.items() if value is not None}
 
 
 def _placeholder(value: object) -> str:

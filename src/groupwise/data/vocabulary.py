@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -62,8 +63,10 @@ def of(tokenizer: Any) -> Vocabulary:
     if backend is not None:
         return from_json(json.loads(backend.to_str()))
     special = frozenset(tokenizer.all_special_ids)
-    names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    return Vocabulary([None if name is None else _sentence_piece(name) for name in names], special)
+    pieces: list[bytes | None] = []
+    for name in tokenizer.convert_ids_to_tokens(list(range(len(tokenizer)))):
+        pieces.append(None if name is None else _sentence_piece(name))
+    return Vocabulary(pieces, special)
 
 
 MOST_TOKENS = 1 << 24
@@ -78,7 +81,12 @@ def from_json(tokenizer: Mapping[str, Any]) -> Vocabulary:
             named = {int(i): name for name, i in vocab.items()}
         else:
             named = {i: entry[0] for i, entry in enumerate(vocab)}
-        added = {int(token["id"]): token for token in tokenizer.get("added_tokens") or ()}
+        added: dict[int, str] = {}
+        special: set[int] = set()
+        for token in tokenizer.get("added_tokens") or ():
+            added[int(token["id"])] = token["content"]
+            if token.get("special"):
+                special.add(int(token["id"]))
         kinds = json.dumps([tokenizer.get("decoder"), tokenizer.get("pre_tokenizer")])
         bytes_of = _plain
         if '"ByteLevel"' in kinds:
@@ -91,13 +99,13 @@ def from_json(tokenizer: Mapping[str, Any]) -> Vocabulary:
         pieces: list[bytes | None] = [None] * (max(ids, default=-1) + 1)
         for i, name in named.items():
             pieces[i] = bytes_of(name)
-        for i, token in added.items():
-            pieces[i] = _plain(token["content"])
+        for i, name in added.items():
+            pieces[i] = _plain(name)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise DataError(
             f"a tokenizer.json without a vocabulary ({type(error).__name__}: {error})"
         ) from error
-    return Vocabulary(pieces, frozenset(i for i, token in added.items() if token.get("special")))
+    return Vocabulary(pieces, frozenset(special))
 
 
 def to_bytes(vocabulary: Vocabulary) -> bytes:
@@ -119,9 +127,8 @@ def from_table(table: pa.Table) -> Vocabulary:
     names, types = table.schema.names, table.schema.types
     if names != ["piece", "special"] or types != [pa.binary(), pa.bool_()]:
         raise DataError(f"no vocabulary: its columns are {names}")
-    special = table.column("special").to_pylist()
-    ids = frozenset(i for i, is_special in enumerate(special) if is_special)
-    return Vocabulary(table.column("piece").to_pylist(), ids)
+    special = np.flatnonzero(table.column("special").to_numpy())
+    return Vocabulary(table.column("piece").to_pylist(), frozenset(special.tolist()))
 
 
 def _byte_table() -> dict[str, int]:
@@ -131,10 +138,14 @@ def _byte_table() -> dict[str, int]:
         *range(ord("¡"), ord("¬") + 1),
         *range(ord("®"), ord("ÿ") + 1),
     ]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    table = {chr(byte): byte for byte in shown}
-    for i, byte in enumerate(hidden):
-        table[chr(256 + i)] = byte
+    table: dict[str, int] = {}
+    hidden = 0
+    for byte in range(256):
+        if byte in shown:
+            table[chr(byte)] = byte
+        else:
+            table[chr(256 + hidden)] = byte
+            hidden += 1
     return table
 
 
@@ -146,12 +157,14 @@ def _plain(name: str) -> bytes:
 
 
 def _byte_level(name: str) -> bytes:
-    if all(character in _BYTES for character in name):
-        return bytes(_BYTES[character] for character in name)
-    return _plain(name)
+    try:
+        return bytes([_BYTES[character] for character in name])
+    except KeyError:
+        return _plain(name)
 
 
 def _sentence_piece(name: str) -> bytes:
-    if match := _BYTE.fullmatch(name):
+    match = _BYTE.fullmatch(name)
+    if match is not None:
         return bytes([int(match[1], 16)])
     return _plain(name.replace("\u2581", " "))

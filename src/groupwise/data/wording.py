@@ -243,16 +243,20 @@ def checked_turns(value: object, column: str, where: str) -> Content:
         return turns
     for turn in turns:
         if turn["role"] == "assistant" and turn.get("mask") is not None:
-            what = f"a message of {column} has mask {turn['mask']!r:.40}"
-            remedy = "write train, true or false, in its place"
-            raise BadRow(UNCLEAR, f"{where}: {what}, which may mean trained or left out: {remedy}")
+            raise BadRow(
+                UNCLEAR,
+                f"{where}: a message of {column} has mask {turn['mask']!r:.40}, which may mean"
+                " trained or left out: write train, true or false, in its place",
+            )
     last = turns[-1]
     for key, trained in TRAINED.items():
         if last.get(key) is not None and _switch(last[key]) != trained:
-            what = f"the last message of {column} has {key} {last[key]!r:.40}"
-            remedy = f"the last turn is what is trained, with {key} {trained:d} or none"
             reason = WEIGHT if key in WEIGHTS else SWITCHED_OFF
-            raise BadRow(reason, f"{where}: {what}: {remedy}")
+            raise BadRow(
+                reason,
+                f"{where}: the last message of {column} has {key} {last[key]!r:.40}: the last turn"
+                f" is what is trained, with {key} {trained:d} or none",
+            )
     return turns
 
 
@@ -283,10 +287,11 @@ def read_demonstration(row: Row, where: str, wording: Wording) -> ReadRow:
                 f"{where} is a text alone, which has no messages: leave data.system out, or write"
                 " it into the text"
             )
-        beside = any(value is not None for column, value in row.items() if column != "text")
-        return ReadRow(
-            row, where, row["text"], ("",), notes=(TEXT_ALONE,) if beside else (), text_alone=True
-        )
+        alone = ReadRow(row, where, row["text"], ("",), text_alone=True)
+        for other, value in row.items():
+            if other != "text" and value is not None:
+                return replace(alone, notes=(TEXT_ALONE,))
+        return alone
     column = first_of(row, ANSWERED_IN)
     if column is None:
         raise DataError(missing_column("completion", row, where))
@@ -307,10 +312,10 @@ def read_demonstration(row: Row, where: str, wording: Wording) -> ReadRow:
             elif before and column == "completion":
                 notes = (EARLIER,)
     content = wording.opened(prompt)
-    if not isinstance(content, str) and any(
-        turn["role"] == "assistant" and _is_to_be_trained(turn) for turn in content
-    ):
-        notes += (UNTRAINED,)
+    if not isinstance(content, str):
+        earlier = [turn for turn in content if turn["role"] == "assistant"]
+        if any(map(_is_to_be_trained, earlier)):
+            notes += (UNTRAINED,)
     return ReadRow(row, where, content, (answer,), variables, notes=notes)
 
 
@@ -330,8 +335,12 @@ def _behind_turns(
     it.
     """
     prompt = wording.unopened_content(row, where)
-    if wording.format is not None and len(before) - len(openings(before)) <= (column == "messages"):
-        return prompt if isinstance(prompt, str) else [*openings(before), *prompt]
+    # Of a whole conversation one turn stands before the answer: the question, which is the prompt.
+    repeated = 1 if column == "messages" else 0
+    if wording.format is not None and len(before) - len(openings(before)) <= repeated:
+        if isinstance(prompt, str):
+            return prompt
+        return [*openings(before), *prompt]
     if before and isinstance(prompt, str):
         if wording.format is not None:
             raise BadRow(
@@ -347,7 +356,9 @@ def _behind_turns(
 def read_answered_or_not(row: Row, where: str, wording: Wording) -> ReadRow:
     """A row as a demonstration; one without an answer as a prompt."""
     answered = first_of(row, ANSWERED_IN) is not None or _is_text_alone(row, wording)
-    return read_demonstration(row, where, wording) if answered else wording.read(row, where)
+    if answered:
+        return read_demonstration(row, where, wording)
+    return wording.read(row, where)
 
 
 def read_pair(row: Row, where: str, wording: Wording) -> ReadRow:
@@ -356,11 +367,17 @@ def read_pair(row: Row, where: str, wording: Wording) -> ReadRow:
 
     Where `wording.format` writes the prompt as messages, those of the system stand before it.
     """
-    system = openings(row["chosen"][:-1]) if isinstance(row["chosen"], list) else []
+    system: Messages = []
+    if isinstance(row["chosen"], list):
+        system = openings(row["chosen"][:-1])
     prompt = wording.unopened_content(row, where)
-    content = wording.opened(prompt if isinstance(prompt, str) else [*system, *prompt])
-    sides = [checked_turns(row[side], side, where) for side in ("chosen", "rejected")]
-    answers = tuple(side if isinstance(side, str) else side[-1:] for side in sides)
+    if not isinstance(prompt, str):
+        prompt = [*system, *prompt]
+    content = wording.opened(prompt)
+    answers = []
+    for side in ("chosen", "rejected"):
+        turns = checked_turns(row[side], side, where)
+        answers.append(turns if isinstance(turns, str) else turns[-1:])
     margin = row.get("margin")
     if margin is not None and (
         isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) < 1e300
@@ -371,7 +388,7 @@ def read_pair(row: Row, where: str, wording: Wording) -> ReadRow:
         row,
         where,
         content,
-        answers,
+        tuple(answers),
         variables_in(row, where),
         notes=notes,
         extra=float(margin or 0.0),
