@@ -447,6 +447,8 @@ def _batch(
     if any(one.support is not None for one in owners):
         support = _support(stream, weight)
     numbers = list(range(len(segments)))
+    tokens_P = stream.ids([segment.ids for segment in segments], 0)
+    temperature_P = stream.of_tokens([one.temperature for one in owners], 1.0)
     sequences, sequence_P = stream.sequences(), None
     if sequences != numbers:
         sequence_P = stream.of_segments(sequences)
@@ -463,7 +465,7 @@ def _batch(
         prepared = prepare_stream(layout, device)
     return Batch(
         layout=layout,
-        tokens_P=stream.ids([segment.ids for segment in segments], 0),
+        tokens_P=tokens_P,
         position_P=stream.ids(positions, 0),
         segment_P=stream.of_segments(numbers),
         target_P=torch.from_numpy(target).to(device),
@@ -471,7 +473,7 @@ def _batch(
         advantage_P=stream.column("advantage"),
         behavior_logp_P=stream.column("behavior_logp"),
         reference_logp_P=reference,
-        temperature_P=stream.of_tokens([one.temperature for one in owners], 1.0),
+        temperature_P=temperature_P,
         trained_M=torch.from_numpy(np.flatnonzero(weight)).to(device),
         support=support,
         extra_P={name: stream.column(name) for name in members[0].extra},
