@@ -130,6 +130,7 @@ def online(
     max_tokens_per_microbatch: int = 150,
     engine: str = "native",
     lora: bool = False,
+    dropout: float = 0.0,
     critic: str = "head",
     **group: Any,
 ) -> dict[str, Any]:
@@ -138,7 +139,10 @@ def online(
     algorithm = resolve(objective, settings, LONGEST)
     policy = make(family, dtype)
     if lora:
-        policy = spread(adapt(policy, LoraSettings(rank=4), base=""), mode)
+        options = LoraSettings(rank=4)
+        if dropout:
+            options = LoraSettings(rank=4, dropout=dropout, modules_to_save=("lm_head", "embed_tokens"))
+        policy = spread(adapt(policy, options, base=""), mode)
         reference = without_adapter(policy)
     else:
         reference = make(family, dtype, seed=1) if algorithm.needs.reference else None

@@ -131,6 +131,17 @@ def test_p53_an_adapter_on_spread_weights_takes_the_same_steps(family: str, mode
         assert_same({**rank, "steps": []}, {**expected, "steps": []}, 1e-6)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_dropout_and_whole_modules_take_the_same_steps(mode: str, ranks: Callable) -> None:
+    """Whoever has a row draws its masks; copies of embedding and head lie beside their originals."""
+    plan = {"objective": "grpo", "beta": 0.1, "lora": True, "dropout": 0.3, "family": "qwen3", "steps": STEPS}
+    found, expected = ranks(2).run("online", **plan | {"mode": mode}), cases.online(**plan)
+    for rank in found:
+        for step, first in zip(rank["steps"], expected["steps"], strict=True):
+            assert step["kl"] == pytest.approx(first["kl"], rel=1e-5, abs=1e-12)
+        assert_same({**rank, "steps": []}, {**expected, "steps": []}, 1e-6)
+
+
 @pytest.mark.parametrize("mode", ["zero3", "ddp"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "autocast"])
 def test_p53_an_adapter_in_lower_precision(dtype: str, mode: str, ranks: Callable) -> None:

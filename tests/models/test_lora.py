@@ -247,14 +247,14 @@ def test_p58_a_learning_rate_for_all_weights_is_warned_about(recipe: Callable[..
 
 def test_the_plan_counts_what_is_trained(recipe: Callable[..., Any]) -> None:
     """Gradients and moments of the adapter alone, and no second copy for the reference."""
-    from groupwise.runs.plan import adapter_count
+    from groupwise.runs.plan import planned_adapter
     from groupwise.runs.prepared import plan_of
     from groupwise.runs.run_models import blueprint_of
 
     adapted = recipe()
     model = adapt(load_policy(ModelSettings(path=adapted.model.path)), adapted.model.lora, base="").model
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    assert adapter_count(adapted, blueprint_of(adapted, None)) == trained
+    assert planned_adapter(adapted, blueprint_of(adapted, None)).parameters == trained
     whole = replace(adapted, model=replace(adapted.model, lora=None))
     line, full = (dict(plan_of(recipe))["memory"] for recipe in (adapted, whole))
     assert "reference" in full and "reference" not in line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,21 +13,25 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from groupwise import train
+from groupwise.config.recipes import parse_stages
 from groupwise.config.settings import LoraSettings, ModelSettings
 from groupwise.data.packing import pack
 from groupwise.errors import ConfigError
 from groupwise.models.attention import plain_attention
 from groupwise.models.backbone import checkpointing
 from groupwise.models.loading import load_policy
-from groupwise.models.lora import adapt, restore_adapter
+from groupwise.models.lora import adapt, adapter_size, restore_adapter
 from groupwise.models.lora_dropout import seed_of, streams_of
-from groupwise.models.policy import Policy
-from groupwise.models.saving import save, save_to_resume
+from groupwise.models.policy import Policy, without_adapter
+from groupwise.models.saving import merged, save, save_to_resume
 from groupwise.models.sharded import frozen_copy
 from groupwise.records import Branch, Sample
+from groupwise.rollout.native.cuda.adapters import plain_weights
 from groupwise.rollout.vllm.weight_sync import unfit
 from groupwise.training.offline import SFT
 from groupwise.training.passes import score, update
@@ -313,6 +318,92 @@ def test_dropout_that_could_not_be_exact_is_refused(tiny_policy: Callable[..., P
     balanced.model.config.output_router_logits = True
     with pytest.raises(ConfigError, match="counts their tokens in a pass without dropout"):
         adapted(balanced, dropout=0.1, targets=("q_proj",))
+
+
+def test_the_plan_counts_whole_modules_and_what_dropout_keeps(
+    tiny_policy: Callable[..., Policy], random_samples: Callable[..., list[Sample]]
+) -> None:
+    """Every layer of an adapter keeps its own input behind dropout, and a mask; the input before it may stay as well."""
+    samples = random_samples()
+    kept: dict[float, int] = {}
+    for share in (0.0, 0.5):
+        policy = adapted(tiny_policy(), dropout=share)
+        disturb(policy)
+        seen: dict[int, Tensor] = {}
+
+        def keep(tensor: Tensor, seen: dict[int, Tensor] = seen) -> Tensor:
+            seen[tensor.data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            gradients_of(policy, samples, 1000)
+        kept[share] = sum(tensor.nbytes for tensor in seen.values())
+    (batch,) = pack(samples, 1000, fill=policy.tiled)
+    plain = tiny_policy().model
+    lora = LoraSettings(rank=4, modules_to_save=("embed_tokens", "lm_head"))
+    size = adapter_size(plain, lora)
+    assert size.inputs == 2 * (5 * 32 + 32 + plain.config.intermediate_size)
+    planned = batch.layout.total * size.inputs * 5
+    assert 0.5 * planned <= kept[0.5] - kept[0.0] <= 1.05 * planned
+    policy = adapt(tiny_policy(), lora, base="")
+    assert size.parameters == sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
+    assert size.parameters > 2 * policy.model.config.vocab_size * 32
+
+
+def test_decoded_weights_are_those_in_use(tiny_policy: Callable[..., Policy]) -> None:
+    """What a GPU decodes by: the trained copies where the adapter is on, the originals where it is off."""
+    policy = adapted(tiny_policy("qwen3"), modules_to_save=("lm_head", "embed_tokens"))
+    disturb(policy)
+    ids = torch.arange(5, 25)[None]
+    for one in (policy, without_adapter(policy)):
+        weights = plain_weights(one)
+        head, embedding = weights.policy.head.weight_VD, weights.policy.model.get_input_embeddings().weight
+        assert head.data_ptr() == one.head.weight_VD.data_ptr()
+        assert (head.data_ptr() == embedding.data_ptr()) == (not one.adapter_on)
+        with plain_attention(merged(one)) as whole, plain_attention(policy.model) as model, one.adapter_state(), torch.no_grad():
+            torch.testing.assert_close(whole(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+RECIPE = """
+name: dropping
+model: {{path: {base}, lora: {{rank: 4, alpha: 8, dropout: 0.2, rslora: true, modules_to_save: [lm_head]}}}}
+data: {{path: {data}, template: "{{question}}="}}
+rewards: [{{function: repetition, args: {{n: 1}}}}]
+runs: {runs}
+save: {{every: 1}}
+group: {{prompts_per_step: 3, group_size: 4, beta: 0.1, updates_per_rollout: 2}}
+rollout: {{max_new_tokens: 10}}
+optimizer: {{lr: 1.0e-2}}
+objective: grpo
+steps: 3
+"""
+
+
+@pytest.mark.slow
+def test_a_resumed_run_draws_the_masks_that_it_would_have_drawn(tiny_policy: Callable[..., Policy], tmp_path: Path) -> None:
+    """Its weights end in the same bits; without dropout they are others, and at step 1 the policy is its reference with it too."""
+    save(tiny_policy("qwen3"), tmp_path / "base")
+    rows = [{"question": f"{i}+1"} for i in range(8)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    text = RECIPE.format(base=tmp_path / "base", data=tmp_path / "rows.json", runs=tmp_path / "runs")
+
+    def recipe(*overrides: str) -> Any:
+        return next(iter(parse_stages(text, "recipe", list(overrides)).values()))
+
+    straight = list(train(recipe()))
+    assert straight[0].metrics["kl"] < 0.1 * straight[-1].metrics["kl"]
+    broken = iter(train(recipe("name=broken")))
+    assert next(step for step in broken if step.number == 2)
+    broken.close()
+    (rest,) = train(recipe("name=broken"))
+    assert rest.metrics["loss"] == straight[-1].metrics["loss"]
+    list(train(recipe("name=plain", "model.lora.dropout=0")))
+    file = "final/adapter/adapter_model.safetensors"
+    expected, resumed, plain = (load_file(tmp_path / "runs" / name / file) for name in ("dropping", "broken", "plain"))
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in expected.items())
+    assert not all(torch.equal(tensor, plain[name]) for name, tensor in expected.items())
+    model = load_policy(ModelSettings(path=str(tmp_path / "runs/dropping/final"))).model
+    assert not model.config.tie_word_embeddings
 
 
 def test_servers_that_tie_embedding_and_head_are_refused(tiny_policy: Callable[..., Policy]) -> None:

@@ -27,7 +27,7 @@ from groupwise.data.load import Data
 from groupwise.distributed import comm, fsdp
 from groupwise.errors import ConfigError
 from groupwise.models.loading import Blueprint, read_blueprint, resolve_device
-from groupwise.models.lora import adapter_size
+from groupwise.models.lora import AdapterSize, adapter_size
 from groupwise.models.shape import Shape
 from groupwise.ops.linear_cross_entropy import chunk_rows
 from groupwise.ops.operations import absence
@@ -131,6 +131,8 @@ class Load:
     """Bytes of reward models on each process."""
     adapter: int = 0
     """Parameters of a low-rank adapter, which then are all that is trained."""
+    dropped: int = 0
+    """Numbers of a position that an adapter reads through dropout, over all layers."""
 
     def positions(self, prompts: int) -> int:
         """Packed positions of so many prompts and their completions; a prompt counts once."""
@@ -225,6 +227,9 @@ def memory(
     per_position = recomputed * shape.hidden * stream + (
         shape.layers - recomputed
     ) * kept_per_block(shape)
+    # Behind dropout an adapter keeps its input once more, and a mask of a byte a number.
+    dropped = load.dropped * (shape.layers - recomputed) // shape.layers
+    per_position += dropped * (shape.bytes_per_product + 1)
     # While a block goes backward: its MLP's activations and the gradients of its two inner
     # products.
     working = 3 * shape.intermediate * shape.bytes_per_product + 2 * shape.hidden * stream
@@ -237,7 +242,7 @@ def memory(
     # Gradients that are summed in another type are made first; weights in the products' type, for
     # the step.
     again = cast = reference = 0
-    if lower and not adapter:
+    if lower and trained > shape.vocabulary * shape.hidden:  # the head is trained too
         again = 4 * shape.vocabulary * shape.hidden
     if shape.bytes_per_product != shape.bytes_per_weight:
         cast = shape.parameters * shape.bytes_per_product
@@ -570,6 +575,7 @@ def load_of(
     group, device = recipe.group, recipe.model.device
     # A plan for GPUs needs none.
     cpu = device != "cuda" and resolve_device(recipe.model).type == "cpu"
+    adapter = planned_adapter(recipe, blueprint)
     load = Load(
         prompts=recipe.batch_size,
         group=1,
@@ -578,7 +584,8 @@ def load_of(
         max_tokens_per_microbatch=positions_of(recipe),
         cpu=cpu,
         recompute=recipe.model.gradient_checkpointing,
-        adapter=adapter_count(recipe, blueprint),
+        adapter=adapter.parameters,
+        dropped=adapter.inputs if recipe.model.lora and recipe.model.lora.dropout else 0,
     )
     if algorithm is None:
         longer_than_mean = math.ceil(mean_length(rows) * 1.2)
@@ -633,10 +640,10 @@ def _blueprint_at(path: str) -> Blueprint:
     return read_blueprint(ModelSettings(path=path))
 
 
-def adapter_count(recipe: Recipe, blueprint: Blueprint) -> int:
-    """Count the parameters of the adapter that a recipe trains; 0 if it trains none."""
+def planned_adapter(recipe: Recipe, blueprint: Blueprint) -> AdapterSize:
+    """What the adapter that a recipe trains adds; zeros if it trains none."""
     lora = recipe.model.lora
-    return 0 if lora is None else adapter_size(weightless(blueprint), lora).parameters
+    return AdapterSize(0, 0) if lora is None else adapter_size(weightless(blueprint), lora)
 
 
 ADAPTER_LR = 1e-5
