@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from finished import untimed_metrics
+from rich.console import Console
 
 import groupwise as gw
+from groupwise.cli.commands import main
 from groupwise.errors import ConfigError
 
 SOURCE = """import numpy as np
@@ -74,3 +78,53 @@ def test_a_resume_asks_for_the_object(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match=r"call gw\.train with the same object"):
         list(gw.train("runs/broken/config.yaml"))
     assert curve("broken", Scaled(0.5)) == whole
+
+
+def brief(completion: str) -> float:
+    return -float(len(completion))
+
+
+def double(number: int) -> int:
+    """Double a number.
+
+    Args:
+        number: what is doubled
+    """
+    return 2 * number
+
+
+ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(24)]
+HELD_OUT = [{"prompt": f"{n}+2=", "answer": str(n + 2)} for n in range(8)]
+CHATS = [{"prompt": [{"role": "user", "content": f"{n}+1="}], "answer": str(n + 1)} for n in range(24)]
+OFFERED: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "names": ({"rewards": "repetition"}, {"view", "chat", "eval", "score"}),
+    "reward": ({"rewards": brief}, {"view", "chat"}),
+    "one of two rewards": ({"rewards": ["repetition", brief]}, {"view", "chat"}),
+    "rows": ({"rewards": "repetition", "data": {"path": ROWS, "eval_fraction": 0.5}}, {"view", "chat", "score"}),
+    "held-out rows": ({"rewards": "repetition", "data": {"path": "rows.jsonl", "eval_path": HELD_OUT}}, {"view", "chat", "score"}),
+    "credit": ({"rewards": "repetition", "group": {"credit": centred}}, {"view", "chat", "eval", "score"}),
+    "tool": (
+        {"rewards": "repetition", "data": {"path": "chats.jsonl", "chat": True, "eval_fraction": 0.5}, "tools": [double]},
+        {"view", "chat", "score"},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("changes", "offered"), OFFERED.values(), ids=OFFERED)
+def test_only_commands_that_work_are_offered(
+    changes: dict[str, Any], offered: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that find what they need in the run folder; each of them is run, as far as it ends by itself."""
+    monkeypatch.chdir(tmp_path)
+    for name, rows in (("rows", ROWS), ("chats", CHATS)):
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    group = {"prompts_per_step": 2, "group_size": 3} | changes.get("group", {})
+    output = io.StringIO()
+    gw.train(**(RECIPE | changes | {"group": group}), steps=1, name="run").run(console=Console(file=output, width=200))
+    _, _, after = output.getvalue().partition("Next:")
+    commands = [line.split()[1:] for line in after.splitlines() if line.strip()]
+    assert {command[0] for command in commands} == offered
+    for command in commands:
+        if command[0] in ("eval", "score"):
+            assert main(command) == 0, command

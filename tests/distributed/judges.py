@@ -28,3 +28,11 @@ def judge(completions: list[str], **_: Any) -> list[float]:
 def rank_process() -> int:
     """The rank that this function's worker belongs to: above the worker is its supervisor, and above that the rank."""
     return int(Path(f"/proc/{os.getppid()}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
+
+
+def brief(completion: str) -> float:
+    return -float(len(completion))
+
+
+def lengthy(completion: str) -> float:
+    return float(len(completion))

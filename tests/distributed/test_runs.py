@@ -337,3 +337,65 @@ def test_c7_c8_who_has_given_its_gradients_away_ends_after_the_step(recipe: Call
     assert [process.wait() for process in both] == [143, 143], "\n".join(process.said for process in both)
     (saved,) = (tmp_path / "runs" / "told" / "checkpoints").iterdir()
     assert int(saved.name) == len(lines(tmp_path, "told")) >= 3
+
+
+BEST: dict[str, Any] = {
+    "steps": 8, "optimizer": {"lr": 1e-2}, "group": {"prompts_per_step": 4, "group_size": 4},
+    "rewards": [{"function": "judges.py:brief"}, {"function": "judges.py:lengthy", "weight": 0.0}],
+    "eval": {"every": 2, "k": 2, "best": "rewards/lengthy", "stop_after": 2}, "save": {"every": 50},
+}  # fmt: skip
+"""It learns short completions, and the best evaluation is that of long ones: the first."""
+
+
+@pytest.mark.parametrize(
+    ("mode", "model"),
+    [("ddp", {}), ("zero3", {}), ("zero3", {"lora": {"rank": 4}}), ("ddp", {"lora": {"rank": 4}})],
+    ids=["ddp", "zero3", "zero3-lora", "ddp-lora"],
+)
+def test_the_best_model_of_two_processes_is_exported(
+    mode: str,
+    model: dict[str, Any],
+    write_recipe: Callable[..., Path],
+    ranks: Callable,
+    tiny_policy: Callable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In one go, and broken off behind the best evaluation; and what is exported is what one process exports."""
+    monkeypatch.chdir(Path(__file__).parent)
+    changes = BEST | {"parallel": mode, "model": model}
+    if model:
+        save(tiny_policy(), tmp_path / "base")
+        changes = changes | {"model": model | {"path": str(tmp_path / "base"), "scratch": None}}
+    ranks(2).run("whole_run", path=str(write_recipe(tmp_path, "straight", **changes)))
+    folder = tmp_path / "runs" / "straight"
+    end = json.loads((folder / "done.json").read_text())
+    assert "the model of step 2, the best by held-out rewards/lengthy" in end["exported"]
+    assert (end["step"], end["stopped"]) == (6, "no better rewards/lengthy in 2 evaluations (eval.stop_after)")
+    found = final(tmp_path, "straight")
+    assert all(torch.isfinite(weight).all() for weight in found.values())
+
+    stopped = str(write_recipe(tmp_path, "stopped", **(changes | {"steps": 2, "eval": BEST["eval"] | {"every": 2}})))
+    ranks(2).run("whole_run", path=stopped)
+    at_two = final(tmp_path, "stopped")
+    last = final_of_step(folder, 6)
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, at_two[name], atol=0 if mode == "ddp" else 1e-6, rtol=0)
+    assert last is None or not all(torch.equal(found[name], last[name]) for name in found)
+
+    broken = str(write_recipe(tmp_path, "broken", **changes))
+    for stop in (3, 5, None):
+        ranks(2).run("whole_run", path=broken, stop=stop)
+    assert all(torch.equal(final(tmp_path, "broken")[name], found[name]) for name in found)
+
+    alone = str(write_recipe(tmp_path, "alone", **(changes | {"parallel": "ddp"})))
+    for _ in train(load_recipe(alone)):
+        pass
+    for name, weight in found.items():
+        torch.testing.assert_close(final(tmp_path, "alone")[name], weight, atol=1e-3, rtol=0)
+
+
+def final_of_step(folder: Path, step: int) -> dict[str, torch.Tensor] | None:
+    """The weights of a checkpoint, where it holds all of them."""
+    file = folder / "checkpoints" / f"{step:06d}" / "policy" / "model.safetensors"
+    return load_file(file) if file.exists() else None

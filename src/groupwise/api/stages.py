@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -20,6 +21,7 @@ from groupwise.api.progress import Progress, make_console, safe
 from groupwise.config.live_objects import LIVE
 from groupwise.config.recipes import load_stages, with_lines
 from groupwise.config.settings import Recipe, is_online
+from groupwise.config.texts import with_texts
 from groupwise.distributed import comm, process_group
 from groupwise.errors import CheckpointError, GroupwiseError
 from groupwise.runs import checkpoint
@@ -218,18 +220,32 @@ def _part(label: str, judged: Judged, last: Judged | None) -> list[str]:
 def _next_commands(recipe: Recipe, folder: Path) -> list[str]:
     """Commands to go on with: look at the run, talk to the model, evaluate it again, score the
     recorded completions again.
+
+    Those that need an object of the program that trains are left out: no file holds it.
     """
     data, run = recipe.data, str(folder)
     writes = is_online(recipe.objective) or recipe.objective in WRITERS
     held_out = data.task is not None or data.eval_path is not None or bool(data.parts)
-    live = any(reward.function.startswith(LIVE) for reward in recipe.rewards) or str(
-        data.path
-    ).startswith(LIVE)
-    commands = [["groupwise", "view", run]]
-    commands += [["groupwise", "chat", run]] if writes else []
-    commands += (
-        [["groupwise", "eval", run]] if writes and recipe.rewards and held_out and not live else []
-    )
     recorded = is_online(recipe.objective) and bool(list_rollouts(folder))
-    commands += [["groupwise", "score", run]] if recipe.rewards and recorded and not live else []
+    judged = bool(recipe.rewards) and not _is_live(recipe.rewards)
+    commands = [["groupwise", "view", run]]
+    if writes:
+        commands.append(["groupwise", "chat", run])
+    if writes and held_out and judged and not _is_live((data, recipe.environment)):
+        commands.append(["groupwise", "eval", run])
+    if recorded and judged:
+        commands.append(["groupwise", "score", run])
     return [shlex.join(command) for command in commands]
+
+
+def _is_live(settings: Any) -> bool:
+    """True if these settings name an object of the running program."""
+    named: list[str] = []
+
+    def note(_: str, text: str) -> str:
+        if text.startswith(LIVE):
+            named.append(text)
+        return text
+
+    with_texts(settings, note)
+    return bool(named)
