@@ -526,6 +526,32 @@ def test_public_names_are_documented() -> None:
     assert not wrong
 
 
+NO_MAP = {
+    "cli.__init__": "each module is the subcommand of its name",
+    "data.tasks.__init__": "each module is the task of its name",
+    "rollout.vllm.plugin.__init__": "one module, which vLLM loads",
+}
+"""Packages whose page does not list their modules, and why."""
+
+
+def test_the_page_of_a_package_lists_its_modules() -> None:
+    """A reader finds the module there, and no name of one that has moved."""
+    wrong = []
+    for name in FILES:
+        package, _, leaf = name.rpartition(".")
+        if leaf != "__init__" or not package or name in NO_MAP:
+            continue
+        inside = {other.removeprefix(f"{package}.").partition(".")[0] for other in FILES if other.startswith(f"{package}.")}
+        page = ast.get_docstring(TREES[name]) or ""
+        listed = set()
+        for entry in re.findall(r"^- (`\w+`(?:, `\w+`)*):|^\| (`\w+`(?:, `\w+`)*) \|", page, re.MULTILINE):
+            listed |= set(re.findall(r"\w+", "".join(entry)))
+        mentioned = set(re.findall(r"`(\w+)`", page))
+        wrong += [f"{package} does not name {module}" for module in sorted(inside - {"__init__"} - mentioned)]
+        wrong += [f"{package} lists {module}, which is not there" for module in sorted(listed - inside)]
+    assert not wrong, wrong
+
+
 def test_pages_are_written_in_lines() -> None:
     """Scripts and style sheets that are ours are read by people too."""
     folders = (SOURCE / "viewer" / "static", ROOT / "docs" / "site")

@@ -7,9 +7,12 @@ In: keyword arguments, paths, objects.  Out: `Training`, `EvalReport`, `LoadedPo
 - `stages`: every stage of a recipe, with its plan, progress and closing table.
 - `planning`: `--dry-run`, the plan of every stage before anything is loaded.
 - `progress`: what a terminal shows of a run.
+- `sweep`: several runs of one recipe, for seeds and values of keys.
 - `evaluate`: evaluation of a trained model on held-out prompts.
 - `loaded_policy`: a trained policy that generates and scores.
 - `tool_chat`: a trained policy that talks to tools.
+- `tables`: metrics and completions of a run for pandas.
+- `publish`: uploads the final model of a run to the hub.
 - `objects`: Python objects in the place of names.
 
 No other package but `inspection`, `trl` and `cli` imports this one.

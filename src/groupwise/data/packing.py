@@ -1,11 +1,15 @@
 """Samples -> packed batches under a token budget, each prompt once per group.  The only place where
 anything shifts by one.
 
-A group becomes one stretch of the stream: its prompt without the last token, then for each
+A group becomes a run of segments in the stream: its prompt without the last token, then for each
 completion a segment that begins with the prompt's last token and continues with the completion
 without its last token.  So every position of such a segment predicts exactly one completion token,
 the prompt's last token can predict a different first token in every segment, and the last
-completion token (which predicts nothing) is not computed at all:
+completion token (which predicts nothing) is not computed at all.
+
+A position attends to itself, to those before it in its segment, and to the whole segment of its
+group's prompt (`Layout.prefix`).  No completion attends to another one, and no group to another
+group; `position` counts on from the prompt, so each completion is computed as if it stood alone:
 
     prompt  a b c      completions  x y z  and  u v
 

@@ -1,7 +1,7 @@
 """Looking into a run, before it and afterwards: nothing that a run does imports this room.
 
-In: recipes, run folders and files of completions.  Out: what `groupwise check`, `score`, `explain`
-and `replay` print.
+In: recipes, run folders and files of completions.  Out: what `groupwise check`, `score`, `explain`,
+`replay` and `compare` print.
 
 - `check`: tries model, tokenizer, data and rewards of a recipe.
 - `score`: runs reward functions over completions that exist.
@@ -9,4 +9,5 @@ and `replay` print.
 - `closed_form`: the loss of a recorded step and its gradient, without a model.
 - `replay`: computes a recorded step again.
 - `replay_report`: writes a replay as text and JSON.
+- `comparison`: means over seeds of groups of runs, and their paired differences.
 """

@@ -2,18 +2,19 @@
 
 In: groups of rollouts.  Out: `records.RolloutGroup`.
 
-    compose           makes what a recipe names; `Rewards` scores groups
-    registry          knows the built-in functions by name
-    user_functions    reads signatures, and checks what functions return
-    calls, functions  call functions in worker processes, which may never return; the two sides
-    completions       shows rollouts as functions see them
-    trainer_state     holds what functions may read of the run, and log
-    step_rewards      rewards single steps of a completion
-    accuracy, format, length, environment, model    are the built-in functions
-    answers, final_message    find the answer in a text
-    gold_forms, equality, restatement    decide whether an answer is the gold
-    answer_shapes, quantities, expressions    read answers: lists, units, LaTeX
-    math_checker      asks math-verify where our own rules leave it open
+- `compose`: makes the rewards that a recipe names; `Rewards` scores groups.
+- `registry`: knows the built-in functions by name.
+- `user_functions`: reads the signature of a reward function, and checks what it returned.
+- `calls`, `functions`: call reward functions in worker processes, which may never return: the
+  trainer's side, and the worker's.
+- `completions`: shows rollouts as functions see them.
+- `trainer_state`: holds what functions may read of the run, and log.
+- `step_rewards`: rewards single steps of a completion.
+- `accuracy`, `format`, `length`, `environment`, `model`: the built-in functions.
+- `answers`, `final_message`: find the answer in a text.
+- `gold_forms`, `equality`, `restatement`: decide whether an answer is the gold.
+- `answer_shapes`, `quantities`, `expressions`: read answers: lists, units, LaTeX.
+- `math_checker`: asks math-verify where our own rules leave it open.
 
 Importing this package imports nothing: worker processes start through it, and a start should cost
 milliseconds.  Nothing here knows of training, algorithms or runs.

@@ -1,5 +1,7 @@
-"""The worker process's part of reward functions: it imports, describes and calls them, and checks
-what they returned.
+"""The worker process's part of reward functions: it imports, describes and calls them.
+
+`calls.py` is the trainer's part.  `user_functions.py` knows, for both, what a signature asks for
+and which values a function may return.
 
 A function is called on the main thread, with its own copy of every argument for each completion:
 changing one alters neither the data, nor the record, nor the arguments of another completion.

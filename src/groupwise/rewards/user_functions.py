@@ -1,5 +1,7 @@
-"""What a reward function is, in a worker as in the trainer: it is found by name, called with what
-its signature asks for, and its values are checked.
+"""What a reward function is, for trainer and worker alike: it is found by name, its signature says
+what it is called with, and its values are checked.
+
+Calls are made by `functions.py` in a worker, which `calls.py` asks for them.
 
 It imports little: worker processes start with it.
 """

@@ -9,6 +9,7 @@ model.
 - `job`: policy, engine, optimizer and loop; what a checkpoint holds.
 - `run_models`, `engines`, `environments`: the models, the sampler and the environment of a recipe.
 - `checkpoint`: checkpoints that are whole or are not there.
+- `best`: the best evaluation of a run, and the end that follows from it.
 - `folder`, `lock`: which folder a run has, how it stands, and who writes there.
 - `run_files`: the only way in which the files of a run folder are written and read.
 - `starts`, `final_model`: each start of a run, and the model that it leaves.

@@ -1,10 +1,13 @@
-"""The loss of a packed batch: one object with one call, the sum of terms, each with a weight for
-every token.
+"""The loss of a packed batch: one object with one call, a sum over tokens of weight x loss.
 
-`Loss` is an online algorithm's: surrogate, KL and the extra terms of its row, each `sum(weight x
-term)`, and an entropy bonus, which is a mean over tokens of its own.  For plain GRPO, with rho =
-exp(log-prob now - log-prob before the step) and A the completion's advantage, it is `sum over
-tokens of weight x (-min(rho A, clip(rho, 1 - e, 1 + e) A) + beta KL)`.
+For plain GRPO, with rho = exp(log-prob now - log-prob before the step) and A the completion's
+advantage, it is `sum over tokens of weight x (-min(rho A, clip(rho, 1 - e, 1 + e) A) + beta KL)`.
+
+- `Algorithm.loss` (`algorithms/table.py`) gives the loss of each token: surrogate, masks, mismatch
+  weight and `beta KL`.
+- `samples.weigh` has computed the weights, which hold the normalisation.
+- `Loss` multiplies the two and adds what else the algorithm's row has: extra terms of log-probs,
+  terms of a critic or a teacher, and an entropy bonus, which is a mean over tokens of its own.
 
 M trained positions of a micro-batch   C those of a chunk of it   D width
 """
