@@ -13,6 +13,7 @@ In: keyword arguments, paths, objects.  Out: `Training`, `EvalReport`, `LoadedPo
 - `tool_chat`: a trained policy that talks to tools.
 - `tables`: metrics and completions of a run for pandas.
 - `publish`: uploads the final model of a run to the hub.
+- `export`, `ollama`: the final model as a GGUF file, and the Modelfile for Ollama.
 - `objects`: Python objects in the place of names.
 
 No other package but `inspection`, `trl` and `cli` imports this one.

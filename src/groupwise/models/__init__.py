@@ -8,13 +8,14 @@ In: a folder or hub name.  Out: a `policy.Policy` that takes packed `Batch`es.
 - `config_checks`: refuses configs that no model can be computed with.
 - `gguf`, `gguf_header`, `gguf_config`, `gguf_tokenizer`, `gguf_weights`: GGUF files, converted
   once.
+- `gguf_export`, `gguf_metadata`, `gguf_vocabulary`: the way back, a folder as a GGUF file.
 - `model_download`: models that come in a Python package.
 - `saving`: policies to folders.
 - `passes`, `backbone`: a policy's forward pass over packed batches.
 - `attention`, `masks`, `rope`, `recurrence`: packed streams for unmodified models.
 - `output_head`: the last matrix, its factor and cap.
 - `reward_head`: one number per token.
-- `layers`: what known families are made of.
+- `layers`: what known families are made of; `fused` runs their blocks in fewer passes.
 - `lora`, `lora_dropout`, `moe`, `sharded`: adapters, the balance of experts, sharded weights.
 - `scratch`, `shape`: small models with random weights, and the numbers of a model.
 

@@ -12,6 +12,7 @@ In: tensors.  Out: tensors.  No module here knows a model, a setting or an algor
 - `decoding`: products, norms and rotary embeddings as decoding needs them.
 - `operations`: the protocol that a package of kernels implements, and torch's own way.
 - `fused`, `functional`: blocks that run fused, with gradients written out.
+- `joined`: linear layers over one input as one product.
 - `in_place_gradients`: where gradients of matrices are summed.
 - `onednn_shapes`: numbers of rows for which a CPU keeps machine code.
 - `autograd`: what our backward passes refuse.
