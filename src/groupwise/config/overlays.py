@@ -45,12 +45,11 @@ def read_overrides(overrides: Iterable[str], problems: list[Problem]) -> list[Ch
     for number, override in enumerate(words):
         key, equals, text = override.partition("=")
         key = key.strip().removeprefix("--")
-        where = f"override {key}={text}" if equals else f"override {override}"
         if not equals or not key:
-            problems.append(
-                Problem(where, "an override is written key=value, e.g. optimizer.lr=1e-5")
-            )
+            message = "an override is written key=value, e.g. optimizer.lr=1e-5"
+            problems.append(Problem(f"override {override}", message))
             continue
+        where = f"override {key}={text}"
         document, wrong = parse_value(text, where)
         if wrong and _goes_on(words, number):
             message = f"the shell cut this value at a space: put it in quotes, '{key}=...'"
@@ -73,61 +72,66 @@ def stage_documents(
     """The keys of each stage with its overlay and the overrides in it; one document, called "",
     without stages.
     """
-    documents: dict[str, Document] = {}
-    base = Document(
-        {key: value for key, value in root.values.items() if key != "stages"}, dict(root.places)
-    )
-    stages = root.values.get("stages")
+    base = Document(dict(root.values), dict(root.places))
+    stages = base.values.pop("stages", None)
+    base = in_full(base)
     if stages is None:
-        documents[""] = in_full(base)
-    elif not isinstance(stages, dict) or not stages:
-        problems.append(
-            Problem(
-                root.place(("stages",)).where,
-                "stages must be a mapping of a stage's name to its keys",
-            )
-        )
+        for path, change in changes:
+            if path[0] == "stages":
+                problems.append(Problem(change.place(()).where, "this recipe holds no stages"))
+            else:
+                _set(base, path, change, problems)
+        return {"": base}
+    if not isinstance(stages, dict) or not stages:
+        message = "stages must be a mapping of a stage's name to its keys"
+        problems.append(Problem(root.place(("stages",)).where, message))
         return {}
-    else:
-        base = in_full(base)
-        for stage, keys in stages.items():
-            overlay = root.part(("stages", stage))
-            where = overlay.place(()).where
-            if not re.fullmatch(r"\w[\w+-]*", stage):
-                problems.append(
-                    Problem(
-                        where,
-                        f"a stage's name is made of letters, digits, _ + and -; got {stage!r}",
-                    )
-                )
-            if not isinstance(keys, dict | None):
-                message = (
-                    f"stages.{stage} must be a mapping of keys to values, got {schema.show(keys)}"
-                )
-                problems.append(Problem(where, message))
-            documents[stage] = overlaid(
-                base, in_full(overlay if isinstance(keys, dict) else Document({}, overlay.places))
-            )
-        _check_own_data(root, changes, problems)
-    for path, change in sorted(changes, key=lambda change: change[0][0] == "stages"):
+    documents = {}
+    for stage, keys in stages.items():
+        overlay = root.part(("stages", stage))
+        where = overlay.place(()).where
+        if not re.fullmatch(r"\w[\w+-]*", stage):
+            message = f"a stage's name is made of letters, digits, _ + and -; got {stage!r}"
+            problems.append(Problem(where, message))
+        if not isinstance(keys, dict | None):
+            got = schema.show(keys)
+            message = f"stages.{stage} must be a mapping of keys to values, got {got}"
+            problems.append(Problem(where, message))
+        if not isinstance(keys, dict):
+            overlay.values = {}
+        documents[stage] = overlaid(base, in_full(overlay))
+    _check_own_data(root, changes, problems)
+    for path, change in changes:
         if path[0] != "stages":
             for document in documents.values():
-                comes_from_a_stage = path[:2] in SOURCES and str(
-                    document.get((path[0], "path"))
-                ).startswith(STAGE)
-                if stages is None or not comes_from_a_stage:
+                if not _starts_from_a_stage(document, path):
                     _set(document, path, change, problems)
-        elif stages is None:
-            problems.append(Problem(change.place(()).where, "this recipe holds no stages"))
-        elif len(path) < 3 or path[1] not in documents:
-            near = closest(path[1], list(documents)) if len(path) > 1 else ""
-            message = (
-                f"write stages.NAME.key=value with one of the stages {', '.join(documents)}{near}"
-            )
-            problems.append(Problem(change.place(()).where, message))
-        else:
-            _set(documents[path[1]], path[2:], change, problems)
+    for path, change in changes:
+        if path[0] == "stages":
+            _set_in_stage(documents, path, change, problems)
     return documents
+
+
+def _starts_from_a_stage(document: Document, path: tuple[str, ...]) -> bool:
+    """Return whether a path names the source of a stage that starts from an earlier one."""
+    source = str(document.get((path[0], "path")))
+    return path[:2] in SOURCES and source.startswith(STAGE)
+
+
+def _set_in_stage(
+    documents: dict[str, Document],
+    path: tuple[str, ...],
+    change: Document,
+    problems: list[Problem],
+) -> None:
+    """Put the value of `stages.NAME.key` into that stage."""
+    if len(path) > 2 and path[1] in documents:
+        _set(documents[path[1]], path[2:], change, problems)
+        return
+    message = f"write stages.NAME.key=value with one of the stages {', '.join(documents)}"
+    if len(path) > 1:
+        message += closest(path[1], list(documents))
+    problems.append(Problem(change.place(()).where, message))
 
 
 TEXTS = ("text", "text, or null")
@@ -144,11 +148,10 @@ def in_full(document: Document, at: Path = ()) -> Document:
     def full(value: Any, path: Path) -> Any:
         key = schema.normal(_dotted((*at, *path)))
         setting = schema.settings_table().get(key)
-        if key == "rewards" and isinstance(value, str | list):
-            return [
-                full(entry, (*path, place))
-                for place, entry in enumerate([value] if isinstance(value, str) else value)
-            ]
+        if key == "rewards" and isinstance(value, str):
+            return [{"function": value}]
+        if key == "rewards" and isinstance(value, list):
+            return [full(entry, (*path, place)) for place, entry in enumerate(value)]
         if key == "rewards.N" and isinstance(value, str):
             return {"function": value}
         if key == "save.report_to" and isinstance(value, str):
@@ -172,10 +175,8 @@ def overlaid(base: Document, overlay: Document) -> Document:
     """
     merged = Document(copy.deepcopy(base.values), dict(base.places))
     for path in _leaves(overlay, ()):
-        section = schema.settings_table().get(_dotted(path))
-        if overlay.get(path) != {} or not (
-            section and section.section and isinstance(merged.get(path), dict)
-        ):
+        empty = _section_at(path) is not None and overlay.get(path) == {}
+        if not empty or not isinstance(merged.get(path), dict):
             _set(merged, path, overlay.part(path), [], overlay)
     return merged
 
@@ -186,14 +187,23 @@ def _leaves(overlay: Document, at: Path) -> Iterator[Path]:
     """
     for key, value in overlay.get(at).items():
         path = (*at, key)
-        setting = schema.settings_table().get(_dotted(path))
-        section = (
-            setting.section if setting is not None and isinstance(value, dict) and value else None
-        )
-        if section is None or (section in BY_NAME and "name" in value):
+        section = _section_at(path)
+        if section is None or not isinstance(value, dict) or not value:
+            yield path
+            continue
+        names_another = section in BY_NAME and "name" in value
+        if names_another:
             yield path
         else:
             yield from _leaves(overlay, path)
+
+
+def _section_at(path: Path) -> type | None:
+    """Return the section that stands at a path, if the setting there is one."""
+    setting = schema.settings_table().get(_dotted(path))
+    if setting is None:
+        return None
+    return setting.section
 
 
 def _check_own_data(root: Document, changes: Sequence[Change], problems: list[Problem]) -> None:
@@ -203,19 +213,24 @@ def _check_own_data(root: Document, changes: Sequence[Change], problems: list[Pr
     overridden = {path[1] for path, _ in changes if path[0] == "stages" and path[2:] in DATA}
     sources_of = {}
     for stage in root.values["stages"]:
-        sources = (root.get(("stages", stage, *path)) for path in DATA)
-        source = next((one for one in sources if isinstance(one, str)), None)
-        if source is not None and stage not in overridden and not source.startswith(STAGE):
-            sources_of[stage] = source
-    theirs = ", ".join(f"{stage} ({source})" for stage, source in sources_of.items())
-    for key, change in (
-        (".".join(path), change) for path, change in changes if sources_of and path in DATA
-    ):
-        message = (
-            f"{key} of every stage would replace the data that stages have of their own: {theirs}"
-        )
-        message += f"; say it of single stages: stages.{next(iter(sources_of))}.{key}=..."
-        problems.append(Problem(change.place(()).where, message))
+        if stage in overridden:
+            continue
+        for path in DATA:
+            source = root.get(("stages", stage, *path))
+            if isinstance(source, str) and not source.startswith(STAGE):
+                sources_of.setdefault(stage, source)
+    if not sources_of:
+        return
+    listed = ", ".join(f"{stage} ({source})" for stage, source in sources_of.items())
+    first = next(iter(sources_of))
+    for path, change in changes:
+        if path in DATA:
+            key = ".".join(path)
+            message = (
+                f"{key} of every stage would replace the data that stages have of their own:"
+                f" {listed}; say it of single stages: stages.{first}.{key}=..."
+            )
+            problems.append(Problem(change.place(()).where, message))
 
 
 def _set(

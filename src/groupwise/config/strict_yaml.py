@@ -135,28 +135,37 @@ class Document:
 
     def place(self, path: Path) -> Place:
         """The place of the value at `path`, or of the innermost one around it."""
-        around = (path[:length] for length in range(len(path), -1, -1))
-        return next((self.places[one] for one in around if one in self.places), Place(""))
+        for length in range(len(path), -1, -1):
+            if path[:length] in self.places:
+                return self.places[path[:length]]
+        return Place("")
 
     def part(self, path: Path) -> Document:
         """The value at `path` as a document."""
-        start = len(path)
-        return Document(
-            self.get(path),
-            {one[start:]: place for one, place in self.places.items() if one[:start] == path},
-        )
+        part = Document(self.get(path))
+        for place in self.places_in(path):
+            part.places[place[len(path) :]] = self.places[place]
+        return part
 
     def put(self, path: Path, part: Document) -> None:
         """Set the value at `path`; what holds it is there."""
-        self.places = {one: place for one, place in self.places.items() if one[: len(path)] != path}
-        self.places |= {(*path, *one): place for one, place in part.places.items()}
+        for place in self.places_in(path):
+            del self.places[place]
+        for place, text in part.places.items():
+            self.places[(*path, *place)] = text
         self.get(path[:-1])[path[-1]] = copy.deepcopy(part.values)
 
     def drop(self, path: Path) -> None:
         """Take a key of a mapping away; what is no key there is left alone."""
-        if isinstance(holder := self.get(path[:-1]), dict):
+        holder = self.get(path[:-1])
+        if isinstance(holder, dict):
             holder.pop(path[-1], None)
-        self.places = {one: place for one, place in self.places.items() if one[: len(path)] != path}
+        for place in self.places_in(path):
+            del self.places[place]
+
+    def places_in(self, path: Path) -> list[Path]:
+        """The paths of all values in the one at `path`, and its own."""
+        return [place for place in self.places if place[: len(path)] == path]
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,17 +199,16 @@ def parse(text: str, name: str) -> tuple[Document, list[Problem]]:
         )
         return document, problems
     except yaml.MarkedYAMLError as error:
+        where, message = name, f"not YAML: {error.problem or error.context}"
         mark = error.problem_mark or error.context_mark
-        where = f"{name}:{mark.line + 1}" if mark else name
-        snippet = mark.get_snippet(indent=4) if mark else None
-        message = f"not YAML: {error.problem or error.context}" + (
-            f"\n{snippet}" if snippet else ""
-        )
+        if mark is not None:
+            where = f"{name}:{mark.line + 1}"
+            snippet = mark.get_snippet(indent=4)
+            if snippet:
+                message += f"\n{snippet}"
     except yaml.reader.ReaderError as error:
-        where, message = (
-            name,
-            f"not text: character {error.character!r} at position {error.position}",
-        )
+        where = name
+        message = f"not text: character {error.character!r} at position {error.position}"
     except RecursionError:
         where, message = name, "nested too deeply"
     return Document({}, {(): Place(where)}), [Problem(where, message)]
@@ -211,10 +219,10 @@ def parse_value(text: str, where: str) -> tuple[Document, list[Problem]]:
     place.
     """
     document, problems = parse(text, where)
-    places = {path: Place(where, place.text) for path, place in document.places.items()}
-    return Document(document.values if text.strip() else None, places), [
-        Problem(where, problem.message) for problem in problems
-    ]
+    if not text.strip():
+        document.values = None
+    document.places = {path: Place(where, place.text) for path, place in document.places.items()}
+    return document, [Problem(where, problem.message) for problem in problems]
 
 
 def _value(
@@ -233,9 +241,10 @@ def _value(
     if len(places) >= MOST_VALUES or node in around:
         problem = f"more than {MOST_VALUES} values once its anchors are expanded"
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-    places[path] = Place(
-        f"{name}:{line + 1}", node.value if isinstance(node, yaml.ScalarNode) else ""
-    )
+    text = ""
+    if isinstance(node, yaml.ScalarNode):
+        text = node.value
+    places[path] = Place(f"{name}:{line + 1}", text)
 
     def refuse(wrong: yaml.Node, message: str) -> None:
         problems.append(Problem(f"{name}:{wrong.start_mark.line + 1}", message))
@@ -244,25 +253,25 @@ def _value(
         return _value(inner, (*path, key), line, name, places, problems, [*around, node])
 
     kind = node.tag.removeprefix(TAG)
-    match node:
-        case yaml.SequenceNode() if kind == "seq":
-            return [
-                inside(inner, place, inner.start_mark.line)
-                for place, inner in enumerate(node.value)
-            ]
-        case yaml.ScalarNode() if kind in _SCALARS and re.fullmatch(_SCALARS[kind][0], node.value):
+    if isinstance(node, yaml.SequenceNode) and kind == "seq":
+        items = []
+        for place, inner in enumerate(node.value):
+            items.append(inside(inner, place, inner.start_mark.line))
+        return items
+    if isinstance(node, yaml.ScalarNode) and kind in _SCALARS:
+        pattern, read = _SCALARS[kind]
+        if re.fullmatch(pattern, text):
             with contextlib.suppress(ValueError):  # thousands of digits
-                return _SCALARS[kind][1](node.value)
+                return read(text)
     if not isinstance(node, yaml.MappingNode) or kind != "map":
         refuse(node, f"the tag {node.tag} is not allowed")
+    if not isinstance(node, yaml.MappingNode):
+        return None
     values: dict[str, Any] = {}
     lines: dict[str, int] = {}
-    for key_node, value_node in node.value if isinstance(node, yaml.MappingNode) else ():
-        key, line = (
-            (key_node.value if isinstance(key_node, yaml.ScalarNode) else None),
-            key_node.start_mark.line,
-        )
-        if key is None:
+    for key_node, value_node in node.value:
+        key, line = key_node.value, key_node.start_mark.line
+        if not isinstance(key_node, yaml.ScalarNode):
             refuse(key_node, "a key must be a word")
         elif key_node.tag == TAG + "merge" or key == "<<":
             refuse(
@@ -273,7 +282,7 @@ def _value(
             refuse(key_node, f"{key!r} stands here twice (first on line {lines[key] + 1})")
         else:
             values[key], lines[key] = inside(value_node, key, line), line
-    return values if isinstance(node, yaml.MappingNode) else None
+    return values
 
 
 def dump(data: Mapping[str, Any]) -> str:

@@ -285,14 +285,13 @@ class _Case:
 
     def check_finite(self, expected: PassResults) -> None:
         """Raises ConfigError for a model whose own pass gives no numbers."""
-        finite = all(np.isfinite(values).all() for values in expected.values)
-        wrong = [
-            name for name, gradient in expected.gradient.items() if not gradient.norm().isfinite()
-        ]
-        if wrong or not finite:
+        numbers = ""
+        for name, gradient in expected.gradient.items():
+            if not numbers and not gradient.norm().isfinite():
+                numbers = f"a gradient of {name} that is"
+        if not np.isfinite(np.concatenate(expected.values)).all():
             numbers = "log-probs that are"
-            if finite:
-                numbers = f"a gradient of {wrong[0]} that is"
+        if numbers:
             raise ConfigError(
                 f"{self.family}'s own forward pass gives {numbers} not finite: a number in its"
                 " config.json is wrong (compare it with the published one), its weights are"

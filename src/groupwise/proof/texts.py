@@ -167,25 +167,24 @@ def drawn(
     endless = replace(policy, eos_ids=(), context=longest, tokenizer=no_text)
     environment, tokens = None, min(LAST, size.tokens)
     if sampler.conversations:
-        environment, tokens = (
-            SimpleNamespace(begin=partial(_RandomReplies, policy.vocabulary)),
-            LAST,
-        )
+        environment = SimpleNamespace(begin=partial(_RandomReplies, policy.vocabulary))
+        tokens = LAST
     engine = sampler.make(endless, max_rows=size.rows, environment=environment)
     sampling = Sampling(max_new_tokens=tokens)
     columns = prompts_of(policy, size, longest, seed)
-    prompts = [
-        Prompt(id=f"{place:04}", tokens=ids, text="", row={}) for place, ids in enumerate(columns)
-    ]
-    groups: list[Sequence[Rollout]] = list(
-        engine.generate(prompts, group_size=size.group, sampling=sampling, seed=seed)
-    )
+    prompts = []
+    for place, ids in enumerate(columns):
+        prompts.append(Prompt(id=f"{place:04}", tokens=ids, text="", row={}))
+    groups: dict[str, Sequence[Rollout]] = {}
+    for group in engine.generate(prompts, group_size=size.group, sampling=sampling, seed=seed):
+        groups[group[0].prompt.id] = group
     texts = []
-    for place, (first, *_, last) in enumerate(sorted(groups, key=lambda group: group[0].prompt.id)):
-        near = first.prompt.tokens.size <= NEAR
+    for place, prompt in enumerate(prompts):
+        rollouts = groups[prompt.id]
+        near = prompt.tokens.size <= NEAR
         if near and place > 0:
-            texts.append(_drawn(policy, first, FIRST))
-        texts.append(_drawn(policy, last, LAST))
+            texts.append(_drawn(policy, rollouts[0], FIRST))
+        texts.append(_drawn(policy, rollouts[-1], LAST))
     if size is FULL:  # one that is decoded alone; of a small size the last has waited for all
         prompt = replace(prompts[1], id="alone")
         sampling = replace(sampling, max_new_tokens=size.tokens)
