@@ -284,7 +284,7 @@ def test_few_prompts_that_agree_by_chance_show_no_difference() -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (["data.eval_fraction=0"], "has no evaluations, so no held-out prompts are paired: hold some back"),
+        (["data.eval_fraction=0"], "No held-out prompts are paired: "),
         (["eval.every=3", "steps=3", "eval.at_start=false"], "have no evaluated step in common"),
     ],
 )

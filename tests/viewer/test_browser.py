@@ -534,8 +534,16 @@ def test_numbers_are_written_as_people_write_them(viewer: Callable, run_folder: 
         "0.00021",
         "≈ 0",
     ]
-    marks = page.evaluate("() => [[0.0030, 0.0032, 0.0034], [0, 0.5, 1], [0, 2e-13, 4e-13], [0, 2000]].map(labelsOf)")
-    assert marks == [["0.0030", "0.0032", "0.0034"], ["0", "0.5", "1"], ["0", "2×10⁻¹³", "4×10⁻¹³"], ["0", "2000"]]
+    marks = page.evaluate(
+        "() => [[0.0030, 0.0032, 0.0034], [0, 0.5, 1], [0, 2e-13, 4e-13], [0, 2000], [0, 0.25, 0.5]].map(labelsOf)"
+    )
+    assert marks == [
+        ["0.0030", "0.0032", "0.0034"],
+        ["0", "0.5", "1"],
+        ["0", "2×10⁻¹³", "4×10⁻¹³"],
+        ["0", "2000"],
+        ["0", "0.25", "0.50"],
+    ]
 
 
 @pytest.mark.slow
@@ -634,3 +642,22 @@ def test_a_report_of_seeds_holds_their_bands(made: Any, tab: Tab, tmp_path: Path
     page.wait_for_selector(".letters")
     assert page.locator(".chart .last").first.inner_text() == "0.160 ± 0.248 · 1.16 ± 0.248"
     assert page.locator(".save").count() == 0 and page.locator("main [role=alert]").count() == 0
+
+
+@pytest.mark.slow
+def test_a_group_whose_runs_share_no_step_shows_its_seeds(viewer: Callable, made: Any, tab: Tab, tmp_path: Path) -> None:
+    """As a sweep does whose last run has just begun; and the names of folders are text."""
+    folders = six_seeds(made, tmp_path)
+    begun = tmp_path / "mine-lr=1-seed=3"
+    begun.mkdir()
+    (begun / "config.yaml").write_text("objective: grpo\n", encoding="utf-8")
+    (begun / "metrics.jsonl").touch()
+    hostile = made.make_run(tmp_path / "<b>\u202eevil", 6)
+    page = tab(viewer(*folders, begun, hostile).address + "#view=curves&metric=reward")
+    page.wait_for_selector(".letters")
+    page.wait_for_selector(".chart .last")
+    names = page.locator(".controls fieldset label").all_inner_texts()
+    assert names == ["mine-lr=0 (3 seeds)", "mine-lr=1 (4 seeds)", "<b>U+202Eevil"]
+    assert page.locator(".chart .last").first.inner_text().count("·") == 1, "of the second group there is no mean"
+    said = page.locator(".difference").all_inner_texts()
+    assert any(text.startswith("No held-out prompts are paired:") and "seed=3 has no evaluations" in text for text in said)

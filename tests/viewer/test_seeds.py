@@ -21,7 +21,7 @@ from groupwise.records import Step
 from groupwise.runs import rollout_files
 from groupwise.runs.run_files import RunFiles
 from groupwise.viewer.curves import curve_of
-from groupwise.viewer.figures import CurveFigure, DrawnCurve
+from groupwise.viewer.figures import COLOURS, CurveFigure, DrawnCurve
 from groupwise.viewer.pages import Pages
 from groupwise.viewer.seeds import RunGroup, read_group, setting_labels
 from groupwise.viewer.sources import open_sources
@@ -221,3 +221,9 @@ def test_a_curve_is_saved_as_a_file_that_runs_nothing(viewer: Callable, six: Pat
     for wrong in ("series=7", "series=0&smooth=2", "series=0&smooth=x"):
         status, _, text = get(port, f"/figure.svg?metric=reward&{wrong}")
         assert status == 422 and "\n" in text
+
+
+def test_a_saved_figure_has_the_colours_of_the_screen(six: Path) -> None:
+    pages = Pages(open_sources([six / f"mine-lr={lr}-seed={seed}" for lr in ("1e-5", "1e-2") for seed in range(3)]))
+    figure = pages.figure({"metric": "reward", "series": "3,4,5"}, smooth=True)
+    assert COLOURS[1] in figure.svg() and COLOURS[0] not in figure.svg()

@@ -74,15 +74,15 @@ def paired_difference(left: RunGroup, right: RunGroup) -> PairedDifference:
         steps = set(source.steps(HELD_OUT))
         if not steps:
             raise DataError(
-                f"{source.path} has no evaluations, so no held-out prompts are paired: hold some"
+                f"no held-out prompts are paired: {source.path} has no evaluations; hold prompts"
                 " back (data.eval_fraction or data.eval_path)"
             )
         evaluated.append(steps)
     shared = set.intersection(*evaluated)
     if not shared:
         raise DataError(
-            f"the runs of {left.label} and {right.label} have no evaluated step in common, so no"
-            " held-out prompts are paired: give both the same eval.every"
+            f"no held-out prompts are paired: the runs of {left.label} and {right.label} have no"
+            " evaluated step in common; give both the same eval.every"
         )
     step = max(shared)
     lefts = [rewards_by_prompt(source, step, HELD_OUT) for source in left.sources]
@@ -90,8 +90,8 @@ def paired_difference(left: RunGroup, right: RunGroup) -> PairedDifference:
     paired = pair(lefts, rights, (step, step))
     if paired is None:
         raise DataError(
-            f"{left.label} and {right.label} share no evaluated prompts, so nothing is paired:"
-            " give both the same held-out data"
+            f"no held-out prompts are paired: {left.label} and {right.label} share none; give both"
+            " the same held-out data"
         )
     return paired
 

@@ -190,7 +190,9 @@ class Pages:
         smoothing = _weight(parameters) if smooth else 0.0
         across = _across(parameters)
         curves = []
-        for colour, group in enumerate(self._groups(parameters, "series")):
+        listed = parameters.get("series", "0").split(";")
+        for runs, group in zip(listed, self._groups(parameters, "series"), strict=True):
+            colour = self._colour(runs)
             curve = curve_of(group, metric, across=across, smoothing=smoothing)
             curves.append(DrawnCurve(curve, colour))
             if parameters.get("seeds") and curve.runs > 1:
@@ -206,6 +208,11 @@ class Pages:
         for i, label in enumerate(self.labels):
             found.setdefault(f"run {i}" if label is None else f"group {label}", []).append(str(i))
         return [",".join(runs) for runs in found.values()]
+
+    def _colour(self, runs: str) -> int:
+        """Return the number of the colour that the application draws a group in."""
+        series = self.series()
+        return series.index(runs) if runs in series else 0
 
     def _curve(self, group: RunGroup, metric: str, parameters: Parameters) -> Curve:
         across = _across(parameters)

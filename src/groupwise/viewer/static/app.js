@@ -275,7 +275,7 @@ async function pulse() {
     const now = runHere();
     const moved = now.newest !== before.newest || now.last !== before.last || now.state !== before.state;
     if (moved) {
-      forget("curves", "health", "lenses", "runs");
+      forget("curves", "bands", "differences", "health", "lenses", "runs");
       const busy = /^(INPUT|SELECT)$/.test(document.activeElement?.tagName) || document.activeElement?.closest?.(".text");
       if (here.view === "groups" && here.step === undefined && !busy) arrive();
       else if (here.view === "curves" && !busy) arrive();

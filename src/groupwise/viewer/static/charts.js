@@ -289,7 +289,9 @@ function labelsOf(marks) {
   const largest = Math.max(...marks.map(Math.abs));
   if (marks.length < 2 || largest >= 1000) return marks.map((value) => fmt(value));
   if (largest < 1e-3) return marks.map((value) => (value ? inPowersOfTen(value).replace("-", "−") : "0"));
-  const digits = Math.max(0, -Math.floor(Math.log10(marks[1] - marks[0]) + 1e-9));
+  const distance = marks[1] - marks[0];
+  let digits = Math.max(0, -Math.floor(Math.log10(distance) + 1e-9));
+  if (Math.abs(distance - Number(distance.toFixed(digits))) > 1e-3 * distance) digits += 1; // a quarter has two
   return marks.map((value) => (Number.isInteger(value) ? fmt(value) : value.toFixed(digits).replace("-", "−")));
 }
 

@@ -745,7 +745,9 @@ async function differencePanel(series) {
           {},
           h("span", { class: "swatch", style: { background: lineColour(series[i].place) } }),
           h("b", { text: one.letter }),
-          ` ${one.label}: ${many(one.runs, "run")}`,
+          " ",
+          h("bdi", {}, ...visible(one.label)),
+          `: ${many(one.runs, "run")}`,
         ),
       ),
     ),
@@ -821,6 +823,7 @@ VIEWS.curves = async (main) => {
           max: 0.98,
           step: 0.02,
           value: weight,
+          disabled: Boolean(ANSWERS) && !seeds && drawn.every((one) => one.runs.length > 1), // their bands are made
           onchange: (event) => go({ smooth: event.target.value }, true),
         }),
         h("output", { text: weight.toFixed(2) }),
@@ -857,7 +860,7 @@ VIEWS.curves = async (main) => {
                 },
               }),
               h("span", { class: "swatch", style: { background: lineColour(one.place) } }),
-              one.label + seedsOf(one),
+              h("bdi", {}, ...visible(one.label + seedsOf(one))),
             ),
           ),
         )
@@ -923,25 +926,29 @@ VIEWS.curves = async (main) => {
     );
     if (!chosen.length) fill(found, empty(`No metric has “${here.metric}” in its name.`));
   }
-  /** A run's line; of a group of seeds the mean with its band, and each seed's own line where that is wanted. */
-  async function linesOf(one, name) {
-    const colour = lineColour(one.place);
-    const having = one.runs.filter((run) => run.metrics.includes(name));
-    if (!having.length) return [];
+  /** A line for each run that has the metric. */
+  async function linesOfRuns(one, name) {
+    const thin = one.runs.length > 1;
     const lines = [];
-    for (const run of one.runs.length > 1 && !seeds ? [] : having) {
+    for (const run of one.runs.filter((run) => run.metrics.includes(name))) {
       const curves = await askCurves(run.run, [name]);
       const values = curves.values[name];
       const xs = axis === "tokens" && curves.tokens.length ? curves.tokens : axis === "time" ? curves.seconds : curves.steps;
       const averaged = smoothing(name, values, weight);
-      const thin = one.runs.length > 1;
       const raw = averaged && !thin ? values : null;
-      lines.push({ name: run.name, run: run.run, steps: curves.steps, xs, ys: smooth(values, averaged), raw, colour, thin });
+      const ys = smooth(values, averaged);
+      lines.push({ name: run.name, run: run.run, steps: curves.steps, xs, ys, raw, colour: lineColour(one.place), thin });
     }
-    if (one.runs.length < 2) return lines;
-    const band = (await askBands(numbersOf([one]), name, axis, weight))[name];
-    const { steps, mean: ys, half } = band;
-    return [...lines, { name: one.label, run: one.runs[0].run, steps, xs: band.xs || steps, ys, half, colour }];
+    return lines;
+  }
+  /** A run's line; of a group of seeds the mean with its band, and each seed's own line where it is wanted or they share no step. */
+  async function linesOf(one, name) {
+    if (one.runs.length < 2) return linesOfRuns(one, name);
+    if (!one.runs.some((run) => run.metrics.includes(name))) return [];
+    const { steps, xs, mean: ys, half } = (await askBands(numbersOf([one]), name, axis, weight))[name];
+    if (!steps.length) return linesOfRuns(one, name);
+    const band = { name: one.label, run: one.runs[0].run, steps, xs: xs || steps, ys, half, colour: lineColour(one.place) };
+    return seeds ? [...(await linesOfRuns(one, name)), band] : [band];
   }
   function place(name) {
     const element = h("div", { class: "plot" });
