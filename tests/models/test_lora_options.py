@@ -32,6 +32,7 @@ from groupwise.models.saving import merged, save, save_to_resume
 from groupwise.models.sharded import frozen_copy
 from groupwise.records import Branch, Sample
 from groupwise.rollout.native.cuda.adapters import plain_weights
+from groupwise.rollout.native.cuda.workspace import KeptWorkspace
 from groupwise.rollout.vllm.weight_sync import unfit
 from groupwise.training.offline import SFT
 from groupwise.training.passes import score, update
@@ -362,6 +363,21 @@ def test_decoded_weights_are_those_in_use(tiny_policy: Callable[..., Policy]) ->
         assert (head.data_ptr() == embedding.data_ptr()) == (not one.adapter_on)
         with plain_attention(merged(one)) as whole, plain_attention(policy.model) as model, one.adapter_state(), torch.no_grad():
             torch.testing.assert_close(whole(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+def test_decoded_weights_are_those_of_the_last_gather(tiny_policy: Callable[..., Policy]) -> None:
+    """A gather of sharded weights puts other tensors into the same modules."""
+    policy = adapted(tiny_policy("qwen3"), modules_to_save=("lm_head",))
+    kept = KeptWorkspace(policy)
+    before = kept.weights()
+    assert before is not None and kept.weights() is before
+    for module in policy.model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(parameter.detach() + 1.0)
+    after = kept.weights()
+    assert after is not None
+    torch.testing.assert_close(after.policy.head.weight_VD, policy.head.weight_VD)
 
 
 RECIPE = """

@@ -12,9 +12,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from groupwise.models.policy import Policy
 from groupwise.ops.decoding import Buffers
@@ -108,11 +108,18 @@ class KeptWorkspace:
         self.policy = policy
         self._lock = threading.Lock()
         self._workspace: Workspace | None = None
+        self._plain: PlainWeights | None = None
+        self._apart: Tensor | None = None
+        """The first parameter of what was taken apart."""
 
-    @cached_property
     def _without_adapter(self) -> PlainWeights:
-        """The weights and the adapter, taken apart."""
-        return plain_weights(self.policy)
+        """Return the weights and the adapter, taken apart; again where a gather has put other
+        tensors into the model.
+        """
+        first = next(self.policy.model.parameters())
+        if self._plain is None or self._apart is not first:
+            self._plain, self._apart = plain_weights(self.policy), first
+        return self._plain
 
     def weights(self) -> PlainWeights | None:
         """Return the weights of a model whose every step is known, else None."""
@@ -121,7 +128,7 @@ class KeptWorkspace:
         elif self.policy.switches or any(map(is_hooked, self.policy.model.modules())):
             return None
         else:
-            weights = self._without_adapter
+            weights = self._without_adapter()
         return weights if is_known(weights.policy) else None
 
     @property
@@ -144,6 +151,7 @@ class KeptWorkspace:
             workspace, self._workspace = self._workspace, None
         if workspace is None:
             workspace = Workspace(weights)
+        workspace.weights = weights
         yield workspace
         if workspace.may_stay:
             self._workspace = workspace
