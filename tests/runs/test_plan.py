@@ -30,7 +30,9 @@ from groupwise.models.saving import save
 from groupwise.models.shape import Shape
 from groupwise.ops.operations import operations
 from groupwise.records import Batch, Step
+from groupwise.rollout.native.cuda import workspace
 from groupwise.rollout.native.forward import SpecialisedForward
+from groupwise.runs import plan
 from groupwise.runs.plan import (
     Load,
     fitted,
@@ -267,6 +269,89 @@ def test_servers_that_sample_take_no_memory_of_the_trainer(write_recipe: Callabl
     assert not {"not counted"} & {*native, *transformers}
 
 
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128,
+         "vocab_size": 1000, "tie_word_embeddings": True}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept", "held_while_training"),
+    [({}, 100_000 + 81_920, 181_920), ({"stays": 181_920}, 181_920, 181_920), ({"stays": 181_919}, 0, 0), ({"cpu": True}, 0, 0)],
+    ids=str,
+)
+def test_what_a_gpu_keeps_between_rollouts_is_held_while_it_trains(
+    changes: dict[str, Any], kept: int, held_while_training: int
+) -> None:
+    """Two layers, two heads of 16 for keys and for values: 256 bytes a token; 4 prompts of 16 and 8 rows of 32 tokens."""
+    shape = Shape.of(SMALL, 200_000, dtype="bfloat16")
+    assert 2 * 2 * 32 * (4 * 16 + 8 * 32) * 2 == 81_920
+    gpu = Load(
+        **{"prompts": 4, "group": 2, "prompt_tokens": 16, "completion_tokens": 32, "max_tokens_per_microbatch": 512, "rows": 8}
+        | {"cpu": False, "prepared": 100_000}
+        | changes
+    )
+    need = process_memory(shape, gpu, prompts=4)
+    assert need.kept == kept
+    assert need.training - process_memory(shape, replace(gpu, prepared=0), prompts=4).training == held_while_training
+    assert need.sampling == need.held + 100_000 + need.cache, "while it samples they count once"
+
+
+@pytest.mark.parametrize(("microbatch", "rows"), [(16_384, 2048), (2048, 2048), (500, 500)])
+def test_the_head_on_a_gpu_takes_chunks_of_2048_rows(microbatch: int, rows: int) -> None:
+    """Qwen2.5-0.5B in bfloat16, head 896 wide, 151,936 ids: 622,329,856 bytes of logits, where a CPU has 448 rows."""
+    shape = Shape.of(QWEN_05B, 494_000_000, dtype="autocast")
+    gpu = Load(prompts=1, group=1, prompt_tokens=microbatch, completion_tokens=0, max_tokens_per_microbatch=microbatch, cpu=False)
+    found = memory(shape, gpu, microbatch=microbatch).activations
+    fewer_rows = memory(shape, replace(gpu, cpu=True), microbatch=microbatch).activations
+    block_at_work = microbatch * (3 * 4864 * 2 + 2 * 896 * 4)
+    head = (rows * 151_936 + 2 * microbatch * 896) * 2
+    head_of_cpu = (min(448, microbatch) * 151_936 + 2 * microbatch * 896) * 2
+    assert rows != 2048 or 2 * rows * 151_936 == 622_329_856
+    assert found - fewer_rows == max(block_at_work, head) - max(block_at_work, head_of_cpu)
+
+
+def test_the_plans_shares_of_a_gpu_are_those_of_the_modules_that_take_them() -> None:
+    """The kernels' module cannot be imported where there is no Triton."""
+    source = (Path(plan.__file__).parents[1] / "ops" / "triton" / "head.py").read_text()
+    assert re.search(rf"^ROWS = {plan.HEAD_ROWS_ON_GPU}$", source, re.MULTILINE)
+    assert plan.STAYS_ON_GPU == workspace.SHARE
+
+
+def test_a_colocated_vllm_is_counted_and_sleeps_on_a_gpu_while_it_trains() -> None:
+    shape = seven()
+    gpu = load(cpu=False, rows=0, vllm=20 << 30)
+    asleep, awake = process_memory(shape, gpu, prompts=128), process_memory(shape, replace(gpu, cpu=True), prompts=128)
+    alone = process_memory(shape, replace(gpu, vllm=0), prompts=128)
+    assert (asleep.training, asleep.sampling) == (alone.training, alone.sampling + (20 << 30))
+    assert awake.training == process_memory(shape, replace(gpu, vllm=0, cpu=True), prompts=128).training + (20 << 30)
+
+
+def test_sharded_weights_are_whole_for_a_moment_whatever_samples() -> None:
+    """To be sent to servers too."""
+    servers = process_memory(seven(), load(cpu=False, rows=0), ParallelSettings(name="zero3", shards=4), prompts=32, world=4)
+    assert servers.whole == 2 * seven().parameters
+    assert servers.sampling == servers.held + servers.whole
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected"),
+    [
+        ("{name: vllm, colocated: true}", 4 * 7_615_616_512 // 2 + int(1.1 * 2 * 28 * 512 * 2 * 256 * 1024)),
+        (
+            "{name: vllm, colocated: true, dtype: float32, tensor_parallel: 2}",
+            (4 * 7_615_616_512 + int(1.1 * 2 * 28 * 512 * 4 * 256 * 1024)) // 2,
+        ),
+        ("vllm", 0),
+    ],
+)
+def test_bytes_of_a_colocated_vllm(engine: str, expected: int, planned: Callable, tmp_path: Path) -> None:
+    """Weights in its own dtype, and keys and values of 28 layers, 4 heads of 128: 256 rows of 1,024 tokens and a tenth."""
+    options = ("--model-config", str(tmp_path / "config.json"), "model.dtype=bfloat16", "model.device=cuda", "--world", "2")
+    code, text = planned("--dry-run", *options, f"rollout.engine={engine}")
+    assert code == 0, text
+    found = re.findall(r"vLLM ([\d.]+) GiB", text)
+    assert [float(one) for one in found] == ([pytest.approx(expected / (1 << 30), abs=0.06)] if expected else [])
+
+
 def test_a_gpu_holds_no_second_copy_of_all_weights() -> None:
     """Queries, keys and values lie side by side there, and gate and up; the rest is read where it is."""
     shape = seven()
@@ -326,12 +411,12 @@ def test_a_dry_run_for_64_processes_needs_neither_them_nor_weights(planned: Call
 def test_gpus_are_planned_for_where_there_are_none(planned: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     options = ("--model-config", str(tmp_path / "config.json"), "--world", "8", "model.dtype=bfloat16")
-    peaks = []
+    prepared = []
     for device in ("cpu", "cuda"):
         code, text = planned("--dry-run", *options, f"model.device={device}")
         assert code == 0
-        peaks.append(float(re.findall(r"memory about ([0-9.]+) GiB", text)[0]))
-    assert peaks[1] < peaks[0], "a GPU holds no second copy of all weights"
+        prepared.append(float(re.findall(r"prepared weights while sampling ([0-9.]+) GiB", text)[0]))
+    assert prepared[1] < prepared[0], "a GPU holds no second copy of all weights"
     code, text = planned("model.device=cuda")
     assert code == 2
     assert "torch finds no GPU" in text

@@ -33,6 +33,7 @@ from groupwise.ops.linear_cross_entropy import chunk_rows
 from groupwise.ops.operations import absence
 from groupwise.rewards.model import POSITIONS
 from groupwise.rewards.registry import MODEL
+from groupwise.rollout.vllm.server import cache_bytes
 from groupwise.runs.run_models import largest_model, parameter_count, shape_of, weightless
 from groupwise.utils.spelling import counted
 
@@ -46,6 +47,12 @@ vocabulary's matrices do not count: more ids keep no more activations."""
 LEAST_ON_GPU, SHARE_ON_GPU = 1024, 0.6
 """Fewest positions of a micro-batch on a GPU, and the part of its free memory that a step may take:
 the rest is for other models, pieces and what sampling holds."""
+HEAD_ROWS_ON_GPU = 2048
+"""Fewest rows of the head whose logits exist at a time on a GPU (`ops.triton.head.ROWS`)."""
+STAYS_ON_GPU = 8
+"""What the native engine keeps on a GPU during an update is at most this part of the card
+(`rollout.native.cuda.workspace.SHARE`).
+"""
 PIECES, PIECES_OF_BLOCKS = 50 << 20, 96 << 20
 """Fragmentation of the heap of a CPU, with the machine code of the products: a constant, and what a
 model adds at most.  Measured (`benchmarks/memory.py`).  Nothing was measured on GPUs, so plans for
@@ -70,13 +77,21 @@ class MemoryPlan:
     reduced.
     """
     whole: int = 0
-    """Sharded weights: all of them, gathered while completions are sampled."""
+    """Sharded weights: all of them, gathered to sample with them or to be sent."""
     host: int = 0
     """Bytes in the memory of the host instead."""
     prepared: int = 0
     """The native engine's copy of weights in the layout that decoding reads, while completions are
     sampled.
     """
+    kept: int = 0
+    """On a GPU: the prepared weights, keys and values that the native engine keeps while it
+    trains.
+    """
+    vllm: int = 0
+    """Weights, keys and values of a colocated vLLM."""
+    vllm_awake: int = 0
+    """The part of `vllm` that stays while it trains: on a CPU it cannot sleep."""
     fragmentation: int = 0
     """On a CPU: freed memory that nothing fits into (of it what sampling has left behind), and the
     products' machine code.
@@ -90,12 +105,13 @@ class MemoryPlan:
     @property
     def training(self) -> int:
         """Bytes in a backward pass."""
-        return self.held + self.gradients + self.gathered + self.activations
+        beside = self.gathered + self.kept + self.vllm_awake
+        return self.held + self.gradients + self.activations + beside
 
     @property
     def sampling(self) -> int:
         """Bytes while completions are decoded in this process."""
-        return self.held + self.whole + self.prepared + self.cache
+        return self.held + self.whole + self.prepared + self.cache + self.vllm
 
     @property
     def peak(self) -> int:
@@ -124,6 +140,12 @@ class Load:
     """Completions that this program decodes at a time; 0 where servers sample."""
     prepared: int = 0
     """See `prepared_weights`."""
+    stays: float = math.inf
+    """Most bytes that the native engine keeps on a GPU while it trains; unknown where there is
+    none.
+    """
+    vllm: int = 0
+    """Bytes of a colocated vLLM."""
     cpu: bool = True
     reference: bool = False
     recompute: bool = False
@@ -186,7 +208,8 @@ def process_memory(
         **parts,
         # A block's (or the root's) gradient is whole before it is summed.
         gathered=resident * width + max(block, shape.outside) * 4,
-        whole=shape.parameters * width if samples or not load.completion_tokens else 0,
+        # Sampling in the process, servers and a colocated vLLM alike need them for a moment.
+        whole=shape.parameters * width,
         host=host,
     )
 
@@ -234,10 +257,10 @@ def memory(
     # products.
     working = 3 * shape.intermediate * shape.bytes_per_product + 2 * shape.hidden * stream
     # The head holds one chunk of logits, and the trained rows once more with their gradient.
-    chunk = (
-        min(microbatch, chunk_rows(shape.vocabulary, shape.bytes_per_product, shape.hidden))
-        * shape.vocabulary
-    )
+    chunk_of_head = chunk_rows(shape.vocabulary, shape.bytes_per_product, shape.hidden)
+    if not load.cpu:
+        chunk_of_head = max(chunk_of_head, HEAD_ROWS_ON_GPU)
+    chunk = min(microbatch, chunk_of_head) * shape.vocabulary
     head = (chunk + 2 * microbatch * shape.hidden) * shape.bytes_per_product
     # Gradients that are summed in another type are made first; weights in the products' type, for
     # the step.
@@ -258,6 +281,9 @@ def memory(
     )
     prepared = load.prepared if load.rows else 0
     blocks = (shape.parameters - shape.outside) * shape.bytes_per_product if prepared else 0
+    kept = 0
+    if prepared and not load.cpu and prepared + keys <= load.stays:
+        kept = prepared + keys
     return MemoryPlan(
         weights=(shape.parameters + adapter) * shape.bytes_per_weight,
         gradients=trained * 4,
@@ -267,6 +293,9 @@ def memory(
         cache=keys + drawn * shape.vocabulary * 4 * 3,
         rewards=load.rewards,
         prepared=prepared,
+        kept=kept,
+        vllm=load.vllm,
+        vllm_awake=load.vllm if load.cpu else 0,
         # Sampling leaves the pages of its keys, values and blocks in pieces; larger tensors have
         # had pages of their own.
         fragmentation=PIECES + keys + min(blocks, PIECES_OF_BLOCKS) if load.cpu else 0,
@@ -386,6 +415,8 @@ def memory_lines(need: MemoryPlan) -> Lines:
         "whole weights while sampling": need.whole,
         "prepared weights while sampling": need.prepared,
         "keys and values": need.cache,
+        "kept of these while training": need.kept,
+        "vLLM": need.vllm,
         "allocator fragmentation": need.fragmentation,
         "in host memory": need.host,
     }
@@ -600,9 +631,28 @@ def load_of(
         completion_tokens=recipe.rollout.max_new_tokens,
         rows=recipe.rollout.max_rows if engine.own_weights else 0,
         prepared=prepared_weights(shape, cpu=cpu) if engine.prepares else 0,
+        stays=_stays(),
+        vllm=_colocated(recipe, blueprint, shape),
         reference=algorithm.needs.reference,
         rewards=_other_models(recipe, algorithm, shape, scorers),
     )
+
+
+def _stays() -> float:
+    """Return most bytes that the native engine keeps on this machine's GPU while it trains."""
+    if not torch.cuda.is_available():
+        return math.inf
+    return torch.cuda.get_device_properties(0).total_memory // STAYS_ON_GPU
+
+
+def _colocated(recipe: Recipe, blueprint: Blueprint, shape: Shape) -> int:
+    """Return the bytes of one process's part of a colocated vLLM; 0 without one."""
+    engine = recipe.rollout.engine
+    if not engine.colocated:
+        return 0
+    width = {"float32": 4, "bfloat16": 2, None: shape.bytes_per_product}[engine.dtype]
+    cache = cache_bytes(shape, blueprint.context, recipe.rollout.max_rows, width)
+    return (shape.parameters * width + cache) // engine.tensor_parallel
 
 
 def _other_models(
@@ -679,7 +729,7 @@ def model_lines(recipe: Recipe, blueprint: Blueprint, load: Load, world: int | N
             lines.append(("kernels", f"torch's own, more slowly: {absence()}"))
     else:
         lines += process_lines(shape, load, parallel, count)
-    if load.completion_tokens and not load.rows:
+    if load.completion_tokens and not load.rows and not load.vllm:
         engine = recipe.rollout.engine.name
         lines.append(("not counted", f"what {engine} takes to sample, on this device or another"))
     return lines

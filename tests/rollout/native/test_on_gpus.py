@@ -21,6 +21,7 @@ from groupwise.models import lora
 from groupwise.models.lora import model_without_layers
 from groupwise.models.masks import copy_reach
 from groupwise.models.policy import without_adapter
+from groupwise.models.shape import Shape
 from groupwise.ops import operations as ops
 from groupwise.records import Finish, Sampling
 from groupwise.rollout import sampling as draws
@@ -30,6 +31,7 @@ from groupwise.rollout.native.cuda.recorded_decode import RecordedDecode
 from groupwise.rollout.native.engine import ModuleForward, NativeEngine
 from groupwise.rollout.native.forward import SpecialisedForward
 from groupwise.rollout.native.kv_cache import KVCache
+from groupwise.runs.plan import Load, prepared_weights, process_memory
 
 FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "qwen3"]
 
@@ -246,6 +248,25 @@ def test_a_gpu_that_cannot_record_draws_all_the_same(policy_of, prompts_of, plai
     monkeypatch.setattr(cuda_graphs, "recorded", fails)
     with pytest.warns(UserWarning, match="without CUDA graphs, more slowly: no capture here"):
         same(sampled(policy, prompts, Sampling(max_new_tokens=30)), expected)
+
+
+@pytest.mark.parametrize(("prompt", "rows", "length"), [(9, 8, 40), (30, 4, 64)])
+def test_caches_that_stay_between_two_rollouts_are_those_of_the_plan(prompt, rows, length, policy_of, prompts_of, monkeypatch):
+    """Each prompt and completion at its longest; caches come in blocks, so a tenth more may lie there.  Prepared weights beside
+    them: tests/runs/test_plan.py.
+    """
+    policy = policy_of("llama", dtype=torch.float32, context=128, sharpness=2.0)
+    as_on_a_gpu(monkeypatch)
+    made = NativeEngine(policy, max_rows=rows)
+    list(made.generate(prompts_of(prompt, prompt), group_size=rows // 2, sampling=Sampling(max_new_tokens=length), seed=0))
+    shape = Shape.of_policy(policy)
+    load = Load(
+        prompts=2, group=rows // 2, prompt_tokens=prompt, completion_tokens=length, max_tokens_per_microbatch=512,
+        rows=rows, prepared=prepared_weights(shape, cpu=False), cpu=False,
+    )  # fmt: skip
+    stays = made._gpu._workspace
+    planned = process_memory(shape, load, prompts=2).kept - load.prepared
+    assert planned <= stays.prompts.bytes + stays.own.bytes <= 1.1 * planned
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])

@@ -39,7 +39,7 @@ from groupwise.rollout.episodes import Conversations, Groups
 from groupwise.rollout.sampling import stream_keys
 from groupwise.rollout.vllm.colocated import Colocated, LocalRequests
 from groupwise.rollout.vllm.request_pool import RequestPool
-from groupwise.rollout.vllm.server import MODEL, START_SECONDS, OwnServer
+from groupwise.rollout.vllm.server import MODEL, START_SECONDS, OwnServer, cache_bytes
 from groupwise.rollout.vllm.weight_sync import PATIENCE, Servers
 from groupwise.utils.spelling import counted
 
@@ -51,8 +51,6 @@ NEVER = -9000.0
 """vLLM writes the log-prob of what could not be drawn as -9999."""
 NO_TOKEN = -1e9
 """Added to the logit of an id that is no token."""
-BATCH_TOKENS = 1024
-"""Tokens of a completion with its prompt that its own server makes room for, on average."""
 
 
 class VllmEngine:
@@ -144,11 +142,7 @@ class VllmEngine:
         least.
         """
         shape = Shape.of(self.policy.model.config.to_dict(), 0, dtype=dtype)
-        tokens = max(self.policy.context, rows * min(self.policy.context, BATCH_TOKENS))
-        cache = (
-            2 * shape.layers * shape.kv_heads * shape.head_width * shape.bytes_per_product * tokens
-        )
-        return max(64 << 20, int(1.1 * cache))
+        return cache_bytes(shape, self.policy.context, rows, shape.bytes_per_product)
 
     @property
     def where(self) -> str:

@@ -21,10 +21,13 @@ import time
 import venv
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from groupwise.errors import ConfigError, PeerError
 from groupwise.utils.files import expanded, temporary_folder
+
+if TYPE_CHECKING:
+    from groupwise.models.shape import Shape
 
 ENVIRONMENT = "GROUPWISE_VLLM"
 """Environment variable that names the folder of the virtual environment with vLLM in it."""
@@ -38,6 +41,10 @@ GPU = "vllm==0.32.0"
 """For machines with one; it brings the rest."""
 MODEL = "policy"
 """The name that a server gives to its model."""
+BATCH_TOKENS = 1024
+"""Tokens of a completion with its prompt that a vLLM of the run makes room for, on average."""
+LEAST_CACHE = 64 << 20
+"""Fewest bytes of keys and values."""
 CANDIDATES = 256
 """Most likely tokens that a server may be asked for beside each drawn one: the support of a
 truncated distribution.
@@ -46,6 +53,16 @@ START_SECONDS = 600.0
 """A server that has not answered by then does not start."""
 END_SECONDS = 10.0
 """A server that has not ended by then is killed."""
+
+
+def cache_bytes(shape: Shape, context: int, rows: int, width: int) -> int:
+    """Bytes of keys and values that so many rows need on average, and one of the longest at least.
+
+    context: of the model, tokens.   width: bytes of a number.
+    """
+    tokens = max(context, rows * min(context, BATCH_TOKENS))
+    cache = 2 * shape.layers * shape.kv_heads * shape.head_width * width * tokens
+    return max(LEAST_CACHE, int(1.1 * cache))
 
 
 def find_python() -> Path:
