@@ -26,7 +26,7 @@ from groupwise.ops import operations as ops
 from groupwise.records import Finish, Sampling
 from groupwise.rollout import sampling as draws
 from groupwise.rollout.native import decode, engine, kv_cache, scheduler
-from groupwise.rollout.native.cuda import cuda_graphs, workspace
+from groupwise.rollout.native.cuda import ahead, cuda_graphs, workspace
 from groupwise.rollout.native.cuda.recorded_decode import RecordedDecode
 from groupwise.rollout.native.engine import ModuleForward, NativeEngine
 from groupwise.rollout.native.forward import SpecialisedForward
@@ -175,6 +175,48 @@ def test_later_rollouts_draw_new_weights_from_the_first_ones_records(family, pre
                 parameter.mul_(1.1).add_(0.01)
     assert made[0] > 1
     assert made == made[:1] * 3
+
+
+def test_the_next_tokens_are_launched_before_the_last_are_read(policy_of, prompts_of, plain, records, monkeypatch):
+    """A GPU would wait while the host reads, ends rows and launches."""
+    events = []
+    for name, function in (("launch", ahead.LaunchedTokens.__init__), ("read", ahead.LaunchedTokens.read)):
+
+        def heard(*given, name=name, function=function):
+            events.append(name)
+            return function(*given)
+
+        monkeypatch.setattr(ahead.LaunchedTokens, "__init__" if name == "launch" else "read", heard)
+    policy, prompts = policy_of("llama", dtype=torch.float32, context=128, sharpness=2.0), prompts_of(9, 3, 14)
+    found = sampled(policy, prompts, Sampling(max_new_tokens=60))
+    assert len({rollout.tokens.size for rollout in found.values()}) > 2, "rows end at different readings"
+    reads = events.count("read")
+    assert reads > 4 and events == ["launch", *["launch", "read"] * (reads - 1), "read"]
+
+
+def test_tokens_launched_before_the_weights_changed_have_their_version(
+    policy_of, prompts_of, plain, records, monkeypatch
+):
+    policy, prompts = policy_of("llama", dtype=torch.float32, context=128, sharpness=1.0), prompts_of(9, 3, 14)
+    sampler, drawn = NativeEngine(policy, max_rows=64), [0]
+    launch = ahead.AheadScheduler._launch
+
+    def counted(self):
+        before = self.launched
+        launch(self)
+        if self.launched is not before:
+            drawn.extend([sampler.version] * self.launched.count)
+
+    monkeypatch.setattr(ahead.AheadScheduler, "_launch", counted)
+    found = []
+    for version, group in enumerate(sampler.generate(prompts, group_size=3, sampling=Sampling(max_new_tokens=60), seed=3), 1):
+        found += group
+        with torch.no_grad():
+            policy.model.lm_head.weight.mul_(1.5)
+        sampler.send_weights(version)
+    assert max(int(rollout.version[-1]) for rollout in found) > 0
+    for rollout in found:
+        assert rollout.version.tolist() == drawn[: len(rollout)]
 
 
 def adapted(policy):

@@ -89,13 +89,9 @@ class Prefill(KeepingAttend):
                 " places has to be copied first"
             )
         self._seen.add(layer)
-        plain = (
-            query.cap is None
-            and query.reach.chunk is None
-            and query.sinks_H is None
-            and key_TKD.shape == value_TKE.shape
-        )
-        blocked = operations().blocked_attention(key_TKD) if plain else None
+        plain = query.cap is None and query.reach.chunk is None and query.sinks_H is None
+        alike = key_TKD.shape == value_TKE.shape
+        blocked = operations().blocked_attention(key_TKD) if plain and alike else None
         slab = self.store.layer(layer, key_TKD, blocked, value_TKE)
         first = 0
         for length, alike in groupby(self.lengths):

@@ -155,7 +155,8 @@ class NativeEngine(InProcess):
         lent = contextlib.nullcontext() if self._gpu is None else self._gpu.lent()
         with lent as memory:
             with fitting(self.max_rows):
-                scheduler = Scheduler(self, prompts, group_size, sampling, seed, memory)
+                kind = Scheduler if memory is None else memory.scheduler
+                scheduler = kind(self, prompts, group_size, sampling, seed, memory)
             with scheduler.conversations:
                 while scheduler.unfinished:
                     with fitting(self.max_rows), self._sampling():

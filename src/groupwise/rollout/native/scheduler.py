@@ -57,6 +57,8 @@ FEWEST_ROWS = 12
 class DeviceMemory(Protocol):
     """What a GPU keeps between two calls of `generate` (`cuda/workspace.py`)."""
 
+    scheduler: type[Scheduler]
+
     def prepared(self, positions: int) -> SpecialisedForward:
         """Prepare the weights as they are now, for at least so many positions."""
         ...
@@ -100,6 +102,8 @@ class Scheduler:
     rows: LiveSequences
     places: int
     """Sequences that may live at the same time."""
+    unread = 0
+    """Tokens that every live sequence has drawn and the host has not read."""
 
     def __init__(
         self,
@@ -125,8 +129,8 @@ class Scheduler:
         self.groups = Groups(group_size)
         self.unfinished = len(prompts)
         """Groups that are not complete."""
-        self.prepared_version: int | None = None
-        """Version of the weights that `forward` holds."""
+        self.prepared_version = -1
+        """Version of the weights that `forward` holds; -1 before there is one."""
         self.prefixes: dict[tuple[str, bytes], Prefix] = {}
         """The prefixes of all sequences, by prompt and ids."""
         sequences = self._sequences(prompts, group_size)
@@ -242,7 +246,7 @@ class Scheduler:
     def _prepare(self) -> None:
         """Take the weights as they are now, and make the decoder that draws by them."""
         before = None
-        if self.prepared_version is not None:
+        if self.prepared_version >= 0:
             before = type(self.forward)
             del self.forward, self.decode  # before others are made: there may be no memory for both
         self.forward = self.engine.prepared(self.positions, self.memory)
@@ -274,7 +278,7 @@ class Scheduler:
         if not self.rows.live:
             return
         entry_R = [sequence.prefix.entry for sequence in self.rows.live]
-        cached_R = [sequence.own - 1 for sequence in self.rows.live]
+        cached_R = [sequence.own - 1 + self.unread for sequence in self.rows.live]
         self.decode.arrange(self.prompts.lengths, entry_R, cached_R)
 
     def _admit(self) -> list[tuple[Rollout, ...]]:
@@ -387,7 +391,7 @@ class Scheduler:
         finished: list[tuple[Rollout, ...]] = []
         for place, (token, logp) in enumerate(zip(tokens, logps, strict=True), first):
             sequence = self.rows.live[place]
-            sequence.add(token, logp, self.engine.version)
+            sequence.add(token, logp, self.prepared_version)
             finish = self.stopping.finish(sequence.written, sequence.room)
             if finish is None:
                 continue
@@ -407,7 +411,7 @@ class Scheduler:
 
     def _remove(self, ended: abc.Sequence[int]) -> None:
         """Remove ended sequences, and the prefixes that no sequence needs any more."""
-        self.rows.remove(ended)
+        self.rows.remove(ended, self.unread)
         self.prompts.drop_unused()
         self._arrange()
 

@@ -172,10 +172,13 @@ class LiveSequences:
         self.store.live = len(self.live)
         self.store.reserve(self.store.live, 1)
 
-    def remove(self, ended: abc.Sequence[int]) -> None:
-        """Remove ended sequences, and close their gaps."""
+    def remove(self, ended: abc.Sequence[int], unread: int) -> None:
+        """Remove ended sequences, and close their gaps.
+
+        unread: tokens of each that are in the store, and not among its own.
+        """
         longest = max((sequence.own for sequence in self.live), default=1)
-        order = self.store.drop(ended, longest - 1)
+        order = self.store.drop(ended, longest - 1 + unread)
         self.live = [self.live[place] for place in order]
         if self.live:
             order_R = torch.tensor(order, dtype=torch.int64, device=self.token_R.device)

@@ -20,10 +20,12 @@ from groupwise.models.policy import Policy
 from groupwise.ops.decoding import Buffers
 from groupwise.records import Sampling
 from groupwise.rollout.native.cuda.adapters import PlainWeights, plain_weights
+from groupwise.rollout.native.cuda.ahead import AheadScheduler
 from groupwise.rollout.native.cuda.cuda_graphs import CudaGraphs
 from groupwise.rollout.native.cuda.recorded_decode import RecordedDecode
 from groupwise.rollout.native.forward import SpecialisedForward, is_hooked, is_known
 from groupwise.rollout.native.kv_cache import KVCache
+from groupwise.rollout.native.scheduler import Scheduler
 
 SHARE = 8
 """The kept memory is at most this part of the device's."""
@@ -37,6 +39,7 @@ def most_bytes(device: torch.device) -> int:
 class Workspace:
     """Implements `scheduler.DeviceMemory`: one call of `generate` at a time uses it."""
 
+    scheduler: type[Scheduler] = AheadScheduler
     prompts: KVCache
     own: KVCache
 
