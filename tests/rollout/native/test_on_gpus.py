@@ -194,9 +194,7 @@ def test_the_next_tokens_are_launched_before_the_last_are_read(policy_of, prompt
     assert reads > 4 and events == ["launch", *["launch", "read"] * (reads - 1), "read"]
 
 
-def test_tokens_launched_before_the_weights_changed_have_their_version(
-    policy_of, prompts_of, plain, records, monkeypatch
-):
+def test_tokens_launched_before_the_weights_changed_have_their_version(policy_of, prompts_of, plain, records, monkeypatch):
     policy, prompts = policy_of("llama", dtype=torch.float32, context=128, sharpness=1.0), prompts_of(9, 3, 14)
     sampler, drawn = NativeEngine(policy, max_rows=64), [0]
     launch = ahead.AheadScheduler._launch
