@@ -24,7 +24,7 @@ FILES = {".".join(path.relative_to(SOURCE).with_suffix("").parts): path for path
 TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
 
 ROOMS = (
-    "errors", "records", "protocols", "utils", "ops", "algorithms", "config", "distributed", "data", "models", "rewards",
+    "errors", "records", "protocols", "utils", "sandbox", "ops", "algorithms", "config", "distributed", "data", "models", "rewards",
     "environments", "rollout", "proof", "training", "runs", "viewer", "inspection", "api", "trl", "cli", "__init__", "__main__",
 )  # fmt: skip
 """The packages from upstream to downstream, with the five files of the root.  A part imports from itself and those before it."""

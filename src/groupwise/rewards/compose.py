@@ -27,9 +27,9 @@ from groupwise.rewards import calls
 from groupwise.rewards.calls import Host, Outcome, described
 from groupwise.rewards.completions import completions_of
 from groupwise.rewards.functions import Excerpt, Functions, RewardCall
-from groupwise.rewards.registry import GOLD_COLUMNS, find_builtin
+from groupwise.rewards.registry import CODE, GOLD_COLUMNS, find_builtin
 from groupwise.rewards.step_rewards import ProcessReward, step_signal
-from groupwise.rewards.trainer_state import TrainerState
+from groupwise.rewards.trainer_state import RUN_PARAMETERS, Notes, TrainerState
 from groupwise.rewards.user_functions import Completions, Reward, asynchronous, read_signature
 from groupwise.utils import process_main, threads
 from groupwise.utils.processes import Pool
@@ -357,6 +357,9 @@ class Rewards:
         """Kill the workers; a call that another thread is waiting for fails."""
         for host in self._hosts.values():
             host.kill()
+        for reward in self._rewards:
+            if reward.spec == CODE and reward.function is not None:
+                reward.function.close()
         # A later call has another thread, and does not wait for a function that hangs.
         if self._thread is not None:
             self._thread.close()
@@ -465,7 +468,7 @@ class Rewards:
             beside = self._in_thread(here) if here else None
             for reward in self._rewards:
                 if reward.function is not None:
-                    ended[reward.name] = _in_this_process(reward, batch)
+                    ended[reward.name] = _in_this_process(reward, batch, self.state)
             if beside is not None:
                 made += zip(here, beside.result(), strict=True)
             for future in as_completed(running):
@@ -685,13 +688,16 @@ def _calls(reward: Reward, batch: Completions, state: TrainerState) -> list[Rewa
     return made
 
 
-def _in_this_process(reward: Reward, batch: Completions) -> Outcome:
+def _in_this_process(reward: Reward, batch: Completions, state: TrainerState) -> Outcome:
     assert reward.function is not None
     began, starting = time.monotonic(), Pool.starting
+    notes = Notes(len(batch))
+    asks = [name for name in reward.signature.asks if name in RUN_PARAMETERS]
+    keywords = reward.keywords(batch) | notes.parameters(asks, state)
     try:
-        values = reward.function(**reward.keywords(batch), **reward.arguments)
+        values = reward.function(**keywords, **reward.arguments)
         values = reward.checked(values, batch.labels)
     except Exception as error:  # whatever it is, it names the function
         raise calls.raised(reward, batch.labels, process_main.described(error)) from error
     seconds = time.monotonic() - began - (Pool.starting - starting)
-    return Outcome(values=values, seconds=max(0.0, seconds))
+    return Outcome(values=values, notes=notes.as_json(), seconds=max(0.0, seconds))

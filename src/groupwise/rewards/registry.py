@@ -26,9 +26,10 @@ GOLD_COLUMNS = ("answer", "solution")
 {column: ...}` names.
 """
 
-MODEL = "model"
-"""The built-in that is made once from a recipe's `args` and the policy's tokenizer, and then called
-like anybody's function.
+MODEL, CODE = "model", "code"
+MADE = (MODEL, CODE)
+"""The built-ins that are made once from a recipe's `args`, and then called like anybody's function.
+They may ask for the policy's `tokenizer` and for the names of the data's `columns`.
 """
 
 
@@ -40,15 +41,15 @@ def find_builtin(
     Raises ConfigError for bad arguments or a column that the data lack.
     """
     name, arguments, gold = settings.name or settings.function, dict(settings.args), None
-    model = settings.function == MODEL
-    if model:
-        function, arguments = _model(settings, name, tokenizer), {}
+    made = settings.function in MADE
+    if made:
+        function, arguments = _made(settings, name, tokenizer, columns), {}
     else:
         function = builtin_function(settings.function)
         gold = _gold_column(name, function, arguments, columns)
     signature = read_signature(function, name, arguments, columns, gold)
     inner = function.function if isinstance(function, ProcessReward) else function
-    if not model:
+    if not made:
         inner(**{ask: [] for ask in signature.asks}, **arguments)  # refuses bad arguments now
     return Reward(
         name=name,
@@ -58,28 +59,33 @@ def find_builtin(
         arguments=arguments,
         function=inner if settings.timeout is None else None,
         gold=gold,
-        reads="messages" if model else "texts",
+        reads="messages" if settings.function == MODEL else "texts",
         timeout=settings.timeout,
     )
 
 
-def _model(settings: RewardSettings, name: str, tokenizer: Any) -> Callable[..., Any]:
-    model_reward = builtin_function(MODEL)
-    parameters = inspect.signature(model_reward).parameters.values()
-    known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+def _made(
+    settings: RewardSettings, name: str, tokenizer: Any, columns: Collection[str]
+) -> Callable[..., Any]:
+    make = builtin_function(settings.function)
+    parameters = inspect.signature(make).parameters.values()
+    known = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
     for key in settings.args:
         if key not in known:
             raise ConfigError(
                 f"the reward {name!r} has no argument {key!r}; it takes: {listed(known)}"
             )
-    if "path" not in settings.args:
-        raise ConfigError(f"the reward {name!r} needs args: {{path: ...}}")
+    for key, parameter in known.items():
+        if parameter.default is parameter.empty and key not in settings.args:
+            raise ConfigError(f"the reward {name!r} needs args: {{{key}: ...}}")
     if settings.timeout is not None:
         raise ConfigError(
             f"the reward {name!r} runs in this process, beside the policy, and cannot be stopped:"
             " leave timeout out"
         )
-    return model_reward(tokenizer, **settings.args)
+    offered = {"tokenizer": tokenizer, "columns": columns}
+    asked = [offered[p.name] for p in parameters if p.name in offered]
+    return make(*asked, **settings.args)
 
 
 def builtin_function(name: str) -> Callable[..., Any]:

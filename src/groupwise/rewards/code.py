@@ -1,0 +1,280 @@
+"""A program as a reward: the share of its tests that it passes, in a sandbox."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
+from typing import Any, Literal
+
+from groupwise.errors import ConfigError, RewardError
+from groupwise.rewards.final_message import final_message
+from groupwise.rewards.grading import (
+    Grade,
+    Grader,
+    Grading,
+    LocalGrader,
+    RemoteGrader,
+    cores,
+)
+from groupwise.rewards.program_tests import Tests, read_tests
+from groupwise.sandbox.attacks import ATTACKS, Verdict, prove
+from groupwise.sandbox.isolation import ISOLATIONS, Isolation
+from groupwise.sandbox.limits import Limits
+from groupwise.sandbox.remote import SandboxFusion
+from groupwise.utils.built_in import built_in
+from groupwise.utils.imports import imported
+from groupwise.utils.terminal import logger
+
+log = logger(__name__)
+
+TEST_COLUMNS = ("tests", "test", "test_list", "input_output", "private_test_cases")
+"""Columns that hold tests, unless a recipe names another: the first that the data have."""
+ENTRY_COLUMNS = ("entry_point", "fn_name", "func_name")
+"""Columns that name the function that is tested."""
+PYTHON = ("", "python", "py", "python3")
+"""What a block of Python may be marked with."""
+_BLOCK = re.compile(r"```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
+_QUICK = {name: attack for name, attack in ATTACKS.items() if not name.startswith("limits: ")}
+"""The attacks that are run before a run; `groupwise check` runs all."""
+
+
+@built_in("code")
+def code(
+    columns: Collection[str],
+    *,
+    tests: str | None = None,
+    entry: str | None = None,
+    language: str = "python",
+    sandbox: str = "auto",
+    credit: Literal["share", "all"] = "share",
+    seconds: float = 20.0,
+    cpu_seconds: float = 5.0,
+    memory_mb: int = 512,
+    disk_mb: int = 16,
+    output_kb: int = 1024,
+    workers: int | None = None,
+) -> CodeReward:
+    """The share of its tests that the program in a completion passes.
+
+    columns: those of the data.
+    tests: the column with the tests (`program_tests` lists the forms); default: the first of
+        tests, test, test_list, input_output, private_test_cases.
+    entry: the column that names the function that is tested; default: entry_point, fn_name or
+        func_name, where the data have one.
+    language: another one than python needs a sandbox elsewhere.
+    sandbox: `auto` takes the first of bubblewrap and sandlock that no attack of ours breaks on this
+        machine; or one of them; the address of a SandboxFusion service; or module:function,
+        `f(source, language, stdin, limits) -> Ran`.
+    credit: `share` of the cases, or 1 where `all` pass, else 0.
+    seconds, cpu_seconds, memory_mb, disk_mb, output_kb: limits on a case by the clock, and on a
+        program in processor time, memory, files and output.
+    workers: programs that run side by side; default: one for each core.
+
+    A completion without a program is worth 0.  None: the sandbox failed, or the tests of the row
+    cannot be read.
+
+    Raises ConfigError for data without tests, and where no sandbox holds on this machine.
+    """
+    settings = {"seconds": seconds, "cpu_seconds": cpu_seconds, "memory_mb": memory_mb}
+    settings |= {"disk_mb": disk_mb, "output_kb": output_kb, "workers": workers or 1}
+    for name, value in settings.items():
+        if not value > 0:
+            raise ConfigError(f"the reward 'code' needs {name} above 0, got {value}")
+    if credit not in ("share", "all"):
+        raise ConfigError(f"the reward 'code' has credit 'share' or 'all', got {credit!r}")
+    limits = Limits(
+        seconds=seconds,
+        cpu_seconds=cpu_seconds,
+        memory=memory_mb << 20,
+        disk=disk_mb << 20,
+        output=output_kb << 10,
+    )
+    test_column = _column("tests", tests, TEST_COLUMNS, columns)
+    if test_column is None:
+        raise ConfigError(
+            f"the reward 'code' needs a column of tests: {', '.join(TEST_COLUMNS)}, or args:"
+            f" {{tests: YOURS}}; the data have {', '.join(columns)}"
+        )
+    make = _graders(sandbox, language, limits)
+    return CodeReward(
+        Grading([make() for _ in range(workers or cores())], limits),
+        tests=test_column,
+        entry=_column("entry", entry, ENTRY_COLUMNS, columns),
+        language=language,
+        whole=credit == "all",
+    )
+
+
+def _column(
+    argument: str, named: str | None, usual: Sequence[str], columns: Collection[str]
+) -> str | None:
+    """Return the column that an argument names, or the first of the usual ones."""
+    if named is not None:
+        if named not in columns:
+            raise ConfigError(
+                f"the reward 'code' has {argument}: {named}, which the data do not have; they have"
+                f" {', '.join(columns)}"
+            )
+        return named
+    for column in usual:
+        if column in columns:
+            return column
+    return None
+
+
+def _graders(sandbox: str, language: str, limits: Limits) -> Callable[[], Grader]:
+    """Return what makes graders.  Raises ConfigError."""
+    if sandbox.startswith(("http://", "https://")):
+        service = SandboxFusion(sandbox)
+        return lambda: RemoteGrader(service, language, limits)
+    if ":" in sandbox:
+        run = imported("sandbox", sandbox, callable_only=True)
+        return lambda: RemoteGrader(run, language, limits)
+    if language != "python":
+        raise ConfigError(
+            f"the reward 'code' runs {language} in a service alone: give sandbox: the address of a"
+            " SandboxFusion service"
+        )
+    isolation = proved_isolation(sandbox)
+    return lambda: LocalGrader(isolation, limits)
+
+
+@cache
+def proved_isolation(name: str = "auto") -> Isolation:
+    """Return the isolation that programs run in, after attacks on it on this machine.
+
+    Raises ConfigError where none holds: programs of a model never run without one.
+    """
+    known = {isolation.name: isolation for isolation in ISOLATIONS}
+    if name != "auto" and name not in known:
+        raise ConfigError(
+            f"the reward 'code' has sandbox: {name!r}; it takes auto, {', '.join(known)}, the"
+            " address of a SandboxFusion service, or module:function"
+        )
+    tried: list[Verdict] = []
+    for isolation in ISOLATIONS if name == "auto" else (known[name],):
+        verdict = prove(isolation, _QUICK)
+        if verdict.holds:
+            log.info("programs run in %s", verdict)
+            return isolation
+        tried.append(verdict)
+    raise ConfigError(
+        "no sandbox holds on this machine, and programs never run without one: "
+        + "; ".join(map(str, tried))
+        + ".  Or give sandbox: the address of a SandboxFusion service"
+    )
+
+
+class CodeReward:
+    """Rewards programs, and logs what their tests came to."""
+
+    def __init__(
+        self, grading: Grading, *, tests: str, entry: str | None, language: str, whole: bool
+    ) -> None:
+        self.grading = grading
+        self._tests, self._entry, self._language, self._whole = tests, entry, language, whole
+
+    def __call__(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        log_metric: Callable[[str, float], None],
+        log_extra: Callable[[str, Sequence[Any]], None],
+        **columns: Sequence[Any],
+    ) -> list[float | None]:
+        """Return the reward of each completion."""
+        programs: list[tuple[str, Tests] | None] = []
+        unread: dict[int, str] = {}
+        cached = self.grading.cached
+        for place, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            source = program_in(completion, prompt, self._language)
+            try:
+                tests = self._read(columns, place)
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
+                unread[place] = str(error)
+                programs.append(None)
+                continue
+            programs.append(None if source is None else (source, tests))
+        if unread and len(unread) == len(programs):
+            raise RewardError(
+                f"the reward 'code' cannot read the tests in the column {self._tests!r}:"
+                f" {unread[0]}"
+            )
+        grades = self.grading.grade(programs)
+        rewards: list[float | None] = []
+        notes = []
+        for place, grade in enumerate(grades):
+            if place in unread:
+                rewards.append(None)
+                notes.append(f"not judged: {unread[place]}")
+            elif isinstance(grade, Grade):
+                rewards.append(self._worth(grade))
+                notes.append(_note(grade))
+            elif grade is None:
+                rewards.append(0.0)
+                notes.append("no program")
+            else:
+                rewards.append(None)
+                notes.append(f"not judged: {grade}")
+        count = max(1, len(grades))
+        gameable = sum(isinstance(grade, Grade) and grade.gameable for grade in grades)
+        log_metric("code_gameable", gameable / count)
+        log_metric("code_not_judged", rewards.count(None) / count)
+        log_metric("code_cached", (self.grading.cached - cached) / count)
+        log_extra("code", notes)
+        return rewards
+
+    def close(self) -> None:
+        """End the sandboxes."""
+        self.grading.close()
+
+    def _read(self, columns: Mapping[str, Sequence[Any]], place: int) -> Tests:
+        entry = None if self._entry is None else columns[self._entry][place]
+        return read_tests(columns[self._tests][place], entry)
+
+    def _worth(self, grade: Grade) -> float:
+        return float(grade.share == 1.0) if self._whole else grade.share
+
+
+def _note(grade: Grade) -> str:
+    note = f"{grade.passed} of {grade.cases}"
+    return f"{note}: {grade.why}" if grade.why else note
+
+
+def program_in(completion: str, prompt: str = "", language: str = "python") -> str | None:
+    """Return the program that a completion gives; None if it gives none.
+
+    It is the last block of code in the final message.  Without a block it is the whole message, or
+    the prompt and what continues it, where that is Python.
+
+    >>> program_in("First:\\n```python\\nx = 1\\n```\\nBetter:\\n```\\nx = 2\\n```")
+    'x = 2'
+    >>> program_in("    return n + n", "def double(n):\\n")
+    'def double(n):\\n    return n + n'
+    """
+    message = final_message(completion)
+    marks = PYTHON if language == "python" else ("", language)
+    blocks = [text for mark, text in _BLOCK.findall(message) if mark.lower() in marks]
+    if blocks:
+        return str(blocks[-1])
+    if language != "python":
+        return message if message.strip() else None
+    if message.strip() and _parses(message):
+        return message
+    lines = message.splitlines()
+    while lines:  # what a model writes behind its function need not be Python
+        source = prompt + "\n".join(lines)
+        if _parses(source):
+            return source
+        lines.pop()
+    return None
+
+
+def _parses(source: str) -> bool:
+    try:
+        ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True

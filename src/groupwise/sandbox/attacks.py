@@ -1,0 +1,299 @@
+"""Attempts to leave a sandbox, run on this machine before any program of a model is.
+
+Each attack is a program of ours that prints BROKE where it succeeds.  What it may have done is
+looked at from outside as well: the canary lives, nothing was written, nothing was received.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from groupwise.sandbox.isolation import ISOLATIONS, Isolation
+from groupwise.sandbox.limits import Limits
+from groupwise.sandbox.server import SandboxFailed, Server
+
+_HELPERS = """
+import ctypes, os, platform, signal, socket, sys, time
+libc = ctypes.CDLL(None, use_errno=True)
+X86 = platform.machine() == "x86_64"
+def call(x86, arm, *arguments):
+    return libc.syscall(x86 if X86 else arm, *arguments)
+def broke(done):
+    if done:
+        print("BROKE", flush=True)
+"""
+
+READS: Mapping[str, str] = {
+    "a file of the user": "broke(open(SECRET_FILE).read())",
+    "a file by a symbolic link": "os.symlink(SECRET_FILE, 'l')\nbroke(open('l').read())",
+    "a file by a hard link": "os.link(SECRET_FILE, 'h')\nbroke(open('h').read())",
+    "a file below /proc/self/root": "broke(open('/proc/self/root' + SECRET_FILE).read())",
+    "the password file": "broke(open('/etc/shadow').read())",
+    "the home folder": "broke(os.listdir(HOME) != ['.pyenv'] and os.listdir(HOME))",
+    "its own environment": "broke(SECRET in str(os.environb))",
+    "the environment of process 1": "broke(SECRET in open('/proc/1/environ').read())",
+    "the environment of all processes": """
+for name in os.listdir('/proc'):
+    try:
+        broke(name.isdigit() and SECRET in open(f'/proc/{name}/environ').read())
+    except OSError:
+        pass
+""",
+    "the environment of the trainer": "broke(open(f'/proc/{TRAINER}/environ').read())",
+    "the memory of its parent": "broke(open(f'/proc/{os.getppid()}/mem', 'rb'))",
+    "the pipes of its parent": "broke(os.open(f'/proc/{os.getppid()}/fd/2', os.O_WRONLY))",
+    "the memory of the trainer": """
+class V(ctypes.Structure):
+    _fields_ = [('base', ctypes.c_void_p), ('length', ctypes.c_size_t)]
+space = ctypes.create_string_buffer(8)
+here = V(ctypes.addressof(space), 8)
+broke(call(310, 270, TRAINER, ctypes.byref(here), 1, ctypes.byref(here), 1, 0) >= 0)
+""",
+    "what the program before it was": """
+for line in open('/proc/self/maps'):
+    first, last = (int(place, 16) for place in line.split()[0].split('-'))
+    if ' rw' not in line or last - first > 1 << 26:
+        continue
+    try:
+        with open('/proc/self/mem', 'rb', 0) as memory:
+            memory.seek(first)
+            data = memory.read(last - first)
+    except OSError:
+        continue
+    broke(NEIGHBOUR[::-1].encode() in data)
+""",
+}
+"""Attempts to read what is not the program's."""
+
+WRITES: Mapping[str, str] = {
+    "into a folder of the user": "open(FOLDER + '/written', 'w').write('x')",
+    "into the system": "open('/usr/lib/written', 'w').write('x'); broke(True)",
+    "into the interpreter": "open(sys.prefix + '/lib/written', 'w').write('x'); broke(True)",
+    "into the folder of the next program": "open(f'../written', 'w').write('x'); broke(True)",
+    "into shared memory": "open('/dev/shm/written', 'w').write('x'); broke(True)",
+    "by a symbolic link": "os.symlink(FOLDER, 'f')\nopen('f/written', 'w').write('x')",
+    "to a device": "broke(os.open('/dev/kmsg', os.O_WRONLY))",
+}
+"""Attempts to change something outside of the program's folder."""
+
+NETWORK: Mapping[str, str] = {
+    "TCP": "socket.create_connection(('127.0.0.1', PORT), 1); broke(True)",
+    "UDP": "socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', PORT)); broke(True)",
+    "a listening socket": "socket.create_server(('127.0.0.1', 0)); broke(True)",
+    "an abstract socket": "socket.socket(socket.AF_UNIX).connect('\\0' + NAME); broke(True)",
+    "a socket in a folder": "socket.socket(socket.AF_UNIX).connect(FOLDER + '/s'); broke(True)",
+    "a raw socket": "socket.socket(type=socket.SOCK_RAW); broke(True)",
+    "io_uring": "broke(call(425, 425, 1, ctypes.create_string_buffer(120)) >= 0)",
+}
+"""Attempts to reach a network."""
+
+PROCESSES: Mapping[str, str] = {
+    "fork": "pid = os.fork()\nif pid == 0: os._exit(0)\nbroke(True)",
+    "another program": "import subprocess\nsubprocess.run(['/bin/true']); broke(True)",
+    "the raw call clone": "pid = call(56, 220, signal.SIGCHLD, 0, 0, 0, 0)\nbroke(pid > 0)",
+    "a signal to its parent": "os.kill(os.getppid(), 9); broke(True)",
+    "a signal to the trainer": "os.kill(TRAINER, 0); broke(True)",
+    "a signal to the canary": "os.kill(CANARY, 9); broke(True)",
+    "a signal to all": "os.kill(-1, 9); broke(True)",
+    "a signal by a file descriptor": "broke(os.pidfd_open(os.getppid()) >= 0)",
+    "tracing its parent": "broke(call(101, 117, 16, os.getppid(), 0, 0) == 0)",
+    "a session of its own": "os.setsid(); broke(True)",
+    "a namespace of its own": "broke(libc.unshare(0x10000000) == 0)",
+    "a mount": "broke(libc.mount(b'none', b'/tmp', b'tmpfs', 0, None) == 0)",
+    "another root": "os.chroot('/usr'); broke(True)",
+    "a program for the kernel": """
+broke(call(321, 280, 5, ctypes.create_string_buffer(128), 128) >= 0)
+""",
+    "keys of the kernel": "broke(call(250, 219, 0, -3, 1) >= 0)",
+    "System V memory": "broke(call(29, 194, 0, 1 << 20, 0o1600) >= 0)",
+    "memory without a limit": "os.memfd_create('m'); broke(True)",
+    "higher limits": "import resource\n"
+    "resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1)); broke(True)",
+    "rights of root": "os.setuid(0); os.seteuid(0)\nbroke(open('/usr/written', 'w'))",
+}
+"""Attempts to reach other processes, or to gain rights."""
+
+RESOURCES: Mapping[str, str] = {
+    "time": "while True: pass",
+    "sleep": "time.sleep(1000)",
+    "memory": "held = bytearray(LIMIT_MEMORY)\nbroke(True)",
+    "a large file": "open('f', 'w').write('x' * 4 * LIMIT_DISK)\nbroke(True)",
+    "many files": """
+for i in range(100_000):
+    open(str(i), 'w').write('x' * (LIMIT_DISK // 8))
+broke(True)
+""",
+    "output": "while True: print('x' * 4096)",
+    "threads": """
+import threading
+for i in range(10_000):
+    threading.Thread(target=time.sleep, args=(9,), daemon=True).start()
+broke(True)
+""",
+    "recursion": "sys.setrecursionlimit(10**9)\ndef f(): return f()\nf()",
+    "signals that are ignored": """
+for number in (2, 15, 24):
+    signal.signal(number, signal.SIG_IGN)
+while True:
+    pass
+""",
+}
+"""Attempts to use more than the limits, or not to end."""
+
+ATTACKS: Mapping[str, str] = {
+    **{f"reads {name}": program for name, program in READS.items()},
+    **{f"writes {name}": program for name, program in WRITES.items()},
+    **{f"network: {name}": program for name, program in NETWORK.items()},
+    **{f"processes: {name}": program for name, program in PROCESSES.items()},
+    **{f"limits: {name}": program for name, program in RESOURCES.items()},
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What the attacks on one isolation came to."""
+
+    isolation: str
+    broken: tuple[str, ...]
+    """The attacks that succeeded."""
+    count: int
+    why: str = ""
+    """Why it could not be tried: not installed, or not possible here."""
+
+    @property
+    def holds(self) -> bool:
+        """Return whether programs may run in it."""
+        return not self.broken and not self.why
+
+    def __str__(self) -> str:
+        if self.why:
+            return f"{self.isolation}: {self.why}"
+        if self.broken:
+            return f"{self.isolation}: does not hold: {', '.join(self.broken)}"
+        return f"{self.isolation}: all {self.count} attacks held"
+
+
+def prove(isolation: Isolation, attacks: Mapping[str, str] = ATTACKS) -> Verdict:
+    """Run attacks in a sandbox of this machine."""
+    name = isolation.name
+    if not isolation.installed():
+        return Verdict(isolation=name, broken=(), count=0, why=f"not here: {isolation.remedy}")
+    limits = Limits(seconds=1.5, cpu_seconds=1.0, memory=256 << 20, disk=4 << 20, output=1 << 16)
+    broken = []
+    with _targets() as targets:
+        server = Server(isolation, limits)
+        try:
+            for attack, program in attacks.items():
+                if not _held(server, targets, program):
+                    broken.append(attack)
+        except SandboxFailed as error:
+            return Verdict(isolation=name, broken=(), count=0, why=str(error))
+        finally:
+            server.kill()
+    return Verdict(isolation=name, broken=tuple(broken), count=len(attacks))
+
+
+def first_that_holds() -> tuple[Isolation | None, list[Verdict]]:
+    """Return the first isolation that holds on this machine, and what was tried."""
+    verdicts = []
+    for isolation in ISOLATIONS:
+        verdict = prove(isolation)
+        verdicts.append(verdict)
+        if verdict.holds:
+            return isolation, verdicts
+    return None, verdicts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Targets:
+    """What an attack would like to reach."""
+
+    variables: Mapping[str, object]
+    folder: Path
+    canary: subprocess.Popen[bytes]
+    listening: tuple[socket.socket, ...]
+
+    def untouched(self) -> bool:
+        """Return whether nothing came of an attack, and undo what did."""
+        touched = self.canary.poll() is not None
+        written = self.folder / "written"
+        if written.exists():
+            written.unlink()
+            touched = True
+        for one in self.listening:
+            try:
+                if one.type == socket.SOCK_DGRAM:
+                    one.recv(1)
+                else:
+                    one.accept()[0].close()
+                touched = True
+            except BlockingIOError:
+                continue
+        return not touched
+
+
+@contextmanager
+def _targets() -> Iterator[_Targets]:
+    with ExitStack() as ends:
+        folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="groupwise-attack-")))
+        secret, name = secrets.token_hex(16), f"groupwise-{secrets.token_hex(8)}"
+        (folder / "secret").write_text(secret)
+        canary = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+        ends.callback(canary.wait)
+        ends.callback(canary.kill)
+        tcp, udp, abstract, path = (
+            socket.create_server(("127.0.0.1", 0)),
+            socket.socket(type=socket.SOCK_DGRAM),
+            socket.socket(socket.AF_UNIX),
+            socket.socket(socket.AF_UNIX),
+        )
+        listening = (tcp, udp, abstract, path)
+        for one in listening:
+            ends.callback(one.close)
+            one.setblocking(False)
+        port = tcp.getsockname()[1]
+        udp.bind(("127.0.0.1", port))
+        abstract.bind(f"\0{name}")
+        path.bind(str(folder / "s"))
+        for one in (abstract, path):
+            one.listen()
+        variables = {
+            "SECRET": secret,
+            "SECRET_FILE": str(folder / "secret"),
+            "FOLDER": str(folder),
+            "HOME": str(Path.home()),
+            "PORT": port,
+            "NAME": name,
+            "CANARY": canary.pid,
+            "TRAINER": os.getpid(),
+        }
+        yield _Targets(variables=variables, folder=folder, canary=canary, listening=listening)
+
+
+def _held(server: Server, targets: _Targets, program: str) -> bool:
+    """Run one attack; return whether it came to nothing."""
+    limits = server.limits
+    neighbour = secrets.token_hex(16)
+    variables = {
+        **targets.variables,
+        "LIMIT_MEMORY": limits.memory,
+        "LIMIT_DISK": limits.disk,
+        "NEIGHBOUR": neighbour[::-1],
+    }
+    if "NEIGHBOUR" in program:
+        server.run(f"neighbour = {neighbour!r}")
+    given = "".join(f"{name} = {value!r}\n" for name, value in variables.items())
+    ran = server.run(given + _HELPERS + program)
+    within = len(ran.output) <= limits.output + (1 << 16)
+    # the same sandbox, or its successor, still serves
+    serves = server.run("print(6 * 7)").output == b"42\n"
+    return b"BROKE" not in ran.output and within and serves and targets.untouched()

@@ -1,0 +1,272 @@
+"""One sandbox that stays: programs run in it one after another, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from groupwise.errors import GroupwiseError
+from groupwise.sandbox import runner
+from groupwise.sandbox.isolation import Isolation, python
+from groupwise.sandbox.limits import Limits
+
+START_SECONDS = 30.0
+"""Seconds that a sandbox has to start in, on a busy machine."""
+END_SECONDS = 5.0
+"""Seconds that the runner has to clean up after a program."""
+
+
+LIMITS = {
+    "seconds": "out of time",
+    "SIGXCPU": "out of processor time",
+    "output": "too much output",
+    "disk": "too many files",
+}
+"""How the end of a program at a limit is called."""
+
+
+class SandboxFailed(GroupwiseError):
+    """The sandbox itself failed: nothing is known of the program."""
+
+
+class ProgramEnded(Exception):
+    """A program ended before it answered, or was ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A program that ran as a script."""
+
+    output: bytes
+    ended: str
+    """`0`, the exit code, the signal that ended it, or the words of a limit (`LIMITS`)."""
+
+
+class Server:
+    """A sandbox with the runner in it.  It starts when it is first needed, and again after its end.
+
+    It serves one program at a time, for one thread.
+    """
+
+    def __init__(self, isolation: Isolation, limits: Limits) -> None:
+        self.isolation, self.limits = isolation, limits
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder: Path | None = None
+        self._lines = b""
+        """What the runner wrote on its control pipe and nobody has read."""
+        self._ended = ""
+        """How the last program ended."""
+
+    def run(self, source: str, text: str = "") -> Ran:
+        """Run a program as a script.   text: its standard input.   Raises SandboxFailed."""
+        deadline = self._begin({"do": "run", "source": source, "stdin": text})
+        output = bytearray()
+        try:
+            ended = self._collect(output, deadline)
+        except ProgramEnded as error:
+            self.kill()
+            return Ran(bytes(output), str(error))
+        return Ran(bytes(output), ended)
+
+    def open(self, request: dict[str, Any]) -> None:
+        """Begin a program that answers messages.   request: `do` and what the runner needs for it.
+
+        Raises SandboxFailed.
+        """
+        self._begin(request)
+
+    def ask(self, message: Any = None) -> Any:
+        """Send a message, if there is one, and return the program's next one.
+
+        Raises ProgramEnded if it ended, took too long, or answered with something else.
+        """
+        deadline = time.monotonic() + self.limits.seconds
+        try:
+            if message is not None:
+                self._send(message, deadline)
+            (length,) = runner.LENGTH.unpack(self._receive(runner.LENGTH.size, deadline))
+            if length > self.limits.output:
+                raise ProgramEnded(LIMITS["output"])
+            return json.loads(self._receive(length, deadline))
+        except (ValueError, RecursionError):
+            self.kill()
+            raise ProgramEnded("an answer of another form") from None
+        except ProgramEnded:
+            self.kill()
+            raise
+
+    def finish(self) -> None:
+        """End the program that was begun; the sandbox stays for the next one."""
+        if self._process is None:
+            return
+        try:
+            deadline = time.monotonic() + END_SECONDS
+            self._send({"do": "stop"}, deadline)
+            while not self._control(deadline).startswith("ended"):
+                pass
+            self._drain()
+        except ProgramEnded:
+            self.kill()
+
+    def kill(self) -> None:
+        """End the sandbox and all in it, and remove its folder."""
+        process, self._process = self._process, None
+        folder, self._folder = self._folder, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout, process.stderr):
+                if pipe is not None:
+                    pipe.close()
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _begin(self, request: dict[str, Any]) -> float:
+        """Fork a process for a program, and return its deadline.  Raises SandboxFailed."""
+        self._start()
+        deadline = time.monotonic() + self.limits.seconds
+        try:
+            self._send(self.limits.as_json(), deadline)
+            self._send(request, deadline)
+        except ProgramEnded as error:
+            self.kill()
+            raise SandboxFailed(
+                f"the {self.isolation.name} sandbox took no program: {error}"
+            ) from None
+        return deadline
+
+    def _start(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.kill()
+        self._folder = None
+        folder = Path("/")
+        if self.isolation.needs_folder:
+            self._folder = folder = Path(tempfile.mkdtemp(prefix="groupwise-sandbox-"))
+        interpreter, _ = python()
+        source = Path(runner.__file__).read_text("utf-8")
+        place = self.isolation.place(folder)
+        argv = [interpreter, "-I", "-S", "-B", "-c", source, place]
+        command = self.isolation.command(argv, folder, self.limits)
+        pipe = subprocess.PIPE
+        try:
+            self._process = subprocess.Popen(
+                command, env={}, cwd=folder, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0
+            )
+        except OSError as error:
+            self.kill()
+            raise SandboxFailed(f"{self.isolation.name} does not start: {error}") from None
+        for end in (self._process.stdin, self._process.stdout, self._process.stderr):
+            assert end is not None
+            os.set_blocking(end.fileno(), False)
+        self._lines = b""
+        words = []
+        deadline = time.monotonic() + START_SECONDS
+        try:
+            line = self._control(deadline)
+            while line != "ready":
+                words.append(line)
+                line = self._control(deadline)
+        except ProgramEnded as error:
+            self.kill()
+            said = " ".join([*words, self._lines.decode(errors="replace")]).strip()
+            raise SandboxFailed(
+                f"{self.isolation.name} does not start here: {said[-300:] or error}"
+            ) from None
+
+    def _ends(self) -> tuple[int, int, int]:
+        process = self._process
+        assert process is not None and process.stdin and process.stdout and process.stderr
+        return process.stdin.fileno(), process.stdout.fileno(), process.stderr.fileno()
+
+    def _send(self, message: Any, deadline: float) -> None:
+        data = json.dumps(message).encode()
+        left = memoryview(runner.LENGTH.pack(len(data)) + data)
+        requests, _, control = self._ends()
+        while left:
+            seconds = _left(deadline)
+            readable, writable, _ = select.select([control], [requests], [], seconds)
+            if control in readable and self._has_ended():
+                raise ProgramEnded("ended")
+            if writable:
+                try:
+                    left = left[os.write(requests, left[:65536]) :]
+                except BrokenPipeError:
+                    raise ProgramEnded("the sandbox ended") from None
+
+    def _receive(self, count: int, deadline: float) -> bytes:
+        """Return so many bytes of a program's answer."""
+        _, answers, control = self._ends()
+        data = bytearray()
+        while len(data) < count:
+            readable, _, _ = select.select([answers, control], [], [], _left(deadline))
+            if answers in readable:
+                part = os.read(answers, min(count - len(data), 1 << 20))
+                if not part:
+                    raise ProgramEnded("the sandbox ended")
+                data += part
+            elif control in readable and self._has_ended():
+                raise ProgramEnded(self._ended)
+        return bytes(data)
+
+    def _collect(self, output: bytearray, deadline: float) -> str:
+        """Add what a program prints to `output`, and return how it ended."""
+        _, answers, control = self._ends()
+        while True:
+            readable, _, _ = select.select([answers, control], [], [], _left(deadline))
+            if answers in readable:
+                output += os.read(answers, 1 << 16)
+                if len(output) > self.limits.output:
+                    raise ProgramEnded(LIMITS["output"])
+            elif control in readable and self._has_ended():
+                return self._ended
+
+    def _has_ended(self) -> bool:
+        """Read the control pipe; return True if a program ended."""
+        line = self._control(time.monotonic() + END_SECONDS)
+        if line.startswith("failed "):
+            self.kill()
+            raise SandboxFailed(f"{self.isolation.name}: a program could not be confined: {line}")
+        ended = line.removeprefix("ended ")
+        self._ended = LIMITS.get(ended, ended)
+        return line.startswith("ended ")
+
+    def _control(self, deadline: float) -> str:
+        """Return the runner's next line."""
+        *_, control = self._ends()
+        while b"\n" not in self._lines:
+            select.select([control], [], [], _left(deadline))
+            try:
+                part = os.read(control, 4096)
+            except BlockingIOError:
+                continue
+            if not part:
+                raise ProgramEnded("the sandbox ended")
+            self._lines += part
+        line, _, self._lines = self._lines.partition(b"\n")
+        return line.decode(errors="replace")
+
+    def _drain(self) -> None:
+        """Forget what an ended program sent that nobody asked for."""
+        _, answers, _ = self._ends()
+        try:
+            while os.read(answers, 1 << 16):
+                pass
+        except BlockingIOError:
+            return
+
+
+def _left(deadline: float) -> float:
+    """Return the seconds until a deadline.  Raises ProgramEnded behind it."""
+    seconds = deadline - time.monotonic()
+    if seconds <= 0.0:
+        raise ProgramEnded(LIMITS["seconds"])
+    return seconds
