@@ -304,17 +304,22 @@ PROGRAMS = {
     "models.model_download": "pip",
     "rollout.vllm.server": "vLLM's server",
     "runs.starts": "git",
+    "sandbox.server": "a sandbox, for programs of a model",
     "viewer.replays": "a replay, as the command does it",
 }
 """Modules that start programs which are not this library's workers, and what they start."""
 INSIDE_VLLM = "rollout.vllm.plugin.groupwise_vllm"
+INSIDE_SANDBOX = ("sandbox.runner", "sandbox.attacks")
+"""What runs in a sandbox, and the programs that try to break out."""
 
 
 def test_one_system_of_processes_and_threads() -> None:
     """Threads, forks and worker processes are those of `utils`; programs are started where `PROGRAMS` says."""
     started = re.compile(r"\bos\.fork\(|\bmultiprocessing\.|\bthreading\.Thread\(|\bsubprocess\.(run|Popen|call|check_\w+)\(")
     places = {(name, found[0]) for name, path in FILES.items() for found in started.finditer(path.read_text(encoding="utf-8"))}
-    others = sorted((name, what) for name, what in places if part_of(name) != "utils" and name != INSIDE_VLLM)
+    others = sorted(
+        (name, what) for name, what in places if part_of(name) != "utils" and name not in (INSIDE_VLLM, *INSIDE_SANDBOX)
+    )
     assert [one for one in others if not (one[0] in PROGRAMS and one[1].startswith("subprocess."))] == []
     assert {name for name, _ in others} == set(PROGRAMS)
 
@@ -457,6 +462,8 @@ WRITES = {
     ("runs.run_files", "open"): "lines that are appended",
     ("runs.checkpoint", "write_text"): "inside of a folder from `files.new_folder`, which is synced as a whole",
     ("models.sharded", "write_text"): "the same",
+    ("sandbox.attacks", "write_text"): "a secret that attacks look for",
+    ("sandbox.runner", "open"): "the input of a program, in its sandbox",
 }
 """Who changes files by other means than `utils/files.py`, and what they are."""
 

@@ -16,7 +16,7 @@ from groupwise.sandbox import attacks
 from groupwise.sandbox.isolation import ISOLATIONS, Isolation
 from groupwise.sandbox.limits import Limits
 from groupwise.sandbox.runner import Opaque, decode, encode
-from groupwise.sandbox.server import LIMITS, ProgramEnded, SandboxFailed, Server
+from groupwise.sandbox.server import LIMITS, ProgramEnded, Sandbox, SandboxFailed
 
 ONE = {"reads a file of the user": attacks.ATTACKS["reads a file of the user"]}
 
@@ -32,7 +32,7 @@ def isolation(request: pytest.FixtureRequest) -> Isolation:
 
 @pytest.fixture
 def server(isolation: Isolation):
-    made = Server(isolation, Limits(seconds=30.0, cpu_seconds=1.0, memory=256 << 20, disk=4 << 20, output=1 << 16))
+    made = Sandbox(isolation, Limits(seconds=30.0, cpu_seconds=1.0, memory=256 << 20, disk=4 << 20, output=1 << 16))
     yield made
     made.kill()
 
@@ -121,7 +121,7 @@ def test_an_attack_that_succeeds_is_named(isolation: Isolation) -> None:
     assert "does not hold: prints" in str(verdict)
 
 
-def test_a_script_gets_its_input_and_its_output_comes_back(server: Server) -> None:
+def test_a_script_gets_its_input_and_its_output_comes_back(server: Sandbox) -> None:
     for number in range(3):
         ran = server.run("import sys\nprint(int(input()) + 1)\nprint(sys.stdin.read(), end='')", f"{number}\nrest\n")
         assert ran.output == f"{number + 1}\nrest\n".encode()
@@ -142,26 +142,26 @@ def test_a_script_gets_its_input_and_its_output_comes_back(server: Server) -> No
         ("for i in range(2000): open(str(i), 'w').close()\nimport time\ntime.sleep(1000)", LIMITS["disk"]),
     ],
 )
-def test_a_program_that_ends_badly_says_how(server: Server, program: str, ended: str) -> None:
+def test_a_program_that_ends_badly_says_how(server: Sandbox, program: str, ended: str) -> None:
     assert server.run(program).ended == ended
     assert server.run("print(1)").output == b"1\n", "the next program runs"
 
 
 def test_a_program_that_sleeps_is_out_of_time(isolation: Isolation) -> None:
-    server = Server(isolation, Limits(seconds=0.5))
+    server = Sandbox(isolation, Limits(seconds=0.5))
     try:
         assert server.run("import time; time.sleep(1000)").ended == LIMITS["seconds"]
     finally:
         server.kill()
 
 
-def test_programs_leave_nothing_to_those_behind_them(server: Server) -> None:
+def test_programs_leave_nothing_to_those_behind_them(server: Sandbox) -> None:
     server.run("open('left', 'w').write('x')\nimport math; math.pi = 3")
     ran = server.run("import os, math\nprint(os.listdir('.'), math.pi > 3, dict(os.environ).get('PYTHONPATH'))")
     assert ran.output == b"[] True None\n"
 
 
-def test_calls_are_answered_one_by_one(server: Server) -> None:
+def test_calls_are_answered_one_by_one(server: Sandbox) -> None:
     server.open({"do": "serve", "source": "seen = []\ndef f(x, y=0):\n    seen.append(x)\n    return len(seen), x + y"})
     assert server.ask() == {"loaded": True}
     for count, (args, kwargs, value) in enumerate([([1], {}, 1), ([1], {"y": 2}, 3), ([0.5], {}, 0.5)], start=1):
@@ -173,7 +173,7 @@ def test_calls_are_answered_one_by_one(server: Server) -> None:
     assert server.run("print(1)").output == b"1\n"
 
 
-def test_a_program_that_answers_with_something_else_has_ended(server: Server) -> None:
+def test_a_program_that_answers_with_something_else_has_ended(server: Sandbox) -> None:
     """It may write what it likes on the pipe of its answers, and it can read the numbers of its pipes."""
     program = """
 import os
@@ -230,7 +230,7 @@ def test_an_isolation_that_is_not_there_is_not_proved(monkeypatch: pytest.Monkey
 def test_a_sandbox_that_does_not_start_says_why(isolation: Isolation, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(isolation), "command", lambda self, argv, folder, limits: ["/bin/sh", "-c", "echo no room >&2"])
     with pytest.raises(SandboxFailed, match="does not start here: no room"):
-        Server(isolation, Limits()).run("print(1)")
+        Sandbox(isolation, Limits()).run("print(1)")
 
 
 def _traces() -> tuple[set[str], int, int]:
@@ -243,7 +243,7 @@ def _traces() -> tuple[set[str], int, int]:
 @pytest.mark.slow
 def test_a_thousand_programs_leave_nothing(isolation: Isolation) -> None:
     before = _traces()
-    server = Server(isolation, Limits())
+    server = Sandbox(isolation, Limits())
     for number in range(1000):
         assert server.run(f"open('f', 'w').write('x')\nprint({number})").output == f"{number}\n".encode()
     server.kill()
@@ -259,9 +259,9 @@ def test_nothing_outlives_a_program_that_is_killed(isolation: Isolation, tmp_pat
 import os, threading, time
 from groupwise.sandbox.isolation import ISOLATIONS
 from groupwise.sandbox.limits import Limits
-from groupwise.sandbox.server import Server
+from groupwise.sandbox.server import Sandbox
 (isolation,) = (one for one in ISOLATIONS if one.name == {isolation.name!r})
-server = Server(isolation, Limits(seconds=600.0))
+server = Sandbox(isolation, Limits(seconds=600.0))
 threading.Thread(target=server.run, args=("import time; time.sleep(1000)",), daemon=True).start()
 while server._process is None or server._lines is None:
     time.sleep(0.01)

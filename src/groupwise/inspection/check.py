@@ -36,10 +36,13 @@ from groupwise.records import Finish, Prompt, Rollout, RolloutGroup, Sampling
 from groupwise.rewards.accuracy import as_text, check_gold
 from groupwise.rewards.completions import prompt_of
 from groupwise.rewards.compose import Rewards
+from groupwise.rewards.registry import CODE
 from groupwise.runs.inputs import resolved
 from groupwise.runs.job import Job, make_job
 from groupwise.runs.prepared import sampling_of
 from groupwise.runs.run_models import fit_threads
+from groupwise.sandbox.attacks import prove
+from groupwise.sandbox.isolation import ISOLATIONS
 from groupwise.training.branches import unbranched
 from groupwise.training.passes import score
 from groupwise.training.samples import sample_of
@@ -145,9 +148,23 @@ def _check_job(job: Job) -> Iterator[Finding]:
                 graded.add(one.name or one.function)
         yield from _golds(rewards, graded, job.prompts)
         yield _restated(rewards, job.prompts)
+    if any(reward.function == CODE for reward in recipe.rewards):
+        yield from _sandboxes()
     order = Order(len(job.prompts), recipe.seed, recipe.data.shuffle)
     prompts = [visit(job.prompts[row], epoch) for epoch, row in order.take(PROMPTS)]
     yield from _samples(recipe, job, rewards, prompts)
+
+
+def _sandboxes() -> Iterator[Finding]:
+    """Run all attacks on the sandboxes of this machine."""
+    for isolation in ISOLATIONS:
+        verdict = prove(isolation)
+        if verdict.broken:
+            yield _wrong("sandbox", str(verdict))
+        elif verdict.holds:
+            yield _good("sandbox", str(verdict))
+        else:
+            yield _note("sandbox", str(verdict))
 
 
 # ---------------------------------------------------------------- tokenizer and chat template

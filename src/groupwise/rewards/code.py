@@ -12,9 +12,9 @@ from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards.final_message import final_message
 from groupwise.rewards.grading import (
     Grade,
-    Grader,
     Grading,
     LocalGrader,
+    ProgramGrader,
     RemoteGrader,
     cores,
 )
@@ -124,7 +124,7 @@ def _column(
     return None
 
 
-def _graders(sandbox: str, language: str, limits: Limits) -> Callable[[], Grader]:
+def _graders(sandbox: str, language: str, limits: Limits) -> Callable[[], ProgramGrader]:
     """Return what makes graders.  Raises ConfigError."""
     if sandbox.startswith(("http://", "https://")):
         service = SandboxFusion(sandbox)

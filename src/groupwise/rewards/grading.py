@@ -23,7 +23,7 @@ from groupwise.sandbox import remote
 from groupwise.sandbox.isolation import Isolation
 from groupwise.sandbox.limits import Limits
 from groupwise.sandbox.runner import Opaque, decode, encode
-from groupwise.sandbox.server import LIMITS, ProgramEnded, SandboxFailed, Server
+from groupwise.sandbox.server import LIMITS, ProgramEnded, Sandbox, SandboxFailed
 
 CLOSE = 1e-6
 """Relative and absolute difference of floats that are taken as equal."""
@@ -50,7 +50,7 @@ class Grade:
         return self.passed / self.cases
 
 
-class Grader(Protocol):
+class ProgramGrader(Protocol):
     """Grades one program after another, for one thread."""
 
     def grade(self, source: str, tests: Tests) -> Grade:
@@ -66,8 +66,8 @@ class LocalGrader:
     """Grades in two sandboxes of this machine: one for programs, one for the code of tests."""
 
     def __init__(self, isolation: Isolation, limits: Limits) -> None:
-        self._programs = Server(isolation, limits)
-        self._tests = Server(isolation, limits)
+        self._programs = Sandbox(isolation, limits)
+        self._tests = Sandbox(isolation, limits)
 
     def close(self) -> None:
         """End both sandboxes."""
@@ -191,7 +191,7 @@ class _Counter:
 class _Program:
     """A program that answers calls.  It is loaded at the first one, and again after its end."""
 
-    def __init__(self, server: Server, source: str) -> None:
+    def __init__(self, server: Sandbox, source: str) -> None:
         self._server, self._source = server, source
         self._open = False
         self._ends = 0
@@ -242,7 +242,7 @@ def _kind_of(answer: Any) -> str:
     return kind if isinstance(kind, str) else "RuntimeError"
 
 
-def _run_printed(server: Server, source: str, case: Printed, counter: _Counter) -> None:
+def _run_printed(server: Sandbox, source: str, case: Printed, counter: _Counter) -> None:
     if counter.ends >= ENDS:
         return
     ran = server.run(source, case.text)
@@ -346,9 +346,9 @@ def _same_number(value: Any, expected: Any) -> bool:
 class Grading:
     """Grades many programs side by side, and remembers what they came to."""
 
-    def __init__(self, graders: Sequence[Grader], limits: Limits) -> None:
+    def __init__(self, graders: Sequence[ProgramGrader], limits: Limits) -> None:
         """graders: as many as run side by side."""
-        self._free: SimpleQueue[Grader] = SimpleQueue()
+        self._free: SimpleQueue[ProgramGrader] = SimpleQueue()
         self._graders = graders
         for grader in graders:
             self._free.put(grader)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from groupwise.sandbox.isolation import ISOLATIONS, Isolation
 from groupwise.sandbox.limits import Limits
-from groupwise.sandbox.server import SandboxFailed, Server
+from groupwise.sandbox.server import Sandbox, SandboxFailed
 
 _HELPERS = """
 import ctypes, os, platform, signal, socket, sys, time
@@ -149,13 +149,18 @@ while True:
 }
 """Attempts to use more than the limits, or not to end."""
 
-ATTACKS: Mapping[str, str] = {
-    **{f"reads {name}": program for name, program in READS.items()},
-    **{f"writes {name}": program for name, program in WRITES.items()},
-    **{f"network: {name}": program for name, program in NETWORK.items()},
-    **{f"processes: {name}": program for name, program in PROCESSES.items()},
-    **{f"limits: {name}": program for name, program in RESOURCES.items()},
-}
+
+def _named(kind: str, attacks: Mapping[str, str]) -> dict[str, str]:
+    return {f"{kind} {name}": program for name, program in attacks.items()}
+
+
+ATTACKS: Mapping[str, str] = (
+    _named("reads", READS)
+    | _named("writes", WRITES)
+    | _named("network:", NETWORK)
+    | _named("processes:", PROCESSES)
+    | _named("limits:", RESOURCES)
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,7 +195,7 @@ def prove(isolation: Isolation, attacks: Mapping[str, str] = ATTACKS) -> Verdict
     limits = Limits(seconds=1.5, cpu_seconds=1.0, memory=256 << 20, disk=4 << 20, output=1 << 16)
     broken = []
     with _targets() as targets:
-        server = Server(isolation, limits)
+        server = Sandbox(isolation, limits)
         try:
             for attack, program in attacks.items():
                 if not _held(server, targets, program):
@@ -279,7 +284,7 @@ def _targets() -> Iterator[_Targets]:
         yield _Targets(variables=variables, folder=folder, canary=canary, listening=listening)
 
 
-def _held(server: Server, targets: _Targets, program: str) -> bool:
+def _held(server: Sandbox, targets: _Targets, program: str) -> bool:
     """Run one attack; return whether it came to nothing."""
     limits = server.limits
     neighbour = secrets.token_hex(16)

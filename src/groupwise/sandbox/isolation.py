@@ -128,4 +128,4 @@ def _sandlock() -> str | None:
 
 
 ISOLATIONS: tuple[Isolation, ...] = (Bubblewrap(), Sandlock())
-"""In the order in which they are tried."""
+"""The first is tried first."""

@@ -234,7 +234,7 @@ class _Instruction(ctypes.Structure):
     ]
 
 
-class _Program(ctypes.Structure):
+class _Filter(ctypes.Structure):
     _fields_ = [("length", ctypes.c_uint16), ("filter", ctypes.POINTER(_Instruction))]
 
 
@@ -301,7 +301,7 @@ def _filter_calls() -> None:
     """Forbid the system calls of `_FORBIDDEN`."""
     code = _seccomp_filter(os.getpid())
     instructions = (_Instruction * len(code))(*code)
-    program = _Program(len(code), instructions)
+    program = _Filter(len(code), instructions)
     _prctl(_PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0)
 
 
@@ -387,7 +387,7 @@ def _child(folder: str, limits: dict[str, Any]) -> None:
         _drop_privileges()
         _landlock(folder)
         _filter_calls()
-    except BaseException as error:
+    except BaseException as error:  # a program that is not confined does not run
         os.write(CONTROL, f"failed {error!r}\n".encode())
         return
     os.dup2(null, CONTROL)
@@ -431,7 +431,7 @@ def _serve(source: str, requests: int, answers: int) -> None:
     variables = _namespace("program")
     try:
         exec(compile(source, "program.py", "exec"), variables)
-    except BaseException as error:
+    except BaseException as error:  # whatever a program raises is its answer
         write_frame(answers, _told(error))
     else:
         write_frame(answers, {"loaded": True})
@@ -441,7 +441,7 @@ def _serve(source: str, requests: int, answers: int) -> None:
             return
         try:
             answer = _called(variables, request)
-        except BaseException as error:
+        except BaseException as error:  # whatever a program raises is its answer
             answer = _told(error)
         write_frame(answers, answer)
 
@@ -500,7 +500,7 @@ def _judge(request: dict[str, Any], requests: int, answers: int) -> None:
         exec(compile(request["test"], "test.py", "exec"), variables)
         if request["check"]:
             variables["check"](function)
-    except BaseException as error:
+    except BaseException as error:  # whatever a test raises ends it
         ended = _told(error)
     write_frame(answers, {"cases": cases, "ended": ended})
     read_frame(requests)  # stop
@@ -553,7 +553,7 @@ def _fork(folder: str, limits: dict[str, Any]) -> int:
     except SystemExit as error:
         sys.stdout.flush()
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:
+    except BaseException:  # whatever a script raises is the exit code 1
         status = 1
     finally:
         os._exit(status & 0xFF)

@@ -50,7 +50,7 @@ class Ran:
     """`0`, the exit code, the signal that ended it, or the words of a limit (`LIMITS`)."""
 
 
-class Server:
+class Sandbox:
     """A sandbox with the runner in it.  It starts when it is first needed, and again after its end.
 
     It serves one program at a time, for one thread.
