@@ -31,8 +31,8 @@ from transformers import (
 )
 
 from groupwise.config.settings import ModelSettings
+from groupwise.models.head_form import form_of
 from groupwise.models.loading import load_policy, make_policy, read_blueprint
-from groupwise.models.output_head import form_of
 from groupwise.models.policy import Policy
 from groupwise.models.shape import Shape
 from groupwise.records import Prompt, Sample, Sampling

@@ -12,8 +12,9 @@ In: a folder or hub name.  Out: a `policy.Policy` that takes packed `Batch`es.
 - `model_download`: models that come in a Python package.
 - `saving`: policies to folders.
 - `passes`, `backbone`: a policy's forward pass over packed batches.
-- `attention`, `masks`, `rope`, `recurrence`: packed streams for unmodified models.
-- `output_head`: the last matrix, its factor and cap.
+- `attention`, `reach`, `rope`, `recurrence`: packed streams for unmodified models; `masks` switches
+  a model to them.
+- `output_head`, `head_form`: what is before the last matrix, and the factor and cap behind it.
 - `reward_head`: one number per token.
 - `layers`: what known families are made of; `fused` runs their blocks in fewer passes.
 - `lora`, `lora_dropout`, `moe`, `sharded`: adapters, the balance of experts, sharded weights.

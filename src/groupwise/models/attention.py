@@ -15,7 +15,7 @@ S segments
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from groupwise.errors import ConfigError
-from groupwise.models.masks import REMEDY, note_reach, reach_of, set_attention
+from groupwise.models.reach import REMEDY, reach_of
 from groupwise.ops.attention import StreamAttention
 from groupwise.ops.query import Query
 from groupwise.ops.recurrence import Recurrence, Segments
@@ -145,24 +145,19 @@ def _tempered(module: Any, query: Tensor, position_T: Tensor) -> Tensor:
 AttentionInterface.register(NAME, packed_attention)
 
 
-def use_packed_attention(
-    model: PreTrainedModel,
-    *,
-    backbone: Callable[..., Any] | None = None,
-    device: torch.device | None = None,
-) -> None:
-    """Switch a model to packed streams.  Raises ConfigError for a model whose attention cannot be
-    replaced.
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """Have all of a model's layers run the attention of this name.
 
-    backbone, device: see `note_reach`.
-    """
-    try:
-        note_reach(model, backbone=backbone, device=device)
-        set_attention(model, NAME)
-    except (ValueError, AttributeError, NotImplementedError) as error:
-        raise ConfigError(
-            f"{type(model).__name__} does not let its attention be replaced ({error}); {REMEDY}"
-        ) from error
+    transformers 5.17 gives the model inside of a sequence classifier a copy of its config, and sets
+    the classifier's alone."""
+    model.set_attn_implementation(name)
+    for module in model.modules():
+        if (
+            isinstance(module, PreTrainedModel)
+            and module.config is not model.config
+            and type(module.config) is type(model.config)
+        ):
+            module.set_attn_implementation(name)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers.activations import NewGELUActivation, SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
-from groupwise.models.masks import reach_of
+from groupwise.models.reach import reach_of
 
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """Rotary tables that depend on the position alone, not on the length of the sequence."""

@@ -44,11 +44,12 @@ from groupwise.data.tokenizers import has_tokenizer, load_tokenizer, with_chat_t
 from groupwise.distributed import fsdp
 from groupwise.errors import ConfigError, DataError
 from groupwise.models import rope
-from groupwise.models.attention import plain_attention, use_packed_attention
+from groupwise.models.attention import plain_attention
 from groupwise.models.config_checks import check_config, check_vocabulary
 from groupwise.models.gguf import checkpoint_folder
+from groupwise.models.head_form import form_of, has_deep_head
 from groupwise.models.lora import ADAPTER_CONFIG, merge_adapter, read_adapter
-from groupwise.models.output_head import form_of, has_deep_head
+from groupwise.models.masks import use_packed_attention
 from groupwise.models.policy import Policy
 from groupwise.models.recurrence import use_packed_recurrence
 from groupwise.models.shape import language_part

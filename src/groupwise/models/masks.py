@@ -1,5 +1,5 @@
-"""What a query of each attention layer sees of what is before it, read from the masks that
-transformers itself builds.
+"""Switches a model to packed streams: reads what a query of each attention layer sees from the
+masks that transformers itself builds, and replaces the attention.
 
 A model's window stands in its config, in its attention modules or in neither, but the mask of its
 own forward pass always knows it. `note_reach` runs that forward pass once, over two tokens, with an
@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from groupwise.errors import ConfigError
+from groupwise.models.attention import NAME, set_attention
 from groupwise.models.output_head import backbone_of
+from groupwise.models.reach import ATTRIBUTE, REMEDY
 from groupwise.ops.query import Reach
 
 TRACE = "groupwise_trace"
 """Name of the implementation of attention that only looks at the rules of masks."""
-ATTRIBUTE = "groupwise_reach"
-"""Attribute of an attention module that holds its `Reach`."""
 
 
 class Rule:
@@ -113,24 +113,6 @@ def note_reach(
         setattr(module, ATTRIBUTE, Reach() if rule is None else rule.reach)
 
 
-REMEDY = "set model.attention to 'single' and rollout.engine to 'transformers'"
-
-
-def set_attention(model: PreTrainedModel, name: str) -> None:
-    """Have all of a model's layers run the attention of this name.
-
-    transformers 5.17 gives the model inside of a sequence classifier a copy of its config, and sets
-    the classifier's alone."""
-    model.set_attn_implementation(name)
-    for module in model.modules():
-        if (
-            isinstance(module, PreTrainedModel)
-            and module.config is not model.config
-            and type(module.config) is type(model.config)
-        ):
-            module.set_attn_implementation(name)
-
-
 @contextmanager
 def _tracing(model: PreTrainedModel) -> Iterator[None]:
     before = str(model.config._attn_implementation)
@@ -143,27 +125,21 @@ def _tracing(model: PreTrainedModel) -> Iterator[None]:
         set_attention(model, before)
 
 
-def reach_of(module: nn.Module) -> Reach:
-    """What `note_reach` has noted on an attention module.
+def use_packed_attention(
+    model: PreTrainedModel,
+    *,
+    backbone: Callable[..., Any] | None = None,
+    device: torch.device | None = None,
+) -> None:
+    """Switch a model to packed streams.  Raises ConfigError for a model whose attention cannot be
+    replaced.
 
-    Raises ConfigError if it has not met it.
+    backbone, device: see `note_reach`.
     """
-    reach = getattr(module, ATTRIBUTE, None)
-    if reach is None:
+    try:
+        note_reach(model, backbone=backbone, device=device)
+        set_attention(model, NAME)
+    except (ValueError, AttributeError, NotImplementedError) as error:
         raise ConfigError(
-            f"{type(module).__name__} was not met when the model's masks were read: it is not known"
-            f" which tokens it sees; {REMEDY}"
-        )
-    return reach
-
-
-def copy_reach(source: nn.Module, target: nn.Module) -> None:
-    """Write what was noted on the modules of one model to those of the same names in another."""
-    noted = {
-        name: vars(module)[ATTRIBUTE]
-        for name, module in source.named_modules()
-        if ATTRIBUTE in vars(module)
-    }
-    for name, module in target.named_modules():
-        if name in noted:
-            setattr(module, ATTRIBUTE, noted[name])
+            f"{type(model).__name__} does not let its attention be replaced ({error}); {REMEDY}"
+        ) from error

@@ -26,12 +26,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from groupwise.config.settings import ParallelSettings
 from groupwise.distributed import comm, fsdp
 from groupwise.errors import ConfigError
-from groupwise.models.attention import NAME
+from groupwise.models.attention import NAME, set_attention
 from groupwise.models.loading import with_facts
 from groupwise.models.lora import keep_adapter
-from groupwise.models.masks import copy_reach, set_attention
 from groupwise.models.output_head import backbone_of
 from groupwise.models.policy import METHOD, Policy, Shards, without_adapter
+from groupwise.models.reach import copy_reach
 from groupwise.models.recurrence import use_packed_recurrence
 from groupwise.models.streaming import INDEX, SINGLE, CheckpointReader, check_finite, saved_names
 

@@ -27,10 +27,10 @@ from groupwise.distributed import comm
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.models.attention import plain_attention
 from groupwise.models.backbone import checkpointing, hidden
-from groupwise.models.masks import REMEDY
 from groupwise.models.moe import BALANCE, router_coefficient
 from groupwise.models.passes import forward, packed_for, reshard
 from groupwise.models.policy import Policy
+from groupwise.models.reach import REMEDY
 from groupwise.models.reward_head import REMEDY as SCORES_REMEDY
 from groupwise.models.reward_head import reads_tokens
 from groupwise.proof.passes import (

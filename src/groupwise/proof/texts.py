@@ -19,8 +19,8 @@ from torch import nn
 from groupwise.environments.conversation import Reply, Stream
 from groupwise.models import recurrence, rope
 from groupwise.models.config_checks import WINDOWS
-from groupwise.models.masks import ATTRIBUTE, Reach
 from groupwise.models.policy import Policy
+from groupwise.models.reach import ATTRIBUTE, Reach
 from groupwise.models.reward_head import readout, reads_tokens
 from groupwise.records import Episode, Finish, Prompt, Rollout, Sample, Sampling
 from groupwise.rollout.engine import Engine

@@ -19,8 +19,8 @@ from groupwise.config.settings import LoraSettings, ModelSettings
 from groupwise.errors import EngineError
 from groupwise.models import lora
 from groupwise.models.lora import model_without_layers
-from groupwise.models.masks import copy_reach
 from groupwise.models.policy import without_adapter
+from groupwise.models.reach import copy_reach
 from groupwise.models.shape import Shape
 from groupwise.ops import operations as ops
 from groupwise.records import Finish, Sampling

@@ -41,8 +41,8 @@ from groupwise.models.layers import (
     matrix_of,
     stack_of,
 )
-from groupwise.models.masks import reach_of
 from groupwise.models.policy import Policy
+from groupwise.models.reach import reach_of
 from groupwise.models.recurrence import delta_rule, is_numbered
 from groupwise.ops.decoding import (
     Buffers,

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from groupwise.models.layers import matrix_of
-from groupwise.models.masks import copy_reach
 from groupwise.models.policy import Policy
+from groupwise.models.reach import copy_reach
 
 
 @dataclass(frozen=True, slots=True, eq=False)
