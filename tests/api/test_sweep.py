@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pandas
 import pytest
+from finished import train_sums
 from scipy import stats
 
 import groupwise as gw
@@ -202,21 +203,12 @@ def test_a_run_that_fails_does_not_end_the_others(there: Path) -> None:
 @pytest.fixture(scope="module")
 def four_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two settings with two seeds each."""
+    runs = []
+    for lr in ("1e-6", "1e-2"):
+        for seed in (0, 1):
+            runs.append([f"optimizer.lr={lr}", f"seed={seed}", f"name=mine-lr={lr}-seed={seed}"])
     folder = tmp_path_factory.mktemp("four")
-    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "my_rewards.py").write_text(REWARDS)
-    (folder / "my.yaml").write_text(RECIPE)
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        for lr in ("1e-6", "1e-2"):
-            for seed in (0, 1):
-                name = f"name=mine-lr={lr}-seed={seed}"
-                assert main(["train", "my.yaml", f"optimizer.lr={lr}", f"seed={seed}", name, "--quiet"]) == 0
-    finally:
-        os.chdir(before)
-    return folder
+    return train_sums(folder, recipe=RECIPE, rewards=REWARDS, column="prompt", runs=runs)
 
 
 def test_groups_of_seeds_are_compared(four_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 
 import pytest
-
-from groupwise.cli.commands import main
+from finished import train_sums
 
 RECIPE = """\
 # Sums whose answers are asked for by a template.
@@ -37,17 +34,7 @@ def short(completion):
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which `my.yaml` has run to its end, in runs/demo/grpo."""
     folder = tmp_path_factory.mktemp("finished")
-    rows = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(5)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "my_rewards.py").write_text(REWARDS)
-    (folder / "my.yaml").write_text(RECIPE)
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        assert main(["train", "my.yaml", "--quiet"]) == 0
-    finally:
-        os.chdir(before)
-    return folder
+    return train_sums(folder, recipe=RECIPE, rewards=REWARDS, column="question", runs=[[]])
 
 
 @pytest.fixture

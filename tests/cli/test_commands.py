@@ -137,24 +137,22 @@ def test_light_commands_import_no_torch(folder: Path, arguments: list[str]) -> N
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
-def test_a_worked_step_needs_torch_and_no_model() -> None:
-    code = (
-        "import sys; from groupwise.cli.commands import main; rc = main(['explain'])\n"
-        "loaded = {'transformers', 'torch._dynamo', 'torch.distributed.fsdp', 'datasets', 'pandas'} & set(sys.modules)\n"
-        "sys.exit(rc or ' '.join(sorted(loaded)) or 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+PLANNED = ["train", "r.yaml", "--dry-run", "data.limit=20", "data.eval_limit=5"]
+UNNEEDED = {
+    "a worked step": (["explain"], {"transformers", "torch._dynamo", "torch.distributed.fsdp", "datasets", "pandas"}),
+    "a plan": (
+        PLANNED,
+        {"datasets", "pandas", "tensorboard", "wandb", "peft", "matplotlib", "torch._inductor.compile_fx", "IPython"},
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.slow
-def test_a_plan_imports_nothing_that_it_does_not_need() -> None:
+@pytest.mark.parametrize(("arguments", "unneeded"), UNNEEDED.values(), ids=UNNEEDED)
+def test_a_command_imports_nothing_that_it_does_not_need(arguments: list[str], unneeded: set[str]) -> None:
     code = (
-        "import sys; from groupwise.cli.commands import main\n"
-        "rc = main(['train', 'r.yaml', '--dry-run', 'data.limit=20', 'data.eval_limit=5'])\n"
-        "unneeded = {'datasets', 'pandas', 'tensorboard', 'wandb', 'peft', 'matplotlib', 'torch._inductor.compile_fx', 'IPython'}\n"
-        "sys.exit(rc or ' '.join(sorted(unneeded & set(sys.modules))) or 0)"
+        f"import sys; from groupwise.cli.commands import main; rc = main({arguments!r})\n"
+        f"sys.exit(rc or ' '.join(sorted({unneeded!r} & set(sys.modules))) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -28,7 +28,6 @@ from groupwise.config.recipes import (
     parse_recorded,
     parse_stages,
     read_environment,
-    redacted,
     run_folder,
 )
 from groupwise.config.schema import knobs
@@ -424,27 +423,6 @@ def test_stages_are_written_and_read_back() -> None:
     assert parse_stages(dump_stages(stages), "again") == stages
     single = parse_stages(GOOD, "r.yaml")
     assert parse_stages(dump_stages(single), "again") == single
-
-
-def test_x6_secrets_are_redacted() -> None:
-    secret = {
-        "api_key": "abc",
-        "hub_token": "abc",
-        "headers": {"Authorization": "Basic abc"},
-        "url": "https://me:hunter2@example.org/x",
-        "note": "use https://me:abc@example.org",
-    }
-    recipe = dataclasses.replace(one(GOOD), rewards=(RewardSettings(function="exact", args=secret),))
-    text = dump(recipe)
-    for word in ("abc", "hunter2", "Basic"):
-        assert word not in text.split("rewards:")[1].split("rollout:")[0], word
-    assert "max_new_tokens: 256" in text
-    assert "tokenizer: arithmetic" in text
-    assert redacted({"tokenizer": "x", "max_tokens": 3, "include_special_tokens": True}) == {
-        "tokenizer": "x",
-        "max_tokens": 3,
-        "include_special_tokens": True,
-    }
 
 
 def test_a_recipe_made_in_python_is_checked() -> None:

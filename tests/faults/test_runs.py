@@ -243,17 +243,14 @@ def test_a_full_disk_at_the_export_leaves_what_was_there(finished_run: Callable,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [errno.EROFS, errno.ESTALE, errno.EIO])
-@pytest.mark.fault(
-    "C6b", "resumed in a folder that became read-only, stale or broken", "StorageError: the path and what the disk said"
-)
+@pytest.mark.fault("C6b", "resumed in a folder that became read-only", "StorageError: the path and what the disk said")
 def test_c6b_a_folder_that_became_read_only(
-    number: int, begun_run: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], record_property: Callable
+    begun_run: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], record_property: Callable
 ) -> None:
     path = begun_run(2)
 
     def refuse(*_: Any) -> None:
-        raise OSError(number, os.strerror(number))
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(files.os, "replace", refuse)
     code = main(["train", str(path)])
@@ -261,7 +258,7 @@ def test_c6b_a_folder_that_became_read_only(
     told = capsys.readouterr().err
     assert code == 6
     assert "runs/r" in told
-    assert os.strerror(number) in told
+    assert os.strerror(errno.EROFS) in told
     assert "Traceback" not in told
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import groupwise
 from groupwise.cli.commands import main
-from groupwise.config.recipes import load_recipe
+from groupwise.config.recipes import dump, load_recipe
 from groupwise.runs.run import train
 from groupwise.utils.secrets import REDACTED, redacted, redacted_command, scrubbed, secret_name
 from groupwise.utils.terminal import escaped, json_line
@@ -32,7 +32,7 @@ PLAIN = (
     "passes", "compass", "tokens_per_microbatch", "secretary", "column", "pass_at", "answer_key", "answers_key", "label_keys",
     "reward_key", "required_keys", "stop_tokens", "control_tokens", "max_observation_tokens", "monkey", "turkey", "hockey",
     "problem_key", "ground_truth_key", "choices_key", "difficulty_key", "language_key", "step_token", "good_token", "answer_token",
-    "delimiter_token", "auth_mode", "password_file", "token", "tokens", "cookie", "auth", "pass",
+    "delimiter_token", "include_special_tokens", "auth_mode", "password_file", "token", "tokens", "cookie", "auth", "pass",
 )  # fmt: skip
 
 
@@ -202,13 +202,17 @@ OVERRIDES = (
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("override", OVERRIDES)
+def test_no_secret_of_an_override_is_in_a_recipe_or_a_command(override: str, recipe: Callable) -> None:
+    path = str(recipe("r", steps=1))
+    assert "VALUE-" not in dump(load_recipe(path, [override]))
+    assert "VALUE-" not in " ".join(redacted_command(["train", path, override]))
+
+
+@pytest.mark.slow
 @pytest.mark.fault("X6c, X6e", "secrets in overrides, also inside of mappings", "0 of them in the run folder")
-def test_x6c_no_secret_of_an_override_is_in_the_run_folder(
-    override: str, recipe: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = ["groupwise", "train", str(recipe("r", steps=1)), override]
+def test_x6c_no_secret_of_an_override_is_in_the_run_folder(recipe: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["groupwise", "train", str(recipe("r", steps=1)), *OVERRIDES]
     monkeypatch.setattr(sys, "argv", arguments)
     assert main(arguments[1:]) == 0
     assert b"VALUE-" not in everything(Path("runs/r"))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_attention import definition, joint
+from plain_attention import definition, joint, layout_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,20 +20,6 @@ from groupwise.ops.attention import StreamAttention, behind
 from groupwise.ops.cuda import flex_attention
 from groupwise.ops.cuda.flex_attention import flex_attend, flex_block_mask
 from groupwise.ops.query import EVERYTHING, Query, Reach
-from groupwise.records import Layout
-
-
-def layout_of(groups: list[tuple[int, list[int]]], filler: int = 0) -> Layout:
-    """Groups of a prompt's length and its completions'; a prompt of length 0 is none."""
-    start, length, prefix = [], [], []
-    for prompt, members in groups:
-        parent = len(start) if prompt else -1
-        for count, of in [*([(prompt, -1)] if prompt else []), *((n, parent) for n in members)]:
-            start.append(sum(length))
-            length.append(count)
-            prefix.append(of)
-    return Layout(start=tuple(start), length=tuple(length), prefix=tuple(prefix), total=sum(length) + filler)
-
 
 GROUPS = st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(1, 9), min_size=1, max_size=4)), min_size=1, max_size=3)
 REACHES = st.one_of(

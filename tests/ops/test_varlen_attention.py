@@ -10,26 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_attention import layout_of
 from torch import Tensor
 
 from groupwise.ops.attention import StreamAttention
 from groupwise.ops.cuda import varlen_attention as varlen
 from groupwise.ops.query import Query
-from groupwise.records import Layout
 
 GROUPS = st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(1, 9), min_size=1, max_size=4)), min_size=1, max_size=4)
-
-
-def layout_of(groups: list[tuple[int, list[int]]], filler: int = 0) -> Layout:
-    """Groups of a prompt's length and its completions'; a prompt of length 0 is none."""
-    start, length, prefix = [], [], []
-    for prompt, members in groups:
-        parent = len(start) if prompt else -1
-        for count, of in [*([(prompt, -1)] if prompt else []), *((n, parent) for n in members)]:
-            start.append(sum(length))
-            length.append(count)
-            prefix.append(of)
-    return Layout(start=tuple(start), length=tuple(length), prefix=tuple(prefix), total=sum(length) + filler)
 
 
 @pytest.fixture(autouse=True, scope="module")

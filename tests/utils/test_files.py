@@ -103,6 +103,8 @@ def test_a_folder_whose_modes_cannot_be_set_is_brought_to_the_disk(tmp_path: Pat
         (errno.ENOSPC, None, r"disk full while writing the run to .*/run \(\d+ MB free\): make room there"),
         (errno.EDQUOT, None, r"disk full while writing the run to .*/run \(\d+ MB free\): make room there"),
         (errno.EROFS, None, "cannot write the run to .*/run: Read-only file system"),
+        (errno.ESTALE, None, "cannot write the run to .*/run: Stale file handle"),
+        (errno.EIO, None, "cannot write the run to .*/run: Input/output error"),
         (errno.EACCES, "run", "cannot write the run to .*/run: Permission denied"),
         (errno.EEXIST, "run/rollouts", "cannot write the run to .*/run: File exists: .*/run/rollouts"),
     ],
