@@ -66,7 +66,9 @@ def _signed(
     def tool() -> None: ...
 
     hints = get_type_hints(written)
-    set_already = function.keywords if isinstance(function, partial) else {}
+    set_already = {}
+    if isinstance(function, partial):
+        set_already = function.keywords
     parameters = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.name in set_already:
@@ -130,12 +132,12 @@ def typed(schema: Schema, arguments: Mapping[str, Any]) -> dict[str, Any]:
     parameters = schema["function"].get("parameters") or {}
     known = parameters.get("properties") or {}
     takes = f"{name_of(schema)} takes {', '.join(known) or 'no arguments'}"
-    if unknown := next((key for key in arguments if key not in known), None):
-        raise WrongArguments(f"there is no argument {unknown!r}: {takes}")
-    if missing := next(
-        (key for key in parameters.get("required") or () if key not in arguments), None
-    ):
-        raise WrongArguments(f"the argument {missing} is missing: {takes}")
+    for key in arguments:
+        if key not in known:
+            raise WrongArguments(f"there is no argument {key!r}: {takes}")
+    for key in parameters.get("required") or ():
+        if key not in arguments:
+            raise WrongArguments(f"the argument {key} is missing: {takes}")
     values = {}
     for key, value in arguments.items():
         try:
@@ -182,7 +184,9 @@ def _typed(schema: Any, value: Any) -> Any:
 
 def _kinds(kinds: Any) -> list[str]:
     """JSON Schema's `type`: one or several."""
-    return [] if kinds is None else [kinds] if isinstance(kinds, str) else list(kinds)
+    if isinstance(kinds, str):
+        return [kinds]
+    return list(kinds or ())
 
 
 def kinds_of(schema: Any, root: Mapping[str, Any], depth: int = 8) -> list[str]:
@@ -197,17 +201,35 @@ def kinds_of(schema: Any, root: Mapping[str, Any], depth: int = 8) -> list[str]:
     """
     if not isinstance(schema, Mapping) or depth == 0:
         return []
-    kinds = _kinds(schema.get("type"))
-    values = [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())]
-    kinds += [_SCALARS[type(value)] for value in values if not kinds and type(value) in _SCALARS]
-    inner = [one for key in ("anyOf", "oneOf", "allOf") for one in schema.get(key) or ()]
-    if isinstance(reference := schema.get("$ref"), str):
-        definition: Any = root
-        for step in reference.removeprefix("#/").split("/"):
-            definition = definition.get(step) if isinstance(definition, Mapping) else None
-        inner.append(definition)
-    kinds += [kind for one in inner for kind in kinds_of(one, root, depth - 1)]
-    return list(dict.fromkeys([*kinds, *(["null"] if kinds and schema.get("nullable") else [])]))
+    kinds = _kinds(schema.get("type")) or _kinds_of_values(schema)
+    alternatives: list[Any] = []
+    for key in ("anyOf", "oneOf", "allOf"):
+        alternatives += schema.get(key) or ()
+    if isinstance(schema.get("$ref"), str):
+        alternatives.append(_definition(schema["$ref"], root))
+    for alternative in alternatives:
+        kinds += kinds_of(alternative, root, depth - 1)
+    if kinds and schema.get("nullable"):
+        kinds.append("null")
+    return list(dict.fromkeys(kinds))
+
+
+def _kinds_of_values(schema: Mapping[str, Any]) -> list[str]:
+    """The JSON types of the values that a schema lists."""
+    values = [*(schema.get("enum") or ())]
+    if "const" in schema:
+        values.append(schema["const"])
+    return [_SCALARS[type(value)] for value in values if type(value) in _SCALARS]
+
+
+def _definition(reference: str, root: Mapping[str, Any]) -> Any:
+    """What a reference names in the schema that holds the definitions; None if nothing."""
+    definition: Any = root
+    for step in reference.removeprefix("#/").split("/"):
+        if not isinstance(definition, Mapping):
+            return None
+        definition = definition.get(step)
+    return definition
 
 
 _KINDS: Mapping[str, tuple[type, ...]] = {
@@ -235,14 +257,17 @@ def _expected(schema: Mapping[str, Any]) -> str:
         return "one of " + ", ".join(map(_shown, schema["enum"]))
     if "anyOf" in schema:
         return " or ".join(_expected(one) for one in schema["anyOf"])
-    kinds = schema.get("type", "something else")
-    shown = kinds if isinstance(kinds, str) else " or ".join(kinds)
+    shown = " or ".join(_kinds(schema.get("type", "something else")))
     inner = schema.get({"array": "items", "object": "additionalProperties"}.get(shown, ""))
     if isinstance(inner, Mapping) and inner:
         shown = f"{shown} of {_expected(inner)}"
-    return f"{shown} or null" if schema.get("nullable") else shown
+    if schema.get("nullable"):
+        shown += " or null"
+    return shown
 
 
 def _shown(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
+    if len(text) > 60:
+        text = text[:57] + "..."
+    return text
