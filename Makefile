@@ -1,4 +1,4 @@
-# Every target sets up what it needs: a fresh clone needs nothing but python3 (3.11 or 3.12) and make.
+# Every target sets up what it needs: a fresh clone needs nothing but python3 (3.11 to 3.14) and make.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin

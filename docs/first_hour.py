@@ -99,7 +99,7 @@ STEP = re.compile(r"step \d+/\d+ ")
 PARTS = (
     Part(
         "The demo",
-        "You need Linux or macOS, Python 3.11 or 3.12 and make ([install](install.md)). `make demo` creates a virtual\n"
+        "You need Linux or macOS, Python 3.11 to 3.14 and make ([install](install.md)). `make demo` creates a virtual\n"
         "environment, installs Groupwise, and trains a model of 0.4M parameters on three-digit addition. SFT first trains it on\n"
         "demonstrations that forget carries. GRPO then rewards right answers.",
         runs=(Run("make demo", lines=(0, 30), fast=f"groupwise train recipes/demo.yaml {SMALL}"),),

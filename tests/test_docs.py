@@ -415,6 +415,24 @@ def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
     assert f"to the same accuracy in {seconds['trl'] / seconds['groupwise']:.1f} times less processor time" in said
 
 
+@pytest.mark.parametrize(
+    ("shape", "result"),
+    [
+        ("3M parameters, 8 prompts", "S_float32"),
+        ("25M", "M_float32"),
+        ("GPT-2", "L_float32"),
+        ("3M parameters, a", "S_float32_vocabulary_131072"),
+    ],
+)
+def test_the_ratios_of_the_page_are_those_of_the_results(shape: str, result: str) -> None:
+    results = [json.loads(path.read_text()) for path in (ROOT / "benchmarks/results").glob("*.json")]
+    measured = [one[f"vs_trl_{result}_threads_1"] for one in results if f"vs_trl_{result}_threads_1" in one]
+    row = next(row for row in cells("performance.md", 3) if row[0].startswith(shape))
+    for cell, group, key in ((row[1], "cpu_ratios", "step"), (row[2], "ratios", "memory")):
+        ratios = [one[group][key] for one in measured]
+        assert cell == f"{min(ratios):.1f} to {max(ratios):.1f}"
+
+
 def test_the_glossary_has_every_word_that_names_are_made_of() -> None:
     words = {row[0] for row in cells("words.md", 2)}
     needed = {"prompt", "completion", "rollout", "group", "reward", "credit", "advantage", "policy", "behavior", "reference"}

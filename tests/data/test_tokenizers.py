@@ -130,7 +130,7 @@ def _damaged(change: str, content: str) -> str:
         ("a wrong letter in a class", "did not match any variant"),
         ("cut", "Expecting"),
         ("no object", "it holds no JSON object"),
-        ("nested", "recursion"),
+        ("nested", "(recursion|Stack overflow)"),
         ("an unknown merge", "`qq` out of vocabulary"),
         ("vocabulary -1", "the token 'a' has the id -1"),
         ("vocabulary 2147483648", "the token 'a' has the id 2147483648"),
