@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     __version__: str
 
     from groupwise.algorithms.table import ALGORITHMS
+    from groupwise.api.benchmark import evaluate_benchmark
     from groupwise.api.evaluate import EvalReport, evaluate
     from groupwise.api.export import export_gguf
     from groupwise.api.loaded_policy import LoadedPolicy, load_policy, make_policy
@@ -66,6 +67,7 @@ _WHERE = {
     "load_policy": "api.loaded_policy",
     "LoadedPolicy": "api.loaded_policy",
     "evaluate": "api.evaluate",
+    "evaluate_benchmark": "api.benchmark",
     "EvalReport": "api.evaluate",
     "make_policy": "api.loaded_policy",
     "push": "api.publish",
@@ -92,10 +94,10 @@ _WHERE = {
 __all__ = [
     "ALGORITHMS", "Comparison", "EvalReport", "GroupwiseError", "LiveReward", "LoadedPolicy",
     "NativeEngine", "Optimizer", "Policy", "Prompt", "Recipe", "Rollout", "RolloutGroup", "Sample",
-    "Sampling", "Step", "Training", "build_rewards", "compare", "evaluate", "export_gguf",
-    "from_trl", "load_policy", "load_recipe", "load_stages", "make_policy", "pack", "push",
-    "read_metrics", "read_rollouts", "resolve", "score", "settings", "train", "train_offline",
-    "train_online", "update",
+    "Sampling", "Step", "Training", "build_rewards", "compare", "evaluate", "evaluate_benchmark",
+    "export_gguf", "from_trl", "load_policy", "load_recipe", "load_stages", "make_policy", "pack",
+    "push", "read_metrics", "read_rollouts", "resolve", "score", "settings", "train",
+    "train_offline", "train_online", "update",
 ]  # fmt: skip
 
 

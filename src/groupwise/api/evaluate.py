@@ -121,7 +121,9 @@ def evaluate(
     environment: objects.Environment | objects.Section | None = None,
     k: int | None = None,
     temperature: float | None = None,
+    top_p: float | None = None,
     max_new_tokens: int | None = None,
+    too_long: str | None = None,
     limit: int | None = None,
     seed: int | None = None,
     overrides: Sequence[str] = (),
@@ -140,8 +142,9 @@ def evaluate(
     verdict: name of the reward that is 1 for right completions; default: the run's, else the first
         built-in accuracy, exact or number.
     environment: as in `train`; an empty mapping: none.
-    k: samples per prompt.   max_new_tokens: longest completion.   limit: first prompts only.
-        seed: of the samples.
+    k: samples per prompt.   temperature, top_p: of the samples; 1 by default.
+    max_new_tokens: longest completion.   limit: first prompts only.   seed: of the samples.
+    too_long: what happens to longer prompts, as in `data.too_long`.
     overrides: `KEY=VALUE` for keys of the run's recipe, e.g. for a secret that its config.yaml does
         not hold.
     progress: called with the number of sampled prompts and of all prompts, first for the greedy
@@ -185,7 +188,13 @@ def evaluate(
         split,
     )
     held_out = _with(
-        held_out, columns=columns, template=template, chat=chat, system=system, eval_limit=limit
+        held_out,
+        columns=columns,
+        template=template,
+        chat=chat,
+        system=system,
+        too_long=too_long,
+        eval_limit=limit,
     )
     model = model_folder(path)
     how = _with(run.eval, k=k, max_new_tokens=max_new_tokens)
@@ -205,7 +214,7 @@ def evaluate(
         rollout=replace(run.rollout, engine=EngineSettings(), max_new_tokens=length),
         eval=how,
     )
-    sampling = _with(eval_sampling(recipe), temperature=temperature)
+    sampling = _with(eval_sampling(recipe), temperature=temperature, top_p=top_p)
     names, evaluation = _evaluated(recipe, sampling, progress)
     about = _about(origin, recipe, sampling, names)
     return EvalReport(path, _unfinished(path, model) + about, evaluation)
@@ -357,6 +366,8 @@ def _about(
         parts.append(f"template {settings.template!r}")
     if sampling.temperature != 1.0:
         parts.append(f"temperature {sampling.temperature:g}")
+    if sampling.top_p != 1.0:
+        parts.append(f"top-p {sampling.top_p:g}")
     text = "; ".join(parts)
     if origin is None:
         return text

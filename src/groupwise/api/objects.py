@@ -200,9 +200,9 @@ def group_keys(section: Section) -> dict[str, Any]:
 
 def environment_keys(environment: object, tools: Sequence[object] | None) -> dict[str, Any]:
     """The keys of `environment`; functions and classes are `Live` names.   Raises ConfigError."""
-    section = isinstance(environment, EnvironmentSettings) or (
-        isinstance(environment, Mapping) and bool(set(environment) & set(_ENVIRONMENT))
-    )
+    section = isinstance(environment, EnvironmentSettings)
+    if isinstance(environment, Mapping):  # an empty one: no environment
+        section = not environment or not set(environment).isdisjoint(_ENVIRONMENT)
     keys: dict[str, Any] = (
         {"factory": environment}
         if environment is not None and not section

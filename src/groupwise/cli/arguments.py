@@ -28,6 +28,17 @@ def count(text: str) -> int:
     return _at_least(text, 0)
 
 
+def share(text: str) -> float:
+    """A number above 0, at most 1."""
+    try:
+        number = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+    if not 0.0 < number <= 1.0:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text}")
+    return number
+
+
 def seed(text: str) -> int:
     """A seed of random numbers."""
     if (number := _at_least(text, 0)) >= 1 << 63:

@@ -8,6 +8,7 @@ import sys
 from typing import TextIO
 
 from groupwise.cli import arguments as typed
+from groupwise.data.benchmarks import BENCHMARKS
 from groupwise.errors import ConfigError
 from groupwise.utils.spelling import counted
 
@@ -20,6 +21,7 @@ EXAMPLES = (
         "groupwise eval runs/demo/grpo --data test.jsonl --k 4 --json    on other rows, with the"
         " same settings"
     ),
+    "groupwise eval my/model --benchmark gsm8k --data gsm8k.jsonl --limit 100",
 )
 
 
@@ -32,6 +34,12 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help=what)
     command.add_argument(
         "--data", metavar="PATH", help="a .jsonl, .json or .parquet file, or a hub name"
+    )
+    command.add_argument(
+        "--benchmark",
+        metavar="NAME",
+        help=f"a standard evaluation, as the field asks and samples it: {', '.join(BENCHMARKS)};"
+        " --data names a copy of its rows",
     )
     command.add_argument("--task", metavar="NAME", help="held-out prompts of a built-in task")
     command.add_argument(
@@ -72,6 +80,9 @@ def arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--temperature", type=float, metavar="T", help="temperature of the samples"
+    )
+    command.add_argument(
+        "--top-p", type=typed.share, metavar="P", help="keep the likeliest tokens of this share"
     )
     command.add_argument(
         "--max-new-tokens", type=typed.positive, metavar="N", help="longest completion"
@@ -117,32 +128,45 @@ def run(options: argparse.Namespace) -> int:
             f"--temperature must be greater than 0, got {options.temperature:g} (greedy is always"
             " reported too)"
         )
-    task_args, columns = (
-        typed.pairs(options.task_arg, "--task-arg"),
-        typed.texts(options.column, "--column"),
-    )
-    from groupwise.api.evaluate import evaluate
+    columns = typed.texts(options.column, "--column")
+    # What a benchmark takes too; None where nothing was typed.
+    shared = {
+        "data": options.data,
+        "split": options.split,
+        "columns": columns or None,
+        "template": options.template,
+        "chat": options.chat,
+        "system": options.system,
+        "k": options.k,
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "max_new_tokens": options.max_new_tokens,
+        "limit": options.limit,
+        "seed": options.seed,
+        "overrides": options.overrides,
+        "progress": None if options.json else Counter(sys.stderr).show,
+    }
+    if options.benchmark is not None:
+        from groupwise.api.benchmark import evaluate_benchmark
 
-    report = evaluate(
-        options.checkpoint,
-        data=options.data,
-        task=options.task,
-        task_args=task_args or None,
-        split=options.split,
-        columns=columns or None,
-        template=options.template,
-        chat=options.chat,
-        system=options.system,
-        rewards=options.reward,
-        verdict=options.verdict,
-        environment=typed.pairs(options.environment, "--environment") or None,
-        k=options.k,
-        temperature=options.temperature,
-        max_new_tokens=options.max_new_tokens,
-        limit=options.limit,
-        seed=options.seed,
-        overrides=options.overrides,
-        progress=None if options.json else Counter(sys.stderr).show,
-    )
+        for name in ("task", "task_arg", "reward", "verdict", "environment"):
+            if getattr(options, name):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is not for --benchmark, which has its own rows and"
+                    " its own reward"
+                )
+        report = evaluate_benchmark(options.checkpoint, options.benchmark, **shared)
+    else:
+        from groupwise.api.evaluate import evaluate
+
+        report = evaluate(
+            options.checkpoint,
+            task=options.task,
+            task_args=typed.pairs(options.task_arg, "--task-arg") or None,
+            rewards=options.reward,
+            verdict=options.verdict,
+            environment=typed.pairs(options.environment, "--environment") or None,
+            **shared,
+        )
     print(report.to_json() if options.json else report.render())
     return 0
