@@ -21,7 +21,6 @@ EXAMPLES = (
         "groupwise eval runs/demo/grpo --data test.jsonl --k 4 --json    on other rows, with the"
         " same settings"
     ),
-    "groupwise eval my/model --benchmark gsm8k --data gsm8k.jsonl --limit 100",
 )
 
 
