@@ -9,6 +9,7 @@ In: keyword arguments, paths, objects.  Out: `Training`, `EvalReport`, `LoadedPo
 - `progress`: what a terminal shows of a run.
 - `sweep`: several runs of one recipe, for seeds and values of keys.
 - `evaluate`: evaluation of a trained model on held-out prompts.
+- `benchmark`: evaluation on a standard set of problems, by name.
 - `loaded_policy`: a trained policy that generates and scores.
 - `tool_chat`: a trained policy that talks to tools.
 - `tables`: metrics and completions of a run for pandas.

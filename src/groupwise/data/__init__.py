@@ -5,6 +5,7 @@ In: the `data` section of a recipe.  Out: records.
 
 - `load`: the entry, from the section to prompts, demonstrations or pairs.
 - `sources`: rows from files and from the hub.
+- `benchmarks`: standard evaluations: their rows, prompts, rewards and sampling.
 - `wording`: what a row asks and answers, before any tokenizer.
 - `messages`: chat messages as rows hold them.
 - `preference_formats`: published preference data as prompt, chosen and rejected.

@@ -11,6 +11,7 @@ In: groups of rollouts.  Out: `records.RolloutGroup`.
 - `trainer_state`: holds what functions may read of the run, and log.
 - `step_rewards`: rewards single steps of a completion.
 - `accuracy`, `format`, `length`, `environment`, `model`: the built-in functions.
+- `ifeval`: rewards instructions that a program can check.
 - `answers`, `final_message`: find the answer in a text.
 - `gold_forms`, `equality`, `restatement`: decide whether an answer is the gold.
 - `answer_shapes`, `quantities`, `expressions`: read answers: lists, units, LaTeX.
