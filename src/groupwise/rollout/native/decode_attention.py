@@ -71,17 +71,21 @@ class Prefill(KeepingAttend):
         self.store, self.first = store, store.live
         self._seen: set[int] = set()
         self._segments = Segments(starts, lengths, total)
-        self._packed = PackedAttention(
-            Layout(
-                start=tuple(starts), length=tuple(lengths), prefix=(-1,) * len(lengths), total=total
-            )
+        layout = Layout(
+            start=tuple(starts),
+            length=tuple(lengths),
+            prefix=(-1,) * len(lengths),
+            total=total,
         )
+        self._packed = PackedAttention(layout)
 
     def __call__(self, query: Query) -> Tensor:
         """The protocol `models.attention.Attend`.  Raises EngineError for the second of two layers
         with one number.
         """
-        layer, key_TKD, value_TKE = query.layer, query.key_TKD, query.value_TKE
+        layer = query.layer
+        key_TKD = query.key_TKD
+        value_TKE = query.value_TKE
         if layer in self._seen:
             raise EngineError(
                 f"two attention layers of the model have the number {layer} (layer_idx), and keys"
@@ -89,14 +93,15 @@ class Prefill(KeepingAttend):
                 " places has to be copied first"
             )
         self._seen.add(layer)
-        plain = query.cap is None and query.reach.chunk is None and query.sinks_H is None
-        alike = key_TKD.shape == value_TKE.shape
-        blocked = operations().blocked_attention(key_TKD) if plain and alike else None
+        blocked = None
+        if _plain(query):
+            blocked = operations().blocked_attention(key_TKD)
         slab = self.store.layer(layer, key_TKD, blocked, value_TKE)
         first = 0
-        for length, alike in groupby(self.lengths):
-            count = len(list(alike))
-            tokens = slice(self.starts[first], self.starts[first] + count * length)
+        for length, prompts in groupby(self.lengths):
+            count = len(list(prompts))
+            start = self.starts[first]
+            tokens = slice(start, start + count * length)
             key_NMKD = key_TKD[tokens].unflatten(0, (count, length))
             value_NMKE = value_TKE[tokens].unflatten(0, (count, length))
             slab.write(self.first + first, key_NMKD, value_NMKE)
@@ -107,11 +112,22 @@ class Prefill(KeepingAttend):
         return None
 
     def _keep_states(self, place: Place, state_NX: Tensor) -> None:
-        self.store.state(place, state_NX)[self.first : self.first + len(self.lengths)] = state_NX
+        states = self.store.state(place, state_NX)
+        end = self.first + len(self.lengths)
+        states[self.first : end] = state_NX
 
     def sequence_lengths(self, position_T: Tensor) -> Tensor:
         """See `PackedAttention.sequence_lengths`."""
         return self._packed.sequence_lengths(position_T)
+
+
+def _plain(query: Query) -> bool:
+    """Return True for attention without a soft cap, chunks, sinks or values of another width."""
+    if query.cap is not None or query.sinks_H is not None:
+        return False
+    if query.reach.chunk is not None:
+        return False
+    return query.key_TKD.shape == query.value_TKE.shape
 
 
 def rows_by_prompt(entry_R: Sequence[int], prompts: int) -> list[list[int]]:
@@ -165,7 +181,10 @@ class Decode(KeepingAttend):
         """
         if on_aligned_device(device):
             assert prompts.most_tokens % ALIGNED == 0 and own.most_tokens % ALIGNED == 0
-        self.prompts, self.own, self.device, self.size = prompts, own, device, size
+        self.prompts = prompts
+        self.own = own
+        self.device = device
+        self.size = size
         self._numbers: Tensor | None = None
 
     def arrange(
@@ -182,7 +201,8 @@ class Decode(KeepingAttend):
         self._rows_P = rows_by_prompt(entry_R, len(prompt_length_P))
         self._rows: Any = None
         self._write_columns(self._rows_P)
-        self._segments = Segments(range(len(entry_R)), [1] * len(entry_R), len(entry_R))
+        rows = len(entry_R)
+        self._segments = Segments(range(rows), [1] * rows, rows)
         self._uniform = self.size is None and len(set(length_R)) == 1
         if self.size is None:
             self.longest_prompt = self._places(max(prompt_length_P))
@@ -267,8 +287,11 @@ class Decode(KeepingAttend):
 
     def __call__(self, query: Query) -> Tensor:
         """See `models.attention.Attend`, row by row: (R, H, E)."""
-        query_RHD, key_RKD, value_RKE = query.query_THD, query.key_TKD, query.value_TKE
-        (rows, heads, width), shared = query_RHD.shape, key_RKD.shape[1]
+        query_RHD = query.query_THD
+        key_RKD = query.key_TKD
+        value_RKE = query.value_TKE
+        rows, heads, width = query_RHD.shape
+        shared = key_RKD.shape[1]
         reach = query.reach.within(self.longest_prompt + self.longest)
         prompt = self.prompts.layers[query.layer]
         own = self.own.layer(query.layer, key_RKD, prompt.blocked, value_RKE)
@@ -280,13 +303,17 @@ class Decode(KeepingAttend):
         attention = operations().decode_attention(query)
         if attention is not None:
             return attention(query, own.slab, prompt.slab, self._decoded_rows(reach))
-        own.append(self.longest - 1 if self._uniform else self._length_R - 1, key_RKD, value_RKE)
+        if self._uniform:
+            own.append(self.longest - 1, key_RKD, value_RKE)
+        else:
+            own.append(self._length_R - 1, key_RKD, value_RKE)
         query_RKQD = query_RHD.reshape(rows, shared, heads // shared, width)
         own_RKQD, own_lse_RKQ = self._over_own(query_RKQD, own, query, reach)
         prompt_RKQD, prompt_lse_RKQ = self._over_prompts(query_RKQD, prompt, query, reach)
         # Softmax over the union: each part weighs in with its share of the sum of exponentials.
-        share_RKQ1 = torch.sigmoid(prompt_lse_RKQ - own_lse_RKQ)[..., None].to(own_RKQD.dtype)
-        return torch.lerp(own_RKQD, prompt_RKQD, share_RKQ1).reshape(rows, heads, -1)
+        share_RKQ = torch.sigmoid(prompt_lse_RKQ - own_lse_RKQ).to(own_RKQD.dtype)
+        out_RKQE = torch.lerp(own_RKQD, prompt_RKQD, share_RKQ[..., None])
+        return out_RKQE.reshape(rows, heads, -1)
 
     def _decoded_rows(self, reach: Reach) -> DecodedRows:
         """Describe the rows for an attention of all tokens that a query sees."""
@@ -316,9 +343,10 @@ class Decode(KeepingAttend):
         out_RKQE, lse_RKQ = part(query_RKQD, key_RKTD, value_RKTE, query.scale, query.cap, bias)
         if query.sinks_H is None:
             return out_RKQE, lse_RKQ
-        sinks_KQ = query.sinks_H.to(lse_RKQ.dtype).view(query_RKQD.shape[1], -1)
-        share_RKQ1 = torch.sigmoid(lse_RKQ - sinks_KQ)[..., None].to(out_RKQE.dtype)
-        return out_RKQE * share_RKQ1, torch.logaddexp(lse_RKQ, sinks_KQ)
+        shared = query_RKQD.shape[1]
+        sinks_KQ = query.sinks_H.to(lse_RKQ.dtype).view(shared, -1)
+        share_RKQ = torch.sigmoid(lse_RKQ - sinks_KQ).to(out_RKQE.dtype)
+        return out_RKQE * share_RKQ[..., None], torch.logaddexp(lse_RKQ, sinks_KQ)
 
     def _over_prompts(
         self, query_RKQD: Tensor, prompt: LayerCache, query: Query, reach: Reach
@@ -337,7 +365,8 @@ class Decode(KeepingAttend):
         places = to_prompt.shape[0]
         out = out_PKXE.reshape(places, -1).index_select(0, from_prompt)
         lse = lse_PKX.reshape(places, -1).index_select(0, from_prompt)
-        return out.view(rows, shared, queries, -1), lse.view(rows, shared, queries)
+        out_RKQE = out.view(rows, shared, queries, -1)
+        return out_RKQE, lse.view(rows, shared, queries)
 
     def _indices(self, shared: int) -> tuple[Tensor, Tensor]:
         """Rows x heads -> prompts x heads x members, and back.
@@ -346,9 +375,10 @@ class Decode(KeepingAttend):
         """
         if shared not in self._index:
             head_K = torch.arange(shared, device=self.device)
-            to_prompt = self._member_PN[:, None, :] * shared + head_K[None, :, None]
+            row_P1N = self._member_PN[:, None, :] * shared
+            to_prompt = row_P1N + head_K[:, None]
             members = self._member_PN.shape[1]
-            place_RK = self._entry_R[:, None] * shared + head_K[None]
+            place_RK = self._entry_R[:, None] * shared + head_K
             from_prompt = place_RK * members + self._place_R[:, None]
             self._index[shared] = (to_prompt.flatten(), from_prompt.flatten())
         return self._index[shared]
@@ -362,7 +392,8 @@ class Decode(KeepingAttend):
                 hidden_RT = place_T[None] >= self._length_R[:, None]
                 if reach != EVERYTHING:
                     prompt_R = self.position_R + 1 - self._length_R
-                    hidden_RT |= place_T[None] < (reach.first(self.position_R) - prompt_R)[:, None]
+                    first_R = reach.first(self.position_R) - prompt_R
+                    hidden_RT |= place_T < first_R[:, None]
                 bias = bias_of(hidden_RT, dtype)[:, None, None, :]
             self._own_bias[reach] = bias
         return self._own_bias[reach]
@@ -375,18 +406,15 @@ class Decode(KeepingAttend):
         """
         if (reach, queries) not in self._prompt_bias:
             bias = None
-            if (
-                self.size is not None
-                or min(self.prompt_length_P) < self.longest_prompt
-                or reach != EVERYTHING
-            ):
+            filled = self.size is not None or min(self.prompt_length_P) < self.longest_prompt
+            if filled or reach != EVERYTHING:
                 place_M = torch.arange(self.longest_prompt, device=self.device)
-                hidden_PXM = (place_M[None] >= self._end_P[:, None])[:, None]
+                hidden_PXM = place_M >= self._end_P[:, None, None]
                 if reach != EVERYTHING:
-                    first_PN = torch.as_tensor(reach.first(self.position_R[self._member_PN]))
-                    hidden_PXM = (hidden_PXM | (place_M < first_PN[..., None])).repeat_interleave(
-                        queries, 1
-                    )
+                    position_PN = self.position_R[self._member_PN]
+                    first_PN = torch.as_tensor(reach.first(position_PN))
+                    hidden_PNM = hidden_PXM | (place_M < first_PN[..., None])
+                    hidden_PXM = hidden_PNM.repeat_interleave(queries, 1)
                 bias = bias_of(hidden_PXM, dtype)[:, None]
             self._prompt_bias[reach, queries] = bias
         return self._prompt_bias[reach, queries]
@@ -410,8 +438,11 @@ class Extend(KeepingAttend):
         `kept_R[r]` own tokens it gets `count_R[r]`, which lie in the stream row by row.  The rows
         with the most new tokens come first.
         """
-        assert list(count_R) == sorted(count_R, reverse=True) and min(count_R) > 0
-        self.prompts, self.own, self.first = prompts, own, first
+        assert list(count_R) == sorted(count_R, reverse=True)
+        assert min(count_R) > 0
+        self.prompts = prompts
+        self.own = own
+        self.first = first
         self.prompt_length_P = prompt_length_P
         self.entry_R = entry_R
         self.kept_R = kept_R
@@ -427,29 +458,36 @@ class Extend(KeepingAttend):
         own = self.own.state(place, prompt)
         states = []
         for r, entry in enumerate(self.entry_R):
-            states.append(own[self.first + r] if self.kept_R[r] else prompt[entry])
+            if self.kept_R[r]:
+                states.append(own[self.first + r])
+            else:
+                states.append(prompt[entry])
         return torch.stack(states)
 
     def _keep_states(self, place: Place, state_RX: Tensor) -> None:
-        self.own.states[place][self.first : self.first + state_RX.shape[0]] = state_RX
+        states = self.own.states[place]
+        end = self.first + state_RX.shape[0]
+        states[self.first : end] = state_RX
 
     def __call__(self, query: Query) -> Tensor:
         """See `models.attention.Attend`."""
-        key_TKD, value_TKE = query.key_TKD, query.value_TKE
+        key_TKD = query.key_TKD
+        value_TKE = query.value_TKE
         prompt = self.prompts.layers[query.layer]
         own = self.own.layer(query.layer, key_TKD, prompt.blocked, value_TKE)
         if prompt.blocked is not None:
             return self._token_by_token(prompt.blocked, own, prompt, query)
         outputs = []
         for r, start in enumerate(self.start_R):
-            count, kept, entry = self.count_R[r], self.kept_R[r], self.entry_R[r]
+            count = self.count_R[r]
+            kept = self.kept_R[r]
             new = slice(start, start + count)
             own.extend(self.first + r, kept, key_TKD[new], value_TKE[new])
-            before = self.prompt_length_P[entry]
-            place = (self.first + r, slice(None), slice(kept + count))
-            shared = (entry, slice(None), slice(before))
-            key_KTD = torch.cat([prompt.key_EKTD[shared], own.key_EKTD[place]], 1)
-            value_KTE = torch.cat([prompt.value_EKTD[shared], own.value_EKTD[place]], 1)
+            prompt_tokens = self.prompt_length_P[self.entry_R[r]]
+            before_key_KMD, before_value_KME = prompt.entry(self.entry_R[r], prompt_tokens)
+            own_key_KTD, own_value_KTE = own.entry(self.first + r, kept + count)
+            key_KTD = torch.cat([before_key_KMD, own_key_KTD], 1)
+            value_KTE = torch.cat([before_value_KME, own_value_KTE], 1)
             of_row = query._replace(
                 query_THD=query.query_THD[new],
                 key_TKD=key_KTD.transpose(0, 1),
@@ -487,5 +525,7 @@ class Extend(KeepingAttend):
                 active = sum(count > t for count in self.count_R)
                 rows_P = rows_by_prompt(self.entry_R[:active], len(self.prompt_length_P))
                 rows = blocked.rows(rows_P, self.prompt_length_P)
-                self._one_by_one.append((start_R[:active] + t, rows, kept_R[:active] + t + 1))
+                place_A = start_R[:active] + t
+                length_A = kept_R[:active] + t + 1
+                self._one_by_one.append((place_A, rows, length_A))
         return self._one_by_one

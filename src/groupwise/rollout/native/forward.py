@@ -77,18 +77,18 @@ def is_known(policy: Policy) -> bool:
     help nobody.
     """
     model, head = policy.model, policy.head
-    if policy.device.type not in ("cpu", "cuda") or policy.dtype not in (
-        torch.float32,
-        torch.bfloat16,
-    ):
+    if policy.device.type not in ("cpu", "cuda"):
+        return False
+    if policy.dtype not in (torch.float32, torch.bfloat16):
         return False
     if head.scale != 1.0 or head.softcap is not None:
         return False
-    if any(_altered(module, policy.dtype, policy.device) for module in model.modules()):
+    for module in model.modules():
+        if _altered(module, policy.dtype, policy.device):
+            return False
+    if class_name(type(model)) not in MODELS:
         return False
-    return (
-        class_name(type(model)) in MODELS and _as_configured(model) and stack_of(model) is not None
-    )
+    return _as_configured(model) and stack_of(model) is not None
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -100,13 +100,16 @@ def is_hooked(module: nn.Module) -> bool:
 def _altered(module: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
     """True for a module that does more than its class says, or holds parameters of another type, on
     another device, or that are not plain tensors (sharded, quantised)."""
-    return is_hooked(module) or any(
-        type(parameter) is not nn.Parameter
-        or parameter.dtype != dtype
-        or parameter.device != device
-        for parameter in module._parameters.values()
-        if parameter is not None
-    )
+    if is_hooked(module):
+        return True
+    for parameter in module._parameters.values():
+        if parameter is None:
+            continue
+        if type(parameter) is not nn.Parameter:
+            return True
+        if parameter.dtype != dtype or parameter.device != device:
+            return True
+    return False
 
 
 NUMBERS = (
@@ -140,9 +143,8 @@ _CONFIGURED: WeakKeyDictionary[nn.Module, tuple[dict[str, Any], list[Any] | None
 def _configured(model: Any) -> list[Any] | None:
     """What the model's config makes, as `_described`; None if nothing."""
     config = deepcopy(model.config)
-    config.pad_token_id = (
-        None  # may lie outside of what is left of an embedding, and nothing here is padded
-    )
+    # It may lie outside of what is left of an embedding, and nothing here is padded.
+    config.pad_token_id = None
     config._attn_implementation = "eager"
     try:
         with torch.device("meta"):
@@ -155,17 +157,13 @@ def _described(model: nn.Module) -> list[Any]:
     """Classes and numbers of all modules, and shapes of all parameters, by name; what stands in two
     places, twice.
     """
-    modules = [
-        (name, type(module), [vars(module).get(key) for key in NUMBERS])
-        for name, module in model.named_modules(remove_duplicate=False)
-    ]
-    return [
-        *modules,
-        *(
-            (name, parameter.shape)
-            for name, parameter in model.named_parameters(remove_duplicate=False)
-        ),
-    ]
+    described: list[Any] = []
+    for name, module in model.named_modules(remove_duplicate=False):
+        numbers = [vars(module).get(key) for key in NUMBERS]
+        described.append((name, type(module), numbers))
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        described.append((name, parameter.shape))
+    return described
 
 
 MatrixReader = Callable[[nn.Module], tuple[Tensor, Tensor | None]]
@@ -185,7 +183,8 @@ class _Attention:
         """inner_TN: query, key and value heads side by side, behind them the gates of the query
         heads where there are any.
         """
-        heads, shared, layer = self.attention.heads, self.attention.shared, self.layer
+        heads, shared = self.attention.heads, self.attention.shared
+        layer = self.layer
         heads_THW = inner_TN.unflatten(-1, (-1, self.attention.width))
         qk, value, gate = heads_THW.tensor_split((heads + shared, heads + 2 * shared), 1)
         if layer.head_norm is not None:
@@ -193,10 +192,15 @@ class _Attention:
         if rotate is not None:
             qk = rotate(qk)
         query, key = qk[:, :heads], qk[:, heads:]
-        out_THW = attend(Query(self.number, query, key, value, layer.scale, None, layer.reach))
+        asked = Query(self.number, query, key, value, layer.scale, reach=layer.reach)
+        out_THW = attend(asked)
         if self.attention.gated:
             out_THW = out_THW * torch.sigmoid(gate)
         return out_THW.reshape(inner_TN.shape[0], -1)
+
+
+DELTA_NET_NUMBERS = ("conv1d.weight", "conv1d.bias", "A_log", "dt_bias", "norm.weight")
+"""Parameters of a DeltaNet that are no products."""
 
 
 class _DeltaNet:
@@ -205,20 +209,18 @@ class _DeltaNet:
     def __init__(self, number: int, net: DeltaNet) -> None:
         """Read the numbers of a DeltaNet, in float32."""
         module = net.module
-        self.number, self.net, self.eps = number, net, module.norm.variance_epsilon
-        names = ("conv1d.weight", "conv1d.bias", "A_log", "dt_bias", "norm.weight")
-        numbers = {
-            name: x.detach().float() for name, x in module.named_parameters() if name in names
-        }
-        self.weight_DW, self.bias_D = (
-            numbers["conv1d.weight"].squeeze(1),
-            numbers.get("conv1d.bias"),
-        )
-        self.rate_H, self.offset_H, self.gain_V = (
-            -numbers["A_log"].exp(),
-            numbers["dt_bias"],
-            numbers["norm.weight"],
-        )
+        self.number = number
+        self.net = net
+        self.eps = module.norm.variance_epsilon
+        numbers: dict[str, Tensor] = {}
+        for name, parameter in module.named_parameters():
+            if name in DELTA_NET_NUMBERS:
+                numbers[name] = parameter.detach().float()
+        self.weight_DW = numbers["conv1d.weight"].squeeze(1)
+        self.bias_D = numbers.get("conv1d.bias")
+        self.rate_H = -numbers["A_log"].exp()
+        self.offset_H = numbers["dt_bias"]
+        self.gain_V = numbers["norm.weight"]
 
     def __call__(self, inner_TN: Tensor, rotate: Rotate | None, attend: Attend) -> Tensor:
         """inner_TN: queries, keys and values side by side, then gates, betas and decays of the
@@ -226,12 +228,12 @@ class _DeltaNet:
         """
         net = self.net
         keys, values = net.shared * net.key_width, net.heads * net.width
-        mixed, gate, beta, decay = inner_TN.float().split(
-            [2 * keys + values, values, net.heads, net.heads], -1
-        )
+        widths = [2 * keys + values, values, net.heads, net.heads]
+        mixed, gate, beta, decay = inner_TN.float().split(widths, -1)
         mixed = attend.recurrent.convolve(
             (self.number, 1), mixed, self.weight_DW, self.bias_D, silu=True
-        ).to(inner_TN.dtype)
+        )
+        mixed = mixed.to(inner_TN.dtype)
         query, key, value = mixed.split([keys, keys, values], -1)
         out_THV = delta_rule(
             attend.recurrent,
@@ -242,8 +244,10 @@ class _DeltaNet:
             self.rate_H * F.softplus(decay + self.offset_H),
             beta.sigmoid(),
         ).float()
-        scale_TH1 = torch.rsqrt(out_THV.square().mean(-1, keepdim=True) + self.eps)
-        out_THV = out_THV.mul(scale_TH1).mul_(self.gain_V).mul_(F.silu(gate).view_as(out_THV))
+        square_TH1 = out_THV.square().mean(-1, keepdim=True)
+        out_THV = out_THV * torch.rsqrt(square_TH1 + self.eps)
+        out_THV.mul_(self.gain_V)
+        out_THV.mul_(F.silu(gate).view_as(out_THV))
         return out_THV.flatten(1).to(inner_TN.dtype)
 
 
@@ -267,7 +271,9 @@ class SpecialisedForward:
         assert stack is not None
         self.embedding_VD, self.position_PD = stack.embedding_VD, stack.position_PD
         attention, mlp = stack.attention, stack.layers[0][3]
-        self.heads, self.shared, self.width = attention.heads, attention.shared, attention.width
+        self.heads = attention.heads
+        self.shared = attention.shared
+        self.width = attention.width
         self.dtype = torch.bfloat16 if policy.autocast else policy.dtype
         tables = [table for table in (self.embedding_VD, self.position_PD) if table is not None]
         inner = matrix_of(mlp.inputs[0])[0].shape[0]
@@ -284,8 +290,11 @@ class SpecialisedForward:
             place_P = torch.arange(positions, device=self.embedding_VD.device)
             # Of text all three places of a token (time, height, width) are one; transformers 5.17
             # wants each.
-            shape = (3, 1, -1) if hasattr(stack.rotary, "mrope_section") else (1, -1)
-            cos_1PN, sin_1PN = stack.rotary(self.embedding_VD[:1], place_P.expand(shape))
+            shape = (1, -1)
+            if hasattr(stack.rotary, "mrope_section"):
+                shape = (3, 1, -1)
+            like = self.embedding_VD[:1]
+            cos_1PN, sin_1PN = stack.rotary(like, place_P.expand(shape))
             self._rotate(cos_1PN[0], sin_1PN[0])
         self.layers: list[PreparedLayer] = []
         self.mixers: list[_Attention | _DeltaNet] = []
@@ -300,7 +309,8 @@ class SpecialisedForward:
     @property
     def cache_bytes(self) -> int:
         """Bytes of a token's keys and values."""
-        return 2 * len(self.layers) * self.shared * self.width * self.dtype.itemsize
+        numbers = self.shared * self.width
+        return 2 * len(self.layers) * numbers * self.dtype.itemsize
 
     def _rotate(self, cos_PN: Tensor, sin_PN: Tensor) -> None:
         """Prepare rotary embeddings of whole heads.
@@ -313,9 +323,9 @@ class SpecialisedForward:
         first_rest, second_rest = rest.tensor_split(2)
         order_W = torch.cat([first, first_rest, second, second_rest])
         unrotated = (0, half - rotated)
-        cos_PW = F.pad(cos_PN[:, :rotated], unrotated, value=1.0).repeat(1, 2)
-        sin_PW = F.pad(sin_PN[:, :rotated], unrotated, value=0.0).repeat(1, 2)
-        self.rotary = self.operations.rotary(cos_PW, sin_PW)
+        cos_PH = F.pad(cos_PN[:, :rotated], unrotated, value=1.0)
+        sin_PH = F.pad(sin_PN[:, :rotated], unrotated, value=0.0)
+        self.rotary = self.operations.rotary(cos_PH.repeat(1, 2), sin_PH.repeat(1, 2))
         self.order_W = order_W[self.rotary.order_W]
 
     def _layer(
@@ -368,7 +378,8 @@ class SpecialisedForward:
         are rotated, gates last.
         """
         if gated:
-            query, gate = columns[0].unflatten(0, (-1, 2, self.width)).unbind(1)
+            pairs = columns[0].unflatten(0, (-1, 2, self.width))
+            query, gate = pairs.unbind(1)
             columns = [query.flatten(0, 1), *columns[1:], gate.flatten(0, 1)]
         if self.rotary is None:
             return columns
@@ -384,11 +395,12 @@ class SpecialisedForward:
     def _head_norm(self, attention: Attention) -> PreparedNorm | None:
         if attention.head_norms is None:
             return None
-        query, key = describe(attention.head_norms[0]), describe(attention.head_norms[1])
+        query = describe(attention.head_norms[0])
+        key = describe(attention.head_norms[1])
         assert isinstance(query, Norm) and isinstance(key, Norm)
-        weight_HW = torch.cat(
-            [query.weight_D.expand(self.heads, -1), key.weight_D.expand(self.shared, -1)]
-        )
+        query_HW = query.weight_D.expand(self.heads, -1)
+        key_KW = key.weight_D.expand(self.shared, -1)
+        weight_HW = torch.cat([query_HW, key_KW])
         if self.rotary is not None:
             weight_HW = weight_HW[:, self.order_W]
         return self.operations.norm(weight_HW, query.eps)
@@ -416,7 +428,8 @@ class SpecialisedForward:
         for layer, mixer in zip(self.layers, self.mixers, strict=True):
             inner_TN = layer.qkv(layer.norm(x_TD, add_TD))
             add_TD = layer.out(mixer(inner_TN, rotate, attend))
-            add_TD = layer.down(self.activation(layer.up(layer.mlp_norm(x_TD, add_TD))))
+            up_TI = layer.up(layer.mlp_norm(x_TD, add_TD))
+            add_TD = layer.down(self.activation(up_TI))
         return self.norm(x_TD, add_TD)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:

@@ -90,22 +90,20 @@ class LayerCache:
         blocks = self.blocks(tokens)
         if entries <= old_entries and blocks <= old_blocks:
             return
-        for name in ("key_EKTD", "value_EKTD"):
-            old = getattr(self, name)
-            new = old.new_zeros(
-                max(entries, old_entries), old.shape[1], max(blocks, old_blocks), old.shape[3]
-            )
-            new[:old_entries, :, :old_blocks] = old
-            setattr(self, name, new)
+        entries = max(entries, old_entries)
+        blocks = max(blocks, old_blocks)
+        self.key_EKTD = _larger(self.key_EKTD, entries, blocks)
+        self.value_EKTD = _larger(self.value_EKTD, entries, blocks)
 
     def write(self, first: int, key_NMKD: Tensor, value_NMKD: Tensor) -> None:
         """Whole prompts: N entries from `first` on get tokens 0 .. M - 1."""
-        count, length = key_NMKD.shape[:2]
         if self.blocked is not None:
             self.blocked.keep_entries(key_NMKD, value_NMKD, self.slab, first)
-        else:
-            self.key_EKTD[first : first + count, :, :length] = key_NMKD.transpose(1, 2)
-            self.value_EKTD[first : first + count, :, :length] = value_NMKD.transpose(1, 2)
+            return
+        count, length = key_NMKD.shape[:2]
+        entries = slice(first, first + count)
+        self.key_EKTD[entries, :, :length] = key_NMKD.transpose(1, 2)
+        self.value_EKTD[entries, :, :length] = value_NMKD.transpose(1, 2)
 
     def append(self, place: int | Tensor, key_RKD: Tensor, value_RKD: Tensor) -> None:
         """One token for each of the first R entries: at the same place in all, or at `place[r]`
@@ -137,7 +135,26 @@ class LayerCache:
 
     def view(self, entries: int, tokens: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first entries, (entries, K, tokens, D); no copy."""
-        return self.key_EKTD[:entries, :, :tokens], self.value_EKTD[:entries, :, :tokens]
+        key_EKTD = self.key_EKTD[:entries, :, :tokens]
+        value_EKTD = self.value_EKTD[:entries, :, :tokens]
+        return key_EKTD, value_EKTD
+
+    def entry(self, entry: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of an entry's first tokens, (K, tokens, D); no copy.
+
+        It is not for a slab that lies block by block.
+        """
+        key_KTD = self.key_EKTD[entry, :, :tokens]
+        value_KTD = self.value_EKTD[entry, :, :tokens]
+        return key_KTD, value_KTD
+
+
+def _larger(slab: Tensor, entries: int, blocks: int) -> Tensor:
+    """Return a slab with so many entries and blocks, behind those that it has zeros."""
+    old_entries, heads, old_blocks, width = slab.shape
+    larger = slab.new_zeros(entries, heads, blocks, width)
+    larger[:old_entries, :, :old_blocks] = slab
+    return larger
 
 
 Place = tuple[int, int]
@@ -187,7 +204,8 @@ class KVCache:
         entry).
         """
         if place not in self.states:
-            self.states[place] = like.new_zeros(self.capacity[0], *like.shape[1:])
+            entries = self.capacity[0]
+            self.states[place] = like.new_zeros(entries, *like.shape[1:])
         return self.states[place]
 
     @property
@@ -212,27 +230,28 @@ class KVCache:
         for slab in self.layers.values():
             slab.grow(*self.capacity)
         for place, old in self.states.items():
-            if old.shape[0] < self.capacity[0]:
-                self.states[place] = torch.cat(
-                    [old, old.new_zeros(self.capacity[0] - old.shape[0], *old.shape[1:])]
-                )
+            missing = self.capacity[0] - old.shape[0]
+            if missing > 0:
+                zeros = old.new_zeros(missing, *old.shape[1:])
+                self.states[place] = torch.cat([old, zeros])
 
     def take(self, entry: int, tokens: int) -> SavedEntry:
         """A copy of an entry's first tokens, by layer."""
-        states = {place: slab[entry].clone() for place, slab in self.states.items()}
-        saved = SavedEntry({}, states)
+        saved = SavedEntry({}, {})
+        for place, state_EX in self.states.items():
+            saved.states[place] = state_EX[entry].clone()
         for layer, slab in self.layers.items():
             blocks = slab.blocks(tokens)
-            saved.layers[layer] = (
-                slab.key_EKTD[entry, :, :blocks].clone(),
-                slab.value_EKTD[entry, :, :blocks].clone(),
-            )
+            key_KTD = slab.key_EKTD[entry, :, :blocks].clone()
+            value_KTD = slab.value_EKTD[entry, :, :blocks].clone()
+            saved.layers[layer] = (key_KTD, value_KTD)
         return saved
 
     def put(self, entry: int, saved: SavedEntry) -> None:
         """What `take` has copied becomes an entry's first tokens, which are within its capacity."""
         for layer, (key_KTD, value_KTD) in saved.layers.items():
-            slab, blocks = self.layers[layer], key_KTD.shape[1]
+            slab = self.layers[layer]
+            blocks = key_KTD.shape[1]
             slab.key_EKTD[entry, :, :blocks] = key_KTD
             slab.value_EKTD[entry, :, :blocks] = value_KTD
         for place, state in saved.states.items():
@@ -243,7 +262,10 @@ class KVCache:
         longest that is kept.
         """
         order = dense_order(self.live, ended)
-        moved = [(source, target) for target, source in enumerate(order) if source != target]
+        moved = []
+        for target, source in enumerate(order):
+            if source != target:
+                moved.append((source, target))
         self.live = len(order)
         for slab in self.layers.values():
             slab.move(moved, tokens)
@@ -261,5 +283,11 @@ def dense_order(count: int, ended: Sequence[int]) -> list[int]:
     """
     gone = set(ended)
     staying = count - len(gone)
-    movers = iter([i for i in range(staying, count) if i not in gone])
-    return [next(movers) if i in gone else i for i in range(staying)]
+    movers = iter([entry for entry in range(staying, count) if entry not in gone])
+    order = []
+    for entry in range(staying):
+        if entry in gone:
+            order.append(next(movers))
+        else:
+            order.append(entry)
+    return order

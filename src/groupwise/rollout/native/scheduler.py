@@ -170,13 +170,15 @@ class Scheduler:
         """Make the caches of prompts and of own tokens, small: they grow with what lives."""
         longest_own = max(sequence.limit for sequence in sequences)
         longest_prompt = sequences[-1].prompt.tokens.size
-        self.positions = max(sequence.prompt.tokens.size + sequence.limit for sequence in sequences)
+        lengths = [sequence.prompt.tokens.size + sequence.limit for sequence in sequences]
+        self.positions = max(lengths)
         """Longest sequence that `forward` is prepared for, in tokens."""
         most_own, most_of_prompt = longest_own, longest_prompt
         if self.environment is not None:
             # Behind a shorter context there may be more own tokens, and one may be longer than all
             # prompts.
-            most_own = max(longest_own, min(self.sampling.max_new_tokens, self.policy.context))
+            most_drawn = min(self.sampling.max_new_tokens, self.policy.context)
+            most_own = max(longest_own, most_drawn)
             most_of_prompt = self.policy.context
         places = min(self.engine.max_rows, len(sequences))
         entries = min(prompts, math.ceil(places / group_size))
@@ -307,7 +309,8 @@ class Scheduler:
             sources.append(source)
         uniform_RT = self._uniforms(new)
         own_R = torch.tensor([sequence.own for sequence in new], device=self.device)
-        drawn = self.decode.first(sources, uniform_RT.gather(1, own_R[:, None])[:, 0])
+        uniform_R = uniform_RT.gather(1, own_R[:, None])[:, 0]
+        drawn = self.decode.first(sources, uniform_R)
         _keep_support(drawn, new)
         first = len(self.rows.live)
         self.rows.join(new, drawn.token_R, uniform_RT)
@@ -362,7 +365,8 @@ class Scheduler:
         rows = self.rows
         count = 1
         if not self.sampling.stop:
-            worth = MOST_WORK_PER_CALL // (self.weights * max(len(rows.live), FEWEST_ROWS))
+            rows_of_work = max(len(rows.live), FEWEST_ROWS)
+            worth = MOST_WORK_PER_CALL // (self.weights * rows_of_work)
             longest = max(sequence.left for sequence in rows.live)
             count = max(1, min(MOST_TOKENS_PER_CALL, worth, longest))
         drawn = self.decode.draw_many(
@@ -373,10 +377,13 @@ class Scheduler:
             ending=self.policy.eos_ids,
             until_one_ends=bool(self.waiting) or self.environment is not None,
         )
-        rows.token_R = drawn.token_RN.gather(1, drawn.count_R[:, None] - 1)[:, 0]
-        counts = drawn.count_R.tolist()
-        tokens = [ids[:n] for ids, n in zip(drawn.token_RN.tolist(), counts, strict=True)]
-        logps = [values[:n] for values, n in zip(drawn.logp_RN.tolist(), counts, strict=True)]
+        last_R1 = drawn.count_R[:, None] - 1
+        rows.token_R = drawn.token_RN.gather(1, last_R1)[:, 0]
+        tokens, logps = [], []
+        columns = (drawn.count_R.tolist(), drawn.token_RN.tolist(), drawn.logp_RN.tolist())
+        for count, token_n, logp_n in zip(*columns, strict=True):
+            tokens.append(token_n[:count])
+            logps.append(logp_n[:count])
         return self._commit(0, tokens, logps, changed=True)
 
     def _commit(
@@ -420,7 +427,8 @@ def _keep_support(drawn: NextToken, sequences: abc.Sequence[Sequence]) -> None:
     """Record the ids that truncated sampling drew the newest tokens of these sequences from."""
     for chunk, support in drawn.support:
         size_R = support.size_R.cpu().numpy()
-        id_RC = support.ids_RC[:, : max(int(size_R.max()), 1)].cpu().numpy()
+        most = max(int(size_R.max()), 1)
+        id_RC = support.ids_RC[:, :most].cpu().numpy()
         for sequence, ids, size in zip(sequences[chunk], id_RC, size_R, strict=True):
             sequence.support.append(ids[:size].copy())
 

@@ -102,7 +102,8 @@ class PromptCache:
             return
         order = self.store.drop(unused, max(self.lengths))
         for entry in unused:
-            self.prefixes[entry].entry, self.prefixes[entry].hidden_D = -1, None
+            self.prefixes[entry].entry = -1
+            self.prefixes[entry].hidden_D = None
         self.prefixes = [self.prefixes[entry] for entry in order]
         for entry, prefix in enumerate(self.prefixes):
             prefix.entry = entry
@@ -182,7 +183,8 @@ class LiveSequences:
         self.live = [self.live[place] for place in order]
         if self.live:
             order_R = torch.tensor(order, dtype=torch.int64, device=self.token_R.device)
-            self.token_R, self.uniform_RT = self.token_R[order_R], self.uniform_RT[order_R]
+            self.token_R = self.token_R[order_R]
+            self.uniform_RT = self.uniform_RT[order_R]
 
 
 def _widened(uniform_RT: Tensor, columns: int) -> Tensor:
