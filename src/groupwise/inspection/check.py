@@ -29,16 +29,20 @@ from groupwise.environments.runtime import EnvironmentBroken, EnvironmentKind
 from groupwise.environments.schemas import name_of
 from groupwise.environments.tool_episodes import ToolEnvironment
 from groupwise.errors import ConfigError, DataError, GroupwiseError
+from groupwise.inspection.samplers import Rollouts, compare_on_cpu, compare_on_gpu, copy_bandwidth
 from groupwise.models.loading import embedding_rows
 from groupwise.models.policy import Policy
+from groupwise.models.shape import Shape
 from groupwise.proof.passes import model_pass
 from groupwise.records import Finish, Prompt, Rollout, RolloutGroup, Sampling
 from groupwise.rewards.accuracy import as_text, check_gold
 from groupwise.rewards.completions import prompt_of
 from groupwise.rewards.compose import Rewards
 from groupwise.rewards.registry import CODE
+from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.inputs import resolved
 from groupwise.runs.job import Job, make_job
+from groupwise.runs.plan import prepared_weights
 from groupwise.runs.prepared import sampling_of
 from groupwise.runs.run_models import fit_threads
 from groupwise.sandbox.attacks import prove
@@ -480,14 +484,17 @@ def _samples(
     assert engine is not None
     sampling = sampling_of(recipe.rollout)
     sampling = replace(sampling, max_new_tokens=min(recipe.rollout.max_new_tokens, TOKENS))
+    begin = time.perf_counter()
     groups = list(
         engine.generate(prompts, group_size=COMPLETIONS, sampling=sampling, seed=recipe.seed)
     )
+    seconds = time.perf_counter() - begin
     rollouts = [rollout for group in groups for rollout in group]
     samples = [sample_of(rollout) for rollout in rollouts]
     scored = score(policy, samples, max_tokens_per_microbatch=positions_of(job.recipe)).logp
     yield _agreement(policy, rollouts, scored)
     yield _endings(recipe, job, prompts, rollouts)
+    yield _sampler(recipe, job, rollouts, seconds)
     if rewards.names:
         yield _spread(rewards.score(groups))
 
@@ -577,6 +584,34 @@ def _endings(
             " answers",
         )
     return _good("endings", text)
+
+
+def _sampler(recipe: Recipe, job: Job, rollouts: Sequence[Rollout], seconds: float) -> Finding:
+    """Say which sampler would be the fastest on this machine.   seconds: of these rollouts."""
+    policy = job.policy
+    if policy.device.type == "cpu":
+        tokens = sum(len(rollout) for rollout in rollouts)
+        text = compare_on_cpu(tokens, seconds, recipe.rollout.engine.name)
+    else:
+        shape = Shape.of_policy(policy)
+        work = Rollouts(
+            prompts=recipe.group.prompts_per_step,
+            group=recipe.group.group_size,
+            rows=recipe.rollout.max_rows,
+            prompt_tokens=float(np.mean([prompt.tokens.size for prompt in job.prompts])),
+            completion_tokens=recipe.rollout.max_new_tokens,
+        )
+        known = (
+            policy.attention != "single" and NativeEngine(policy, max_rows=1).path == "specialised"
+        )
+        text = compare_on_gpu(
+            shape,
+            work,
+            copy_bandwidth(policy.device),
+            prepared_weights(shape, cpu=False),
+            recorded=known,
+        )
+    return _note("sampler", text)
 
 
 def _ended(rollouts: Sequence[Rollout]) -> float:
