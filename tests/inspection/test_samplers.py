@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from groupwise.inspection import samplers
-from groupwise.inspection.samplers import Rollouts, compare_on_gpu, native_estimate, token_bytes, vllm_estimate
+from groupwise.inspection.samplers import SamplingWork, compare_on_gpu, native_estimate, token_bytes, vllm_estimate
 from groupwise.models.shape import Shape
 
 QWEN = {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64,
         "intermediate_size": 4864, "vocab_size": 151_936, "tie_word_embeddings": True}  # fmt: skip
 SHAPE = Shape.of(QWEN, 494_000_000, dtype="bfloat16")
-WORK = Rollouts(prompts=8, group=8, rows=64, prompt_tokens=256.0, completion_tokens=256)
+WORK = SamplingWork(prompts=8, group=8, rows=64, prompt_tokens=256.0, completion_tokens=256)
 COPY = 4.0e12
 """Bytes a second."""
 

@@ -29,7 +29,12 @@ from groupwise.environments.runtime import EnvironmentBroken, EnvironmentKind
 from groupwise.environments.schemas import name_of
 from groupwise.environments.tool_episodes import ToolEnvironment
 from groupwise.errors import ConfigError, DataError, GroupwiseError
-from groupwise.inspection.samplers import Rollouts, compare_on_cpu, compare_on_gpu, copy_bandwidth
+from groupwise.inspection.samplers import (
+    SamplingWork,
+    compare_on_cpu,
+    compare_on_gpu,
+    copy_bandwidth,
+)
 from groupwise.models.loading import embedding_rows
 from groupwise.models.policy import Policy
 from groupwise.models.shape import Shape
@@ -594,7 +599,7 @@ def _sampler(recipe: Recipe, job: Job, rollouts: Sequence[Rollout], seconds: flo
         text = compare_on_cpu(tokens, seconds, recipe.rollout.engine.name)
     else:
         shape = Shape.of_policy(policy)
-        work = Rollouts(
+        work = SamplingWork(
             prompts=recipe.group.prompts_per_step,
             group=recipe.group.group_size,
             rows=recipe.rollout.max_rows,

@@ -38,7 +38,7 @@ GENERATE_RATIO = 4.8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rollouts:
+class SamplingWork:
     """What one process samples for a step."""
 
     prompts: int
@@ -51,34 +51,34 @@ class Rollouts:
 
     @property
     def live(self) -> int:
-        """Completions that are decoded at the same time."""
+        """Count the completions that are decoded at the same time."""
         return min(self.rows, self.prompts * self.group)
 
     @property
     def tokens(self) -> int:
-        """Tokens that are drawn one after the other: of the longest completion, for each time that
-        the rows are filled.
+        """Count the tokens that are drawn one after the other: those of the longest completion, each time
+        that the rows are filled.
         """
         return -(-self.prompts * self.group // self.rows) * self.completion_tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Estimate:
-    """Seconds of a rollout by one sampler."""
+class RolloutTime:
+    """The seconds of a rollout by one sampler."""
 
     token: float
-    """Of one token of all rows."""
+    """Seconds of one token of all rows."""
     tokens: int
     weights: float
-    """To give it the weights of a step."""
+    """Seconds until it has the weights of a step."""
 
     @property
     def seconds(self) -> float:
-        """Of the whole rollout."""
+        """Return the seconds of the whole rollout."""
         return self.tokens * self.token + self.weights
 
 
-def token_bytes(shape: Shape, work: Rollouts, *, shared: bool) -> float:
+def token_bytes(shape: Shape, work: SamplingWork, *, shared: bool) -> float:
     """Bytes that one token of all rows reads: the weights, and keys and values of half a completion
     on average.
 
@@ -93,8 +93,8 @@ def token_bytes(shape: Shape, work: Rollouts, *, shared: bool) -> float:
 
 
 def native_estimate(
-    shape: Shape, work: Rollouts, bandwidth: float, prepared: int, *, recorded: bool
-) -> Estimate:
+    shape: Shape, work: SamplingWork, bandwidth: float, prepared: int, *, recorded: bool
+) -> RolloutTime:
     """The native engine on a GPU.   bandwidth: bytes a second.   prepared: bytes that it lays out.
 
     recorded: it knows the model's layers, so its kernels are replayed; else Python launches them.
@@ -103,17 +103,17 @@ def native_estimate(
     if recorded:
         kernels, kernel = shape.layers * LAYER_KERNELS + DRAW_KERNELS, RECORDED_KERNEL
     read = token_bytes(shape, work, shared=True) / bandwidth
-    return Estimate(
+    return RolloutTime(
         token=max(read, kernels * kernel), tokens=work.tokens, weights=2 * prepared / bandwidth
     )
 
 
-def vllm_estimate(shape: Shape, work: Rollouts, bandwidth: float) -> Estimate:
+def vllm_estimate(shape: Shape, work: SamplingWork, bandwidth: float) -> RolloutTime:
     """A colocated vLLM, or a server on a GPU of the same kind.   bandwidth: bytes a second."""
     kernels = shape.layers * LAYER_KERNELS + DRAW_KERNELS
     read = token_bytes(shape, work, shared=False) / bandwidth
     sent = shape.parameters * shape.bytes_per_product
-    return Estimate(
+    return RolloutTime(
         token=max(read, kernels * RECORDED_KERNEL),
         tokens=work.tokens,
         weights=WEIGHT_PASSES * sent / bandwidth,
@@ -121,7 +121,7 @@ def vllm_estimate(shape: Shape, work: Rollouts, bandwidth: float) -> Estimate:
 
 
 def compare_on_gpu(
-    shape: Shape, work: Rollouts, bandwidth: float, prepared: int, *, recorded: bool
+    shape: Shape, work: SamplingWork, bandwidth: float, prepared: int, *, recorded: bool
 ) -> str:
     """Say which sampler is faster on this GPU, and why.   See `native_estimate`."""
     native = native_estimate(shape, work, bandwidth, prepared, recorded=recorded)
