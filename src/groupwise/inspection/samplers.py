@@ -56,8 +56,9 @@ class SamplingWork:
 
     @property
     def tokens(self) -> int:
-        """Count the tokens that are drawn one after the other: those of the longest completion, each time
-        that the rows are filled.
+        """Count the tokens that are drawn one after the other.
+
+        They are those of the longest completion, each time that the rows are filled.
         """
         return -(-self.prompts * self.group // self.rows) * self.completion_tokens
 
