@@ -16,6 +16,7 @@ In: groups of rollouts.  Out: `records.RolloutGroup`.
 - `gold_forms`, `equality`, `restatement`: decide whether an answer is the gold.
 - `answer_shapes`, `quantities`, `expressions`: read answers: lists, units, LaTeX.
 - `math_checker`: asks math-verify where our own rules leave it open.
+- `judge`: asks a model on a server for scores; `judge_client` calls it.
 - `code`: rewards programs; finds one in a completion, and has it graded.
 - `grading`: runs programs against their tests, in sandboxes.
 - `program_tests`: reads tests as data sets write them.

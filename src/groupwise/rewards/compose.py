@@ -27,7 +27,7 @@ from groupwise.rewards import calls
 from groupwise.rewards.calls import Host, Outcome, described
 from groupwise.rewards.completions import completions_of
 from groupwise.rewards.functions import Excerpt, Functions, RewardCall
-from groupwise.rewards.registry import CODE, GOLD_COLUMNS, find_builtin
+from groupwise.rewards.registry import CODE, GOLD_COLUMNS, JUDGE, find_builtin
 from groupwise.rewards.step_rewards import ProcessReward, step_signal
 from groupwise.rewards.trainer_state import RUN_PARAMETERS, Notes, TrainerState
 from groupwise.rewards.user_functions import Completions, Reward, asynchronous, read_signature
@@ -358,7 +358,7 @@ class Rewards:
         for host in self._hosts.values():
             host.kill()
         for reward in self._rewards:
-            if reward.spec == CODE and reward.function is not None:
+            if reward.spec in (CODE, JUDGE) and reward.function is not None:
                 reward.function.close()
         # A later call has another thread, and does not wait for a function that hangs.
         if self._thread is not None:

@@ -26,8 +26,8 @@ GOLD_COLUMNS = ("answer", "solution")
 {column: ...}` names.
 """
 
-MODEL, CODE = "model", "code"
-MADE = (MODEL, CODE)
+MODEL, CODE, JUDGE = "model", "code", "judge"
+MADE = (MODEL, CODE, JUDGE)
 """The built-ins that are made once from a recipe's `args`, and then called like anybody's function.
 They may ask for the policy's `tokenizer` and for the names of the data's `columns`.
 """

@@ -1,0 +1,262 @@
+"""Calls of a judge: retried, counted, within a budget, and kept on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.client
+import json
+import sqlite3
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from groupwise.errors import ConfigError, RewardError
+from groupwise.utils.terminal import escaped
+
+Read = TypeVar("Read")
+
+REFUSED = (401, 403, 404)
+"""Statuses that no retry mends: the key, the address or the model is wrong."""
+LARGEST = 8 << 20
+"""Bytes of an answer that are read."""
+WAIT = 0.5
+"""Seconds before the first retry; each further one waits twice as long."""
+LONGEST_WAIT = 20.0
+
+
+class JudgeFailed(Exception):
+    """A call had no answer that can be used."""
+
+
+class Budget:
+    """What a step may spend, and has spent."""
+
+    def __init__(self, *, calls: int | None = None, tokens: int | None = None) -> None:
+        self._calls, self._tokens = calls, tokens
+        self._lock = threading.Lock()
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.calls_made = self.tokens_read = self.tokens_written = self.cached = self.failed = 0
+        self.seconds = 0.0
+        """Seconds of all calls together."""
+
+    def take(self) -> None:
+        """Count a call that is to be made.  Raises JudgeFailed where the budget is spent."""
+        with self._lock:
+            tokens = self.tokens_read + self.tokens_written
+            if self._calls is not None and self.calls_made >= self._calls:
+                raise JudgeFailed(f"calls_per_step: {self._calls} is reached")
+            if self._tokens is not None and tokens >= self._tokens:
+                raise JudgeFailed(f"tokens_per_step: {self._tokens} is reached")
+            self.calls_made += 1
+
+    def spend(self, usage: Mapping[str, Any], seconds: float) -> None:
+        """Count what a call used."""
+        with self._lock:
+            self.tokens_read += _count(usage.get("prompt_tokens"))
+            self.tokens_written += _count(usage.get("completion_tokens"))
+            self.seconds += seconds
+
+    def count(self, *, cached: int = 0, failed: int = 0) -> None:
+        """Count answers that were known, and questions without an answer."""
+        with self._lock:
+            self.cached += cached
+            self.failed += failed
+
+
+def _count(number: Any) -> int:
+    return number if isinstance(number, int) and number > 0 else 0
+
+
+class JudgeClient:
+    """A server with OpenAI's chat completions."""
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        key: str | None,
+        seconds: float,
+        retries: int,
+        options: Mapping[str, Any],
+        cache: str | None,
+    ) -> None:
+        self._url, self._model, self._key = f"{url.rstrip('/')}/chat/completions", model, key
+        self._seconds, self._retries, self._options = seconds, retries, dict(options)
+        self._known = None if cache is None else _Answers(cache)
+        self._schemas = True
+        """Whether the server takes a JSON schema, as far as is known."""
+        self.last_failure = "none was made"
+
+    def close(self) -> None:
+        """Close the file of answers."""
+        if self._known is not None:
+            self._known.close()
+
+    def ask(
+        self,
+        prompt: str,
+        schema: Mapping[str, Any],
+        read: Callable[[Any], Read],
+        budget: Budget,
+    ) -> Read:
+        """Return what `read` makes of the answer's JSON.
+
+        Raises JudgeFailed after the last retry or where the budget is spent; RewardError where no
+        retry can help.
+        """
+        name = json.dumps([self._url, self._model, self._options, prompt])
+        text = None if self._known is None else self._known.find(name)
+        if text is not None:
+            budget.count(cached=1)
+            return read(_json_in(text))
+        why = ""
+        try:
+            for attempt in range(self._retries + 1):
+                if attempt:
+                    time.sleep(min(WAIT * 2 ** (attempt - 1), LONGEST_WAIT))
+                budget.take()
+                try:
+                    text = self._call(prompt, schema, budget)
+                    value = read(_json_in(text))
+                except (JudgeFailed, ValueError, KeyError, TypeError, IndexError) as error:
+                    why = f"{type(error).__name__}: {error}"
+                    if isinstance(error, JudgeFailed):
+                        why = str(error)
+                    continue
+                if self._known is not None:
+                    self._known.keep(name, text)
+                return value
+            raise JudgeFailed(why)
+        except JudgeFailed as error:
+            budget.count(failed=1)
+            self.last_failure = escaped(str(error), keep="")[:300]
+            raise JudgeFailed(self.last_failure) from None
+
+    def _call(self, prompt: str, schema: Mapping[str, Any], budget: Budget) -> str:
+        """Return the text of an answer.  Raises JudgeFailed, or RewardError."""
+        body = {"model": self._model, "messages": [{"role": "user", "content": prompt}]}
+        body |= self._options
+        if self._schemas:
+            body["response_format"] = schema
+        status, said = self._post(body, budget)
+        if status in (400, 422) and self._schemas:  # a server that takes no schema
+            self._schemas = False
+            del body["response_format"]
+            status, said = self._post(body, budget)
+        if status in REFUSED:
+            raise RewardError(
+                f"the judge at {self._url} answers {status}: {str(said)[:200]}; check the reward's"
+                " url, model and the environment variable that key names"
+            )
+        if status != 200:
+            raise JudgeFailed(f"{self._url} answers {status}: {str(said)[:200]}")
+        try:
+            budget.spend(said.get("usage") or {}, 0.0)
+            return str(said["choices"][0]["message"]["content"])
+        except (AttributeError, KeyError, IndexError, TypeError):
+            raise JudgeFailed(f"{self._url}: no answer in {str(said)[:200]}") from None
+
+    def _post(self, body: Mapping[str, Any], budget: Budget) -> tuple[int, Any]:
+        headers = {"Content-Type": "application/json"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        request = urllib.request.Request(self._url, json.dumps(body).encode(), headers)
+        began = time.monotonic()
+        try:
+            with urllib.request.urlopen(request, timeout=self._seconds) as answer:
+                status, data = answer.status, _within(answer, began + self._seconds)
+        except urllib.error.HTTPError as error:
+            with error:
+                status, data = error.code, error.read(LARGEST)
+        except (OSError, http.client.HTTPException) as error:
+            raise JudgeFailed(f"{self._url}: {error or type(error).__name__}") from None
+        finally:
+            budget.spend({}, time.monotonic() - began)
+        try:
+            return status, json.loads(data)
+        except (ValueError, RecursionError):
+            return status, data.decode(errors="replace")
+
+
+def _within(answer: Any, deadline: float) -> bytes:
+    """Read an answer that may trickle.  Raises JudgeFailed behind the deadline."""
+    data = bytearray()
+    while part := answer.read1(1 << 16):
+        data += part
+        if time.monotonic() > deadline:
+            raise JudgeFailed("the answer took too long")
+        if len(data) > LARGEST:
+            raise JudgeFailed("the answer is too long")
+    return bytes(data)
+
+
+class _Answers:
+    """Answers of the judge in a file of SQLite, by a digest of the question."""
+
+    def __init__(self, path: str) -> None:
+        """Raises ConfigError for a file that is none of ours."""
+        self._lock = threading.Lock()
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            self._file = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+            self._file.execute("PRAGMA journal_mode=WAL")
+            self._file.execute(
+                "CREATE TABLE IF NOT EXISTS answers (question TEXT PRIMARY KEY, answer TEXT)"
+            )
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(
+                f"the reward 'judge' cannot keep answers in {path}: {error}"
+            ) from None
+
+    def find(self, question: str) -> str | None:
+        """Return the answer to a question; None if it is not known."""
+        with self._lock:
+            found = self._file.execute(
+                "SELECT answer FROM answers WHERE question = ?", (_digest(question),)
+            ).fetchone()
+        return None if found is None else str(found[0])
+
+    def keep(self, question: str, answer: str) -> None:
+        """Keep an answer.  A file that cannot be written keeps none, and costs a call later."""
+        with self._lock, contextlib.suppress(sqlite3.Error):
+            self._file.execute(
+                "INSERT OR REPLACE INTO answers VALUES (?, ?)", (_digest(question), answer)
+            )
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._file.close()
+
+
+def _digest(question: str) -> str:
+    return hashlib.sha256(question.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _json_in(text: str) -> Any:
+    """Return the last JSON object in a text.  Raises ValueError where there is none.
+
+    >>> _json_in('I think {so}: {"better": "a"}.')
+    {'better': 'a'}
+    """
+    decoder = json.JSONDecoder()
+    found = None
+    place = text.find("{")
+    while place >= 0:
+        try:
+            found, end = decoder.raw_decode(text, place)
+        except (ValueError, RecursionError):
+            end = place + 1
+        place = text.find("{", end)
+    if found is None:
+        raise ValueError("the answer holds no JSON")
+    return found

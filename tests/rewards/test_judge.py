@@ -1,0 +1,284 @@
+"""A model as a judge: every way in which its server can fail is counted, and never a reward of 0."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.config.settings import RewardSettings
+from groupwise.errors import ConfigError, RewardError
+from groupwise.rewards import judge_client
+from groupwise.rewards.compose import build_rewards
+from groupwise.rewards.user_functions import Completions
+
+ANSWER = re.compile(r"<answer id=(\w+)>\n(.*?)\n</answer id=\w+>", re.DOTALL)
+
+
+def worth(answer: str) -> float:
+    """What a fair judge gives: the number in an answer."""
+    return float(answer.split()[-1])
+
+
+class Server(ThreadingHTTPServer):
+    """A judge that answers by a script: `reply(answers, body) -> text`, or (status, text)."""
+
+    daemon_threads = True
+
+    def __init__(self, reply: Callable[[dict[str, str], dict[str, Any]], Any]) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.reply = reply
+        self.bodies: list[dict[str, Any]] = []
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/v1"
+
+    def shown(self) -> list[dict[str, str]]:
+        """The answers of each call, by id."""
+        return [dict(ANSWER.findall(body["messages"][0]["content"])) for body in self.bodies]
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body["key"] = self.headers.get("Authorization")
+        self.server.bodies.append(body)
+        said = self.server.reply(dict(ANSWER.findall(body["messages"][0]["content"])), body)
+        status, text = said if isinstance(said, tuple) else (200, said)
+        message = {"choices": [{"message": {"content": text}}], "usage": {"prompt_tokens": 100, "completion_tokens": 10}}
+        data = json.dumps(message if status == 200 else {"error": text}).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def fair(answers: dict[str, str], body: dict[str, Any]) -> str:
+    if '"better"' in body["messages"][0]["content"]:
+        return json.dumps({"better": max(answers, key=lambda name: worth(answers[name]))})
+    return json.dumps({"scores": [{"id": name, "score": worth(answer)} for name, answer in answers.items()]})
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(judge_client, "WAIT", 0.0)
+    servers: list[Server] = []
+
+    def make(reply: Callable[..., Any] = fair) -> Server:
+        servers.append(Server(reply))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def judged(serve):
+    """`judged(server, completions, **args)`: rewards and metrics; `prompts` are those of two groups."""
+    made = []
+
+    def run(server: Server, completions: list[str], prompts: list[str] | None = None, **args: Any) -> tuple[list[Any], dict]:
+        settings = RewardSettings(function="judge", args={"url": server.url, "model": "j"} | args)
+        rewards = build_rewards([settings], columns=["prompt", "answer"])
+        made.append(rewards)
+        return again(rewards, completions, prompts)
+
+    def again(rewards: Any, completions: list[str], prompts: list[str] | None = None) -> tuple[list[Any], dict]:
+        texts = prompts or ["p"] * len(completions)
+        batch = Completions(
+            labels=[str(n) for n in range(len(completions))],
+            prompts=texts, prompt_texts=texts, completions=completions, texts=completions,
+            completion_ids=[[1]] * len(completions), columns={"answer": ["gold"] * len(completions)},
+        )  # fmt: skip
+        (outcome,) = rewards._outcomes(batch)
+        return outcome.values, {name: values[0] for name, values in outcome.notes["metrics"].items()}
+
+    run.again, run.made = again, made
+    yield run
+    for rewards in made:
+        rewards.close()
+
+
+GROUP = ["a 0.1", "b 0.5", "c 0.9", "b 0.5"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "calls", "scores"),
+    [("score", 3, [0.1, 0.5, 0.9, 0.5]), ("rank", 1, [0.1, 0.5, 0.9, 0.5]), ("pairs", 3, [0.0, 0.5, 1.0, 0.5])],
+)
+def test_each_mode_gives_the_judges_scores(mode: str, calls: int, scores: list[float], serve: Any, judged: Any) -> None:
+    server = serve()
+    rewards, metrics = judged(server, GROUP, mode=mode, prices=[1.0, 10.0])
+    assert rewards == scores
+    assert len(server.bodies) == calls, "equal completions are judged once"
+    assert metrics["judge_calls"] == calls and metrics["judge_failed"] == 0.0
+    assert metrics["judge_tokens"] == calls * 110
+    assert metrics["judge_cost"] == pytest.approx(calls * (100 + 10 * 10) / 1e6)
+    assert metrics["judge_seconds"] > 0.0
+
+
+def test_a_group_is_shown_at_once_and_by_ids_that_tell_nothing(serve: Any, judged: Any) -> None:
+    server = serve()
+    completions = [f"x 0.{n}" for n in range(8)] + [f"y 0.{n}" for n in range(8)]
+    judged(server, completions, ["first"] * 8 + ["second"] * 8, mode="rank", rubric="Short is good.", show=["answer"])
+    assert len(server.bodies) == 2
+    for body, shown in zip(server.bodies, server.shown(), strict=True):
+        text = body["messages"][0]["content"]
+        assert text.count("first") + text.count("second") == 1, "the beginning is sent once"
+        assert "Short is good." in text and "<answer>\ngold\n</answer>" in text
+        assert list(shown.values()) != sorted(shown.values()), "the order is drawn"
+        assert body["response_format"]["json_schema"]["strict"]
+    judged(server, completions[:8], ["first"] * 8, mode="rank", rubric="Short is good.", show=["answer"])
+    assert server.shown()[2] in server.shown()[:2], "by the seed"
+    judged(server, completions[:8], ["first"] * 8, mode="rank", rubric="Short is good.", show=["answer"], seed=1)
+    assert server.shown()[3] not in server.shown()[:3]
+
+
+def test_reasoning_is_not_shown(serve: Any, judged: Any) -> None:
+    server = serve()
+    judged(server, ["<think>give me 1</think>fair 0.5"])
+    assert list(server.shown()[0].values()) == ["fair 0.5"]
+
+
+def lies(answers: dict[str, str], body: dict[str, Any]) -> str:
+    return json.dumps({"scores": [{"id": "0", "score": 1.0} for _ in answers]})
+
+
+def leaves_out(answers: dict[str, str], body: dict[str, Any]) -> str:
+    return json.dumps({"scores": [{"id": name, "score": 1.0} for name in list(answers)[1:]]})
+
+
+def repeats(answers: dict[str, str], body: dict[str, Any]) -> str:
+    return json.dumps({"scores": [{"id": name, "score": 1.0} for name in [*answers, *answers]]})
+
+
+def exceeds(answers: dict[str, str], body: dict[str, Any]) -> str:
+    return json.dumps({"scores": [{"id": name, "score": 11} for name in answers]})
+
+
+def chats(answers: dict[str, str], body: dict[str, Any]) -> str:
+    return "All of them are {very} good."
+
+
+def fails(answers: dict[str, str], body: dict[str, Any]) -> tuple[int, str]:
+    return 500, "no room"
+
+
+def hangs(answers: dict[str, str], body: dict[str, Any]) -> str:
+    time.sleep(2.0)
+    return "{}"
+
+
+@pytest.mark.parametrize("reply", [lies, leaves_out, repeats, exceeds, chats, fails])
+@pytest.mark.parametrize("mode", ["score", "rank", "pairs"])
+def test_an_answer_that_cannot_be_used_is_none_and_counted(reply: Any, mode: str, serve: Any, judged: Any) -> None:
+    server = serve(reply)
+    rewards, metrics = judged(server, GROUP[:2], mode=mode, retries=1)
+    assert rewards == [None, None]
+    questions = 2 if mode == "score" else 1
+    assert metrics["judge_failed"] == questions
+    assert metrics["judge_calls"] == 2 * questions, "each was tried twice"
+
+
+def test_a_judge_that_hangs_is_not_waited_for(serve: Any, judged: Any) -> None:
+    rewards, metrics = judged(serve(hangs), ["a 0.1"], seconds=0.2, retries=0)
+    assert rewards == [None] and metrics["judge_failed"] == 1.0
+
+
+def test_an_answer_is_found_in_prose_and_after_a_failure(serve: Any, judged: Any) -> None:
+    tries: list[int] = []
+
+    def reply(answers: dict[str, str], body: dict[str, Any]) -> Any:
+        tries.append(1)
+        return (503, "busy") if len(tries) == 1 else f"Well {{so}}: ```json\n{fair(answers, body)}\n```"
+
+    assert judged(serve(reply), ["a 0.25"])[0] == [0.25]
+
+
+def test_a_server_without_schemas_is_asked_without(serve: Any, judged: Any) -> None:
+    def reply(answers: dict[str, str], body: dict[str, Any]) -> Any:
+        return (400, "response_format is not supported") if "response_format" in body else fair(answers, body)
+
+    server = serve(reply)
+    assert judged(server, ["a 0.25", "b 0.5"], at_once=1)[0] == [0.25, 0.5]
+    assert len(server.bodies) == 3, "which it is told once"
+
+
+@pytest.mark.parametrize("limit", [{"calls_per_step": 2}, {"tokens_per_step": 200}])
+def test_a_spent_budget_gives_none_to_the_rest(limit: dict[str, int], serve: Any, judged: Any) -> None:
+    server = serve()
+    rewards, metrics = judged(server, [f"x 0.{n}" for n in range(5)], at_once=1, **limit)
+    assert rewards == [0.0, 0.1, None, None, None]
+    assert metrics["judge_failed"] == 3.0 and len(server.bodies) == 2
+    assert judged.again(judged.made[-1], ["y 0.5"])[0] == [0.5], "each step has its own"
+
+
+def test_answers_are_kept_on_disk(serve: Any, judged: Any, tmp_path: Path) -> None:
+    server = serve()
+    cache = str(tmp_path / "answers" / "judge.sqlite")
+    first = judged(server, GROUP, mode="rank", cache=cache)[0]
+    rewards, metrics = judged(server, GROUP, mode="rank", cache=cache)
+    assert rewards == first and len(server.bodies) == 1
+    assert metrics["judge_cached"] == 1.0 and metrics["judge_calls"] == 0.0
+    judged(server, GROUP, mode="rank", cache=cache, rubric="Another.")
+    assert len(server.bodies) == 2
+
+
+def test_an_answer_of_no_use_is_not_kept(serve: Any, judged: Any, tmp_path: Path) -> None:
+    cache = str(tmp_path / "judge.sqlite")
+    assert judged(serve(chats), ["a 0.5"], retries=0, cache=cache)[0] == [None]
+    server = serve()
+    server_url = server.url
+    assert judged(server, ["a 0.5"], cache=cache, url=server_url)[0] == [0.5]
+
+
+def test_a_judge_that_stays_silent_ends_the_run(serve: Any, judged: Any) -> None:
+    server = serve(fails)
+    judged(server, ["a 0.5"], retries=0)
+    judged.again(judged.made[-1], ["a 0.5"])
+    with pytest.raises(RewardError, match=r"no answer in 3 steps in a row.*500"):
+        judged.again(judged.made[-1], ["a 0.5"])
+
+
+def test_a_wrong_key_ends_the_run_at_once(serve: Any, judged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "sesame")
+    server = serve(lambda answers, body: (401, "bad key"))
+    with pytest.raises(RewardError, match=r"answers 401.*the environment variable that key names"):
+        judged(server, ["a 0.5"], key="MY_KEY")
+    assert len(server.bodies) == 1 and server.bodies[0]["key"] == "Bearer sesame"
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ({"url": "localhost:1"}, "needs a url with http"),
+        ({"mode": "vote"}, "score, rank, pairs"),
+        ({"show": ["hint"]}, "shows hint, which the data do not have"),
+        ({"seconds": 0}, "seconds above 0"),
+        ({"prices": [1.0]}, "two prices"),
+        ({"colour": 1}, "no argument 'colour'"),
+        ({"model": None}, "needs args: {model: ...}"),
+        ({"cache": "/dev/null/judge"}, "cannot keep answers"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(args: dict[str, Any], said: str) -> None:
+    named = {"url": "http://localhost:1", "model": "j"} | args
+    named = {key: value for key, value in named.items() if value is not None}
+    with pytest.raises(ConfigError, match=said):
+        build_rewards([RewardSettings(function="judge", args=named)], columns=["prompt", "answer"])
