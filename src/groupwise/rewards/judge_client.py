@@ -91,7 +91,7 @@ class JudgeClient:
     ) -> None:
         self._url, self._model, self._key = f"{url.rstrip('/')}/chat/completions", model, key
         self._seconds, self._retries, self._options = seconds, retries, dict(options)
-        self._known = None if cache is None else _Answers(cache)
+        self._known = None if cache is None else _KeptAnswers(cache)
         self._schemas = True
         """Whether the server takes a JSON schema, as far as is known."""
         self.last_failure = "none was made"
@@ -199,7 +199,7 @@ def _within(answer: Any, deadline: float) -> bytes:
     return bytes(data)
 
 
-class _Answers:
+class _KeptAnswers:
     """Answers of the judge in a file of SQLite, by a digest of the question."""
 
     def __init__(self, path: str) -> None:
