@@ -20,6 +20,7 @@ import groupwise as gw
 from groupwise.api.sweep import settings, tags_of
 from groupwise.cli.commands import main
 from groupwise.errors import ConfigError, DataError
+from groupwise.runs.lock import in_use
 from groupwise.runs.metrics_log import read_metrics
 from groupwise.utils import statistics
 from groupwise.utils.statistics import Estimate
@@ -174,7 +175,7 @@ def test_a_sweep_that_ended_early_continues(there: Path, number: signal.Signals)
         sweep.send_signal(number)
         sweep.wait(120)
     end = time.monotonic() + 60
-    while any((there / f"runs/mine-seed={seed}/.lock").exists() for seed in (0, 1)) and time.monotonic() < end:
+    while any(in_use(there / f"runs/mine-seed={seed}") for seed in (0, 1)) and time.monotonic() < end:
         time.sleep(0.1)
     done = [read_metrics(there / f"runs/mine-seed={seed}")[-1]["step"] for seed in (0, 1)]
     assert max(done) < 60

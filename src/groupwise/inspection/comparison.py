@@ -42,8 +42,8 @@ def compare(*runs: str | Path, metric: str | None = None) -> Comparison:
     if len(runs) < 2:
         only = ", ".join(map(str, runs))
         raise ConfigError(
-            f"compare takes two groups of runs or more, got only {only}: a pattern stands in"
-            " quotes, or the shell makes many groups of it"
+            f"compare takes two groups of runs or more, got only {only}: give a second folder or"
+            " pattern, such as 'runs/a-*' 'runs/b-*', each in quotes"
         )
     groups = tuple(read_group(str(pattern)) for pattern in runs)
     check_apart(groups)
