@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from process_states import gone
 from safetensors.torch import load_file
 
 from groupwise.config.recipes import load_recipe
@@ -199,24 +200,6 @@ def descendants(process: Any) -> set[int]:
     return found
 
 
-def running(pids: set[int]) -> set[int]:
-    """Those that still run, when all have had time to end: what is killed, or hears that its parent has ended, takes a moment."""
-    for _ in range(600):
-        pids = {pid for pid in pids if _state(pid) not in ("Z", "")}
-        if not pids:
-            break
-        time.sleep(0.1)
-    return pids
-
-
-def _state(pid: int) -> str:
-    """The letter that Linux has for what a process does; "" when there is none of this id any more."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
-
-
 @pytest.fixture(scope="module")
 def undisturbed(
     ranks: Callable, write_recipe: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
@@ -260,7 +243,7 @@ def test_p06_p07_p48_a_process_that_fails_ends_the_run_with_its_name(
     assert process.wait() != 0, process.said
     output = process.said
     assert re.search(says, output), output
-    assert not running(seen)
+    assert gone(*seen)
     named = [Path(path) for path in re.findall(r"the last checkpoint is (\S+);", output)]
     newest = latest(tmp_path / "runs" / "failing")
     assert named, output
@@ -303,7 +286,7 @@ def test_c7_c8_a_run_that_is_told_to_end_leaves_a_checkpoint_of_the_last_whole_s
     process.send_signal(blow)
     assert process.wait() != 0, process.said
     output = process.said
-    assert not running(seen)
+    assert gone(*seen)
     assert (tmp_path / "runs" / "stopped" / "checkpoints").is_dir(), output
     (saved,) = (tmp_path / "runs" / "stopped" / "checkpoints").iterdir()
     assert int(saved.name) == len(lines(tmp_path, "stopped")), output

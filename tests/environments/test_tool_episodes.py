@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import random
@@ -22,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from process_states import running
 
 from groupwise.config.live_objects import Live
 from groupwise.environments import runtime, tool_episodes
@@ -574,13 +574,6 @@ def test_sampling_that_is_broken_off_leaves_nothing_running(table: Callable[...,
     other, _ = at.begin(1, start=1)
     at.say(other, "done")
     assert other.close(Finish.EOS).reward == 1.0
-
-
-def running(process: int) -> bool:
-    """Whether a process is there and has not ended."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
 
 
 def test_a_tool_that_forks_and_hangs_leaves_nothing(table: Callable[..., Any], tmp_path: Path, monkeypatch: Any) -> None:

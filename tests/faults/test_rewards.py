@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
+from process_states import gone, running
 from safetensors.torch import load_file
 
 from groupwise.config.recipes import load_recipe
@@ -65,19 +66,6 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 def steps(path: Path) -> int:
     log = folder(path) / "metrics.jsonl"
     return max((json.loads(line)["step"] for line in log.read_text().splitlines()), default=0) if log.exists() else 0
-
-
-def gone(pid: int) -> bool:
-    """Whether a process ends, or has ended, within a minute."""
-    for _ in range(1200):
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        if state == "Z":
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def batch(*texts: str, **columns: list[Any]) -> Completions:
@@ -328,7 +316,7 @@ def test_r35_what_a_reward_started_ends_with_it(tmp_path: Path, monkeypatch: pyt
     rewards = build_rewards([_settings("family.py:judge", timeout=60.0)], columns=())
     assert rewards.call(batch("4")) == [[1.0]]
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    assert all(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert all(map(running, pids))
     if how == "timeout":
         (tmp_path / "hang").write_text("")
         object.__setattr__(rewards._rewards[0], "timeout", 0.5)
@@ -337,7 +325,7 @@ def test_r35_what_a_reward_started_ends_with_it(tmp_path: Path, monkeypatch: pyt
         rewards.close()
     else:
         del rewards
-    assert all(gone(pid) for pid in pids)
+    assert gone(*pids)
 
 
 @pytest.mark.slow
@@ -361,7 +349,7 @@ def test_r36_nothing_outlives_a_run_that_is_killed(tmp_path: Path, forked: Any) 
         process.kill()
         process.wait()
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    assert all(gone(pid) for pid in pids)
+    assert gone(*pids)
 
 
 # ---- functions that exist only in this process -----------------------------------------------------------------------------------

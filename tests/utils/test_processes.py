@@ -15,6 +15,7 @@ import threading
 import time
 
 import pytest
+from process_states import gone, running
 
 from groupwise.utils.process_main import LINUX, descendants
 from groupwise.utils.processes import Died, NotStarted, Pool, Raised, WorkerProcess
@@ -78,22 +79,6 @@ def broken(): raise ImportError("no module named luck")
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     return "hostile_calls:make"
-
-
-def gone_now(pid: int) -> bool:
-    return not os.path.exists(f"/proc/{pid}")
-
-
-def gone(pid: int) -> bool:
-    for _ in range(3000):
-        try:
-            with open(f"/proc/{pid}/stat") as stat:
-                if stat.read().rsplit(")", 1)[1].split()[0] == "Z":
-                    return True  # reaped by init in its own time
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def zombies() -> int:
@@ -259,7 +244,7 @@ def test_close_leaves_no_process(hostile):
     pool = Pool(hostile, size=2, seconds=20.0)
     pids = set(pool.map([("pid",)] * 8))
     pool.close()
-    assert all(gone(pid) for pid in pids)
+    assert gone(*pids)
     assert zombies() == 0
     assert pool.call("echo") == [""]
     pool.close()
@@ -434,7 +419,7 @@ def test_what_a_fork_started_dies_with_it(process, tmp_path, how):
     fork, path = process.fork(), tmp_path / "pid"
     assert fork.call("start", how, str(path), seconds=WAIT) is None
     started = int(path.read_text())
-    assert not gone_now(started)
+    assert running(started)
     fork.kill()
     assert gone(started)
     assert process.alive()
@@ -475,7 +460,7 @@ def test_forks_end_with_what_they_were_forked_from(process, who):
     below = descendants(process._connection.child.pid)
     os.kill(process._connection.child.pid if who == "supervisor" else process.call("pid", seconds=WAIT), signal.SIGKILL)
     assert set(pids) < set(below)
-    assert all(gone(pid) for pid in below)
+    assert gone(*below)
     assert not any(fork.alive() for fork in forks)
 
 
@@ -484,7 +469,7 @@ def test_a_hundred_forks_and_no_folder(process, tmp_path, monkeypatch):
     assert len({fork.call("pid", seconds=WAIT) for fork in forks}) == 100
     below = descendants(process._connection.child.pid)
     process.kill()
-    assert not any(os.path.exists(f"/proc/{pid}") and not gone(pid) for pid in below)
+    assert gone(*below)
 
 
 @pytest.mark.skipif(not LINUX, reason="only Linux adopts orphans")
@@ -509,7 +494,7 @@ forks["sleep"].call("sleep", seconds=600.0)
     assert len(left) >= 12
     program.kill()
     program.wait()
-    assert all(gone(pid) for pid in left)
+    assert gone(*left)
 
 
 def test_all_that_is_printed_arrives(hostile, capfd):

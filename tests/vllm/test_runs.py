@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from process_states import running
 from safetensors.torch import load_file
 
 from groupwise.config.recipes import load_recipe, load_stages
@@ -84,7 +85,7 @@ def serving(pids: set[int]) -> set[int]:
 
 
 def living(pids: set[int]) -> set[int]:
-    return {pid for pid in pids if Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text()}
+    return set(filter(running, pids))
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from process_states import gone
 
 from groupwise.cli import commands
 from groupwise.errors import ConfigError, PeerError
@@ -174,7 +175,7 @@ def test_closing_ends_it_with_all_that_it_started_and_leaves_nothing(stand_in, o
     wait_for(lambda: (tmp_path / "child").exists() and (tmp_path / "child").read_text().strip() != "")
     child = int((tmp_path / "child").read_text())
     server.close()
-    wait_for(lambda: not Path(f"/proc/{child}").exists() or " Z " in Path(f"/proc/{child}/stat").read_text())
+    assert gone(child)
     assert server.process.poll() is not None
     assert not server.folder.exists()
     server.close()  # twice is once
