@@ -182,7 +182,7 @@ def test_a_loss_that_somebody_keeps_keeps_no_copies_of_weights(
     policy = tiny_policy("llama", hidden=128, settings=ModelSettings(path="unused", dtype="autocast"))
     (batch,) = pack(random_samples(), 10_000)
     made: list[weakref.ref[Tensor]] = []
-    like = functional._like
+    like = functional.like
 
     def watched(weight: Tensor, x: Tensor, copies: Any) -> Tensor:
         found = like(weight, x, copies)
@@ -190,7 +190,7 @@ def test_a_loss_that_somebody_keeps_keeps_no_copies_of_weights(
             made.append(weakref.ref(found))
         return found
 
-    monkeypatch.setattr(functional, "_like", watched)
+    monkeypatch.setattr(functional, "like", watched)
     with fused_modules(policy.model):
         kept = forward(policy, batch).hidden_PD.float().square().sum()
         assert any(copy() is not None for copy in made)

@@ -94,7 +94,7 @@ def test_another_threads_backward_pass_takes_the_lower_precisions_that_were_made
     policy = tiny_policy("llama", hidden=128, settings=ModelSettings(path="unused", dtype="autocast"))
     (batch,) = pack(random_samples(), 10_000)
     made = []
-    like = functional._like
+    like = functional.like
 
     def counted(weight: Tensor, x: Tensor, copies: Any) -> Tensor:
         before = None if copies is None else len(copies)
@@ -103,7 +103,7 @@ def test_another_threads_backward_pass_takes_the_lower_precisions_that_were_made
             made.append(tuple(weight.shape))
         return found
 
-    monkeypatch.setattr(functional, "_like", counted)
+    monkeypatch.setattr(functional, "like", counted)
     with checkpointing(policy, True) if again else nullcontext(), fused_modules(policy.model), summed_in_place():
         value = forward(policy, batch).hidden_PD.float().square().sum()
         first = list(made)

@@ -1,9 +1,11 @@
-"""Joined products against separate ones: values and gradients in float64, and where gradients lie."""
+"""What a GPU makes of linear layers, joined and with adapters, against each layer alone: values, gradients, where gradients lie."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import chain
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +13,15 @@ from joined_kernels import Heads, JoinedOperations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from groupwise.config.settings import ModelSettings
+from groupwise.config.settings import LoraSettings, ModelSettings
 from groupwise.data.packing import pack
+from groupwise.models import lora
 from groupwise.models.fused import fused_modules
 from groupwise.models.passes import forward
+from groupwise.models.policy import without_adapter
 from groupwise.ops import functional, joined
 from groupwise.ops import operations as operations_module
+from groupwise.ops.adapted import AdaptedLinear, adapted_linear
 from groupwise.ops.functional import copies_of_weights
 from groupwise.ops.in_place_gradients import summed_in_place
 
@@ -194,3 +199,61 @@ def test_copies_of_a_model_are_made_at_once_and_a_closed_one_makes_its_own(monke
         assert torch.equal(both, torch.cat(groups[0]).double())
         assert copies.joined(groups[1], torch.float64) is copies.joined(groups[1], torch.float64)
     assert calls == [3] and copies.closed and not copies
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_with_an_adapter_is_their_sum(bias: bool, scale: float) -> None:
+    base, (a, _), (b, _) = layer(INNER, D, bias), layer(3, D, False), layer(INNER, 3, False)
+    base[0].requires_grad_(False)
+    parameters = [p for p in (*base, a, b) if p is not None]
+
+    def together(x: Tensor) -> tuple[Tensor, ...]:
+        return (adapted_linear(x, base, (a, b), scale),)
+
+    def apart(x: Tensor) -> tuple[Tensor, ...]:
+        return (linear(x, base) + scale * (x @ a.double().T @ b.double().T),)
+
+    expected = gradients(apart, parameters, 2)
+    for in_place in (False, True):
+        with copies_of_weights(True), summed_in_place(in_place):
+            compare(gradients(together, parameters, 2), expected)
+
+
+@pytest.mark.parametrize("on", [True, False])
+@pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "down_proj")])
+@pytest.mark.parametrize("dtype", ["float32", "autocast"])
+def test_a_model_with_an_adapter_is_the_model(
+    dtype: Any, targets: Any, on: bool, tiny_policy: Callable, random_samples: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the adapter on, off, and on some layers alone."""
+    policy = tiny_policy("qwen2", hidden=128, settings=ModelSettings(path="unused", dtype=dtype))
+    policy = lora.adapt(policy, LoraSettings(rank=4, targets=targets), base="x", seed=0)
+    for name, parameter in policy.model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    if not on:
+        policy = without_adapter(policy)
+    (batch,) = pack(random_samples(), 10_000)
+    counts = []
+    adapted = AdaptedLinear.forward
+
+    def counted(*given: object) -> object:
+        counts.append(1)
+        return adapted(*given)
+
+    monkeypatch.setattr(AdaptedLinear, "forward", staticmethod(counted))
+    found = []
+    for inside in (nullcontext(), fused_modules(policy.model)):
+        with inside:
+            hidden_PD = forward(policy, batch).hidden_PD
+            if on:
+                (hidden_PD.float().square() * torch.linspace(-1.0, 2.0, hidden_PD.shape[1])).sum().backward()
+        trained = [p.grad for p in policy.model.parameters() if p.grad is not None]
+        found.append([hidden_PD.detach(), *trained])
+        policy.model.zero_grad(set_to_none=True)
+    layers = 7 if targets == "all-linear" else 2
+    assert len(counts) == (2 * layers if on else 0)
+    assert len(found[0]) == len(found[1]) == (1 + 4 * layers if on else 1)
+    for ours, expected in zip(*found, strict=True):
+        assert (ours - expected).norm() < (1e-5 if dtype == "float32" else 3e-2) * expected.norm()

@@ -36,6 +36,7 @@ from groupwise.models.layers import (
     describe,
     family_class,
 )
+from groupwise.ops.adapted import adapted_linear
 from groupwise.ops.functional import (
     EmbeddingRows,
     Linear,
@@ -67,8 +68,10 @@ def fused_modules(model: PreTrainedModel, *, keep: bool = True) -> Iterator[None
             continue
         description = describe(module)
         if together:
-            groups += _groups(description)
+            groups += _groups(module, description)
         form = _form(module, description, module is last)
+        if together and form is None:
+            form = _form_with_adapters(module, description)
         if form is not None:
             module.forward = form
             changed.append(module)
@@ -80,8 +83,10 @@ def fused_modules(model: PreTrainedModel, *, keep: bool = True) -> Iterator[None
             del module.forward
 
 
-def _groups(description: Description | None) -> list[tuple[Tensor, ...]]:
+def _groups(module: Any, description: Description | None) -> list[tuple[Tensor, ...]]:
     """Return the weights of a block whose copies lie one behind the other: those over one input."""
+    if _has_adapter(module):
+        return [(weight,) for weight in module.parameters()]
     if not isinstance(description, (Attention, MLP)):
         return []
     groups: list[tuple[Tensor, ...]] = []
@@ -124,6 +129,53 @@ def _form_of_mlp(mlp: MLP) -> Callable[..., Any] | None:
     if kinds not in ({nn.Linear}, {Conv1D}):
         return None
     return partial(_mlp, mlp, kinds == {Conv1D})
+
+
+ADAPTED = "peft.tuners.lora.layer.Linear"
+"""The class of linear layers with an adapter, which is imported where there is one."""
+
+
+def _form_with_adapters(
+    module: nn.Module, description: Description | None
+) -> Callable[..., Any] | None:
+    """The `forward` of a linear layer with an adapter on a GPU, and of an MLP of such layers."""
+    if _has_adapter(module):
+        return partial(_adapted, module)
+    if isinstance(description, MLP) and description.gated:
+        parts = (*description.products, description.activation)
+        whole = all(map(_has_adapter, description.products))
+        if whole and not any("forward" in vars(part) for part in parts):
+            return partial(_mlp_of_modules, description)
+    return None
+
+
+def _has_adapter(module: Any) -> bool:
+    """True if it is a linear layer with an adapter, and `_plain` below it."""
+    return class_name(type(module)) == ADAPTED and _plain((module.base_layer,))
+
+
+def _adapted(module: Any, x: Tensor) -> Tensor:
+    """What a layer and its adapter give; a layer alone where the adapter is off."""
+    names = list(module.lora_A)
+    if module.disable_adapters or module.merged or len(names) != 1:
+        return type(module).forward(module, x)
+    layer, name = module.base_layer, names[0]
+    a, b = module.lora_A[name], module.lora_B[name]
+    if _hooked(layer, a, b) or operations().gpu_kernels(x) is None:
+        return type(module).forward(module, x)
+    adapter = a.weight, b.weight
+    out_TO = adapted_linear(_flat(x), (layer.weight, layer.bias), adapter, module.scaling[name])
+    return out_TO.view(*x.shape[:-1], -1)
+
+
+def _mlp_of_modules(description: MLP, hidden_states: Tensor) -> Tensor:
+    """An MLP whose products are modules that are called, with its activation in one pass."""
+    module = description.module
+    if _hooked(description.activation):
+        return type(module).forward(module, hidden_states)
+    gate, up = (project(hidden_states) for project in description.inputs)
+    opened_TI = gated(gate.flatten(0, -2), up.flatten(0, -2))
+    return description.output(opened_TI.view_as(gate))
 
 
 def _lower(hidden_states: Tensor) -> torch.dtype:

@@ -13,6 +13,7 @@ In: tensors.  Out: tensors.  No module here knows a model, a setting or an algor
 - `operations`: the protocol that a package of kernels implements, and torch's own way.
 - `fused`, `functional`: blocks that run fused, with gradients written out.
 - `joined`: linear layers over one input as one product.
+- `adapted`: linear layers with a low-rank adapter.
 - `in_place_gradients`: where gradients of matrices are summed.
 - `onednn_shapes`: numbers of rows for which a CPU keeps machine code.
 - `autograd`: what our backward passes refuse.

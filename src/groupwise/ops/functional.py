@@ -287,7 +287,7 @@ class LastProduct(torch.autograd.Function):
         bias_D: Tensor | None,
         turned: bool,
     ) -> Tensor:
-        return _times(opened(), weight, bias_D, turned, _copies.get())
+        return times(opened(), weight, bias_D, turned, _copies.get())
 
     @staticmethod
     @first_derivative
@@ -308,7 +308,7 @@ class FirstProducts(torch.autograd.Function):
         hold(ctx, *parameters)
         inner = []
         for weight, bias_I in pairs(parameters[:-2]):
-            inner.append(_times(x_TD, weight, bias_I, turned, ctx.copies))
+            inner.append(times(x_TD, weight, bias_I, turned, ctx.copies))
         ctx.save_for_backward(x_TD, *inner)
         ctx.turned = turned
         ctx.mark_non_differentiable(*inner)
@@ -418,7 +418,7 @@ class Linear(torch.autograd.Function):
         ctx.save_for_backward(x_TI if ctx.needs_input_grad[1] else None)
         ctx.turned, ctx.bias_type = turned, None if bias_O is None else bias_O.dtype
         hold(ctx, weight)
-        return _times(x_TI, weight, bias_O, turned, ctx.copies)
+        return times(x_TI, weight, bias_O, turned, ctx.copies)
 
     @staticmethod
     @first_derivative
@@ -434,13 +434,13 @@ class Linear(torch.autograd.Function):
         )
 
 
-def _times(
+def times(
     x_TI: Tensor, weight: Tensor, bias_O: Tensor | None, turned: bool, copies: Copies | None
 ) -> Tensor:
     return operations().product(
         x_TI,
         _turned(copies, weight, x_TI, turned),
-        None if bias_O is None else _like(bias_O, x_TI, copies),
+        None if bias_O is None else like(bias_O, x_TI, copies),
     )
 
 
@@ -450,7 +450,7 @@ def back(ctx: Any, grad_TO: Tensor, weight: Tensor) -> Tensor:
 
 
 def _turned(copies: Copies | None, weight: Tensor, x: Tensor, as_is: bool) -> Tensor:
-    weight = _like(weight, x, copies)
+    weight = like(weight, x, copies)
     return weight if as_is else weight.T
 
 
@@ -504,7 +504,7 @@ def held(ctx: Any) -> tuple[Any, ...]:
     return ctx.weights
 
 
-def _like(weight: Tensor, x: Tensor, copies: Copies | None) -> Tensor:
+def like(weight: Tensor, x: Tensor, copies: Copies | None) -> Tensor:
     """A weight in the type of what it multiplies."""
     if weight.dtype == x.dtype or copies is None or copies.closed:
         return weight.to(x.dtype)
