@@ -437,6 +437,7 @@ class Linear(torch.autograd.Function):
 def times(
     x_TI: Tensor, weight: Tensor, bias_O: Tensor | None, turned: bool, copies: Copies | None
 ) -> Tensor:
+    """Return what a linear layer gives, in the type of its input."""
     return operations().product(
         x_TI,
         _turned(copies, weight, x_TI, turned),
