@@ -17,8 +17,10 @@ import groupwise
 from groupwise.cli.commands import main
 from groupwise.config.recipes import dump, load_recipe
 from groupwise.runs.run import train
-from groupwise.utils.secrets import REDACTED, redacted, redacted_command, scrubbed, secret_name
-from groupwise.utils.terminal import escaped, json_line
+from groupwise.utils.json_text import json_line
+from groupwise.utils.redaction import redacted, redacted_command
+from groupwise.utils.secrets import REDACTED, scrubbed, secret_name
+from groupwise.utils.terminal import escaped
 
 NAMES = (
     "hf_token", "hub_token", "apikey", "api_key", "api-key", "apiKey", "API_KEY", "OPENAI_API_KEY", "access_key",

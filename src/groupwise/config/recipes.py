@@ -37,9 +37,9 @@ from groupwise.config.validation import (
 )
 from groupwise.errors import ConfigError, GroupwiseError, Problems
 from groupwise.utils.files import expanded
-from groupwise.utils.secrets import redacted
+from groupwise.utils.json_text import half_character
+from groupwise.utils.redaction import redacted
 from groupwise.utils.spelling import closest
-from groupwise.utils.terminal import half_character
 
 NEUTRAL = ("save.", "parallel.", "runs.", "name.", "threads.")
 """Beginnings of keys that may change when a run is resumed: they do not say what is computed."""

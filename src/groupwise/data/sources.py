@@ -20,8 +20,9 @@ from groupwise.config.validation import ROW, wrong_rows
 from groupwise.errors import DataError
 from groupwise.utils.built_in import built_in, find_built_in
 from groupwise.utils.files import digest, expanded
+from groupwise.utils.json_text import half_character
 from groupwise.utils.spelling import counted
-from groupwise.utils.terminal import escaped, half_character
+from groupwise.utils.terminal import escaped
 
 Row = Mapping[str, Any]
 Item = TypeVar("Item")

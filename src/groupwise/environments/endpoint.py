@@ -43,7 +43,8 @@ from groupwise.environments.requests import (
 )
 from groupwise.errors import ConfigError, EnvironmentFailure
 from groupwise.utils.http import Handler, Server, is_loopback
-from groupwise.utils.terminal import half_character, logger
+from groupwise.utils.json_text import half_character
+from groupwise.utils.terminal import logger
 
 log = logger(__name__)
 

@@ -26,7 +26,7 @@ from typing import Any, Literal, get_args
 
 from groupwise.environments.schemas import is_kind, kinds_of
 from groupwise.errors import ConfigError
-from groupwise.utils.terminal import half_character
+from groupwise.utils.json_text import half_character
 
 CallForm = Literal["json", "xml", "bare", "channels"]
 

@@ -10,7 +10,7 @@ In: a folder or hub name.  Out: a `policy.Policy` that takes packed `Batch`es.
   once.
 - `gguf_export`, `gguf_metadata`, `gguf_vocabulary`: the way back, a folder as a GGUF file.
 - `model_download`: models that come in a Python package.
-- `saving`: policies to folders.
+- `saving`: policies to folders; `quiet`: transformers' messages meanwhile.
 - `passes`, `backbone`: a policy's forward pass over packed batches.
 - `attention`, `reach`, `rope`, `recurrence`: packed streams for unmodified models; `masks` switches
   a model to them.

@@ -51,11 +51,12 @@ from groupwise.models.head_form import form_of, has_deep_head
 from groupwise.models.lora import ADAPTER_CONFIG, merge_adapter, read_adapter
 from groupwise.models.masks import use_packed_attention
 from groupwise.models.policy import Policy
+from groupwise.models.quiet import quiet_transformers
 from groupwise.models.recurrence import use_packed_recurrence
 from groupwise.models.shape import language_part
 from groupwise.models.streaming import CheckpointReader, check_finite, empty_model
 from groupwise.utils.files import expanded
-from groupwise.utils.terminal import logger, quiet_transformers
+from groupwise.utils.terminal import logger
 
 log = logger(__name__)
 Read = TypeVar("Read")

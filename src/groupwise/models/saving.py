@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 from groupwise.distributed import comm
 from groupwise.models.lora import FOLDER, keep_adapter, model_without_layers, write_adapter
 from groupwise.models.policy import Policy
+from groupwise.models.quiet import quiet_transformers
 from groupwise.models.sharded import gathered, own_parts, write_parts
-from groupwise.utils.terminal import quiet_transformers
 
 
 def merged(policy: Policy) -> PreTrainedModel:

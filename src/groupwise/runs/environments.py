@@ -38,7 +38,8 @@ from groupwise.models.loading import Blueprint
 from groupwise.records import Sampling
 from groupwise.runs.plan import Lines
 from groupwise.utils.imports import imported
-from groupwise.utils.secrets import TOKEN, redacted_command
+from groupwise.utils.redaction import redacted_command
+from groupwise.utils.secrets import TOKEN
 from groupwise.utils.spelling import counted
 
 

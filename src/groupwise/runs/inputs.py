@@ -41,7 +41,7 @@ from groupwise.runs.trust import named_code
 from groupwise.training.preferences import preference_rows
 from groupwise.utils import files
 from groupwise.utils.files import expanded
-from groupwise.utils.secrets import redacted
+from groupwise.utils.redaction import redacted
 from groupwise.utils.spelling import counted
 from groupwise.utils.terminal import logger
 

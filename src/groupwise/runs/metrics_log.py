@@ -21,7 +21,8 @@ from typing import Any
 from groupwise.errors import RunError
 from groupwise.runs.run_files import RunFiles, bounded_json
 from groupwise.utils import files
-from groupwise.utils.terminal import json_line, logger
+from groupwise.utils.json_text import json_line
+from groupwise.utils.terminal import logger
 
 log = logger("groupwise")
 

@@ -19,7 +19,7 @@ from groupwise.config.settings import Recipe
 from groupwise.data.rendering import CLOCK
 from groupwise.errors import RunError
 from groupwise.runs.run_files import RunFiles
-from groupwise.utils.secrets import redacted_command
+from groupwise.utils.redaction import redacted_command
 from groupwise.utils.terminal import logger
 
 log = logger("groupwise")

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 REDACTED = "[redacted]"
 TOKEN = "GROUPWISE_TOKEN"
@@ -89,7 +88,6 @@ ADDRESS = re.compile(r"""(?<=://)(?:[^/\s:@"'<>]*:[^/\s"'<>]+|[^/\s:@"'<>]{8,})(
 """A password with its user, or a token, in an address."""
 SHORTEST = 8
 """Characters below which the value of a variable is too common a text to be looked for."""
-_PAIR = re.compile(r"-{0,2}([\w.-]+)=")
 
 
 def secret_name(name: str) -> bool:
@@ -116,65 +114,17 @@ def scrubbed(text: str) -> str:
     >>> scrubbed("sent to https://me:pw@host/")
     'sent to https://[redacted]@host/'
     """
-    return _scrubbed(text, _of_environment())
+    return without_secrets(text, environment_secrets())
 
 
-def _scrubbed(text: str, known: Sequence[str]) -> str:
+def without_secrets(text: str, known: Sequence[str]) -> str:
+    """Return a text without known secrets and without passwords in addresses."""
     for value in known:
         text = text.replace(value, REDACTED)
     return ADDRESS.sub(REDACTED, text)
 
 
-def redacted(value: Any, name: str = "") -> Any:
-    """Return a copy without secrets: without all that stands under a secret's name, but true, false
-    and null, and with every text as `scrubbed` returns it.
-
-    >>> redacted({"hub_token": "abc", "max_new_tokens": 8, "url": "https://me:pw@host/"})
-    {'hub_token': '[redacted]', 'max_new_tokens': 8, 'url': 'https://[redacted]@host/'}
-    """
-    return _redacted(value, secret_name(name), _of_environment())
-
-
-def _redacted(value: Any, secret: bool, known: Sequence[str]) -> Any:
-    match value:
-        case bool() | None | "":
-            return value
-        case str() if not secret:
-            return _scrubbed(value, known)
-        case str() | int() | float() if secret:
-            return REDACTED
-        case Mapping():
-            copy = {}
-            for key, inner in value.items():
-                under = secret or secret_name(str(key))
-                copy[_scrubbed(str(key), known)] = _redacted(inner, under, known)
-            return copy
-        case list() | tuple():
-            return [_redacted(inner, secret, known) for inner in value]
-    return value
-
-
-def redacted_command(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of a command without secrets: of `name=value` under a secret's name, and
-    of a mapping that holds such a name, the value.
-
-    >>> redacted_command(["train", "args={k: 3, api_key: abc}", "args.api_key=abc", "steps=3"])
-    ['train', 'args=[redacted]', 'args.api_key=[redacted]', 'steps=3']
-    """
-    known = _of_environment()
-    return [_argument(text, known) for text in arguments]
-
-
-def _argument(text: str, known: Sequence[str]) -> str:
-    place, secret = 0, False
-    while not secret and (pair := _PAIR.match(text, place)):  # --task-arg=name=value
-        place, secret = pair.end(), secret_name(pair[1])
-    if place and text.startswith(("{", "["), place):
-        secret = secret or any(map(secret_name, re.findall(r"[\w.-]+", text[place:])))
-    return text[:place] + (REDACTED if secret else _scrubbed(text[place:], known))
-
-
-def _of_environment() -> list[str]:
+def environment_secrets() -> list[str]:
     """Return the secrets of this process's environment, longest first."""
     secrets = set()
     for name, value in os.environ.items():

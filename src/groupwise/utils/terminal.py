@@ -1,15 +1,11 @@
-"""Text that others wrote, made harmless for a terminal and for a line of a log."""
+"""Text that others wrote, made harmless for a terminal and for the log."""
 
 from __future__ import annotations
 
-import json
 import logging
-import re
 import sys
 import traceback
 import unicodedata
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -61,39 +57,6 @@ def _escapes(keep: str) -> _Escapes:
     return _Escapes(keep)
 
 
-def half_character(value: Any) -> str | None:
-    r"""The first half of a character that stands alone in plain values, as an escape; None: none
-    does.
-
-    JSON can escape one, and Python reads it, but no tokenizer and no file can hold it.
-
-    >>> half_character({"a": ["\ud83d!"]}), half_character("\u00e9")
-    ("'\\ud83d'", None)
-    """
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        return ascii(error.object[error.start])
-    return None
-
-
-_BARE = re.compile(
-    "[\x7f-\x9f\xad\u0600-\u0605\u061c\u06dd\u070f\u180e\u200b-\u200f"
-    "\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
-)
-
-
-def json_line(value: Any) -> str:
-    r"""A value as one line of JSON that reads the same and steers no terminal; letters of any
-    language stand as they are.
-
-    >>> json_line({"é": "\x1b \u202e"})
-    '{"é": "\\u001b \\u202e"}\n'
-    """
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    return _BARE.sub(lambda match: f"\\u{ord(match.group()):04x}", text) + "\n"
-
-
 class Harmless(logging.Filter):
     """Escapes whatever a log record says, and takes secrets out of it: the message, and the
     traceback below it.
@@ -108,40 +71,6 @@ class Harmless(logging.Filter):
         return True
 
 
-class Unstyled(Harmless):
-    """The same for loggers of others, which write bold and colours themselves: those are left out,
-    not shown.
-    """
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Always true; the record's text is changed."""
-        record.msg, record.args = _STYLE.sub("", record.getMessage()), ()
-        return super().filter(record)
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """transformers inside shows no progress bars, and nothing in its messages steers a terminal."""
-    from transformers.utils import logging as its
-
-    bars, handlers, harmless = (
-        its.is_progress_bar_enabled(),
-        list(its.get_logger("transformers").handlers),
-        Unstyled(),
-    )
-    its.disable_progress_bar()
-    for handler in handlers:
-        handler.addFilter(harmless)
-    try:
-        yield
-    finally:
-        for handler in handlers:
-            handler.removeFilter(harmless)
-        if bars:
-            its.enable_progress_bar()
-
-
-_STYLE = re.compile(r"\x1b\[[0-9;]*m")
 HARMLESS = Harmless()
 """One filter for a whole process: a logger, or a handler, takes it once."""
 
