@@ -91,6 +91,7 @@ $(VENV)/.dev: EXTRAS := [test,dev]
 $(VENV)/.bench: EXTRAS := [bench]
 $(VENV)/.docs: EXTRAS := [docs]
 $(VENV)/.core $(VENV)/.test $(VENV)/.slow $(VENV)/.dev $(VENV)/.bench $(VENV)/.docs: $(VENV)/bin/python pyproject.toml constraints.txt $(KERNELS)
+	@echo "Installing packages, then compiling kernels for CPUs: a minute or more"
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.$(EXTRAS)' setuptools
 	@$(MAKE) -s $(VENV)/.kernels
 	touch $@

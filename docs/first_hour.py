@@ -122,7 +122,7 @@ PARTS = (
             Run(
                 "groupwise check my.yaml",
                 "`groupwise check` compares sampled with scored log-probs and tests gold answers and end tokens.",
-                (0, 12),
+                (0, 9),
             ),
         ),
     ),
@@ -145,6 +145,8 @@ PARTS = (
             Run("groupwise eval runs/mine", fast="groupwise eval runs/mine --limit 4"),
             Run(
                 "groupwise replay runs/mine --step 20 --set objective=dr_grpo",
+                "The line `algorithm` of the plan and of a replay names the four parts of the loss: the credit that makes advantages of rewards, the\n"
+                "importance ratio, the policy loss of a token, and the weights by which tokens are averaged ([parts](algorithms.md)).\n\n"
                 "What would Dr. GRPO have done with the same completions? A replay recomputes the recorded step, first unchanged,\n"
                 "then with the change:",
                 (0, 13),

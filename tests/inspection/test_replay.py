@@ -255,6 +255,7 @@ def test_a_change_that_cannot_be_made_is_refused(run: Path, change: str, says: s
 def test_another_machine_is_told_apart(run: Path) -> None:
     environment = json.loads((run / "environment.json").read_text())
     environment["attempts"][0]["versions"]["torch"] = "2.1.0"
+    environment["attempts"][0]["kernels"] = "the package is not installed: run `pip install`"
     (run / CHECKSUMS).unlink()
     (run / "environment.json").write_text(json.dumps(environment))
     lines = read_metrics(run)
@@ -263,6 +264,7 @@ def test_another_machine_is_told_apart(run: Path) -> None:
     replayed = replay(run, 5)
     assert replayed.apart is not None
     assert "torch 2.1.0 then" in replayed.apart
+    assert "kernels the package is not installed then, " in replayed.apart
     assert replayed.same, "rounding elsewhere is no difference"
     lines[4]["grad_norm"] *= 1.1
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -401,6 +401,11 @@ def _beginning(folder: Path, number: int, reach: int) -> tuple[int | None, list[
     return step, reasons
 
 
+def _reason(fact: object) -> str:
+    """Return a fact about a machine without the remedy that follows a colon."""
+    return str(fact).partition(":")[0]
+
+
 def _apart(folder: Path, number: int, recorded: Step) -> tuple[str | None, int]:
     """What differs between the machine that took a step and this one, and the threads it took it
     with.
@@ -416,7 +421,7 @@ def _apart(folder: Path, number: int, recorded: Step) -> tuple[str | None, int]:
     different = []
     for name, value in here.items():
         if there[name] != value:
-            different.append(f"{name} {there[name]} then, {value} now")
+            different.append(f"{name} {_reason(there[name])} then, {_reason(value)} now")
     if now["gpus"]:
         different.append("a GPU adds up in an order of its own")
     if any(name.startswith("ranks/") for name in recorded.metrics):
