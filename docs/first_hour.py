@@ -145,8 +145,9 @@ PARTS = (
             Run("groupwise eval runs/mine", fast="groupwise eval runs/mine --limit 4"),
             Run(
                 "groupwise replay runs/mine --step 20 --set objective=dr_grpo",
-                "The line `algorithm` of the plan and of a replay names the four parts of the loss: the credit that makes advantages of rewards, the\n"
-                "importance ratio, the policy loss of a token, and the weights by which tokens are averaged ([parts](algorithms.md)).\n\n"
+                "The line `algorithm` of the plan and of a replay names the four parts of the loss: the credit that makes\n"
+                "advantages of rewards, the importance ratio, the policy loss of a token, and the weights by which tokens\n"
+                "are averaged ([parts](algorithms.md)).\n\n"
                 "What would Dr. GRPO have done with the same completions? A replay recomputes the recorded step, first unchanged,\n"
                 "then with the change:",
                 (0, 13),
