@@ -361,6 +361,19 @@ def test_any_parquet_of_completions_is_shown(tmp_path: Path) -> None:
     assert search(pages, text="c")[0]["step"] == 2
 
 
+def test_the_reward_of_a_file_is_its_own_or_the_sum_of_its_functions(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "p", "completion": "a", "rewards/exact": 1.0, "rewards/short": 0.25},
+        {"prompt": "p", "completion": "b", "rewards/exact": 1.0, "reward": 0.5},
+        {"prompt": "p", "completion": "c", "reward": {"exact": 0.0, "short": None}},
+        {"prompt": "p", "completion": "d"},
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    step = pages_of(tmp_path / "rows.jsonl").answer("step", {"run": "0"})
+    assert step["groups"][0]["rewards"] == [1.25, 0.5, 0.0, None]
+    assert step["functions"] == {"exact": pytest.approx(2 / 3), "short": 0.25}
+
+
 @pytest.mark.parametrize("name", ["rows.ndjson", "ROWS.JSONL", "rows.JSON"])
 def test_endings_are_read_as_training_reads_them(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text('{"prompt": "p", "completion": "a"}\n')
