@@ -32,7 +32,7 @@ from groupwise.ops.operations import operations
 from groupwise.records import Batch, Step
 from groupwise.rollout.native.cuda import workspace
 from groupwise.rollout.native.forward import SpecialisedForward
-from groupwise.runs import plan
+from groupwise.runs import plan, step_time
 from groupwise.runs.plan import (
     Load,
     fitted,
@@ -45,7 +45,7 @@ from groupwise.runs.plan import (
     process_memory,
     prompts_of,
 )
-from groupwise.runs.prepared import plan_of
+from groupwise.runs.prepared import Prepared, plan_of
 from groupwise.runs.run_log import RunLog
 from groupwise.training.optimizer import learning_rate
 
@@ -557,8 +557,10 @@ def test_a_plan_says_how_long_the_steps_take_by_what_was_measured(planned: Calla
     options = ("name=mine", "steps=100")
     code, text = planned("--dry-run", *options)
     assert code == 0
-    assert f"time not measured yet: `groupwise train {tmp_path / 'recipe.yaml'} steps=2 name=mine-measured`" in text
-    recipe = load_recipe(tmp_path / "recipe.yaml", [*options, "steps=2", "name=mine-measured"])
+    assert (
+        f"time not measured yet: `groupwise train {tmp_path / 'recipe.yaml'} steps=2 data.eval_limit=8 name=mine-measured`" in text
+    )
+    recipe = load_recipe(tmp_path / "recipe.yaml", [*options, "steps=2", "data.eval_limit=8", "name=mine-measured"])
     folder = tmp_path / "runs" / "mine-measured"
     folder.mkdir(parents=True)
     with RunLog(folder, recipe) as log:
@@ -569,6 +571,49 @@ def test_a_plan_says_how_long_the_steps_take_by_what_was_measured(planned: Calla
     assert measured in planned("--dry-run", *options)[1]
     assert "not measured yet" in planned("--dry-run", *options, "group.group_size=4")[1]
     assert "not measured yet" in planned("--dry-run", *options, "--world", "2")[1]
+
+
+def test_a_plan_estimates_a_step_by_the_nearest_model_that_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer texts, more passes and a reference take longer; other devices, sizes, engines and adapters were not measured."""
+    monkeypatch.setattr(step_time, "device_name", lambda recipe: "amx")
+    monkeypatch.setattr(step_time, "absence", lambda: None)
+    tree = {
+        "objective": "grpo", "steps": 10, "threads": 1, "model": {"scratch": {"hidden": 256, "layers": 4}},
+        "data": {"task": "addition", "limit": 20, "eval_limit": 4}, "rewards": [{"function": "accuracy"}],
+        "rollout": {"max_new_tokens": 64}, "group": {"prompts_per_step": 8, "group_size": 8},
+    }  # fmt: skip
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
+
+    def estimate(*overrides: str) -> step_time.StepTime | None:
+        prepared = Prepared.of(load_recipe(tmp_path / "recipe.yaml", list(overrides)))
+        prepared.close()
+        return step_time.step_time(prepared)
+
+    found = estimate()
+    assert found is not None and (found.measured.dtype, found.measured.blocks) == ("float32", 2.9e6)
+    assert 0.4 * found.most < found.least < 0.6 * found.most
+    assert "120 and 67 GFLOP/s, measured on a core with matrix tiles" in found.source and "2026-11-22, 0a10df2" in found.source
+    for change, factor in (("rollout.max_new_tokens=128", 1.9), ("group.updates_per_rollout=2", 1.4), ("group.beta=0.1", 1.1)):
+        longer = estimate(change)
+        assert longer is not None and longer.most > factor * found.most, change
+    threads = estimate("threads=2")
+    assert threads is not None and (threads.least, threads.most) == (found.least / 2, found.most)
+    for change in ("model.scratch.hidden=32", "rollout.engine=transformers"):
+        assert estimate(change) is None, change
+
+
+def test_processors_are_told_apart(tmp_path: Path) -> None:
+    cases = {
+        "amx": "vendor_id : GenuineIntel\ncpu family : 6\nflags : avx2 avx512f amx_bf16",
+        "zen4": "vendor_id : AuthenticAMD\ncpu family : 25\nflags : avx2 avx512f",
+        "avx512": "vendor_id : AuthenticAMD\ncpu family : 26\nflags : avx2 avx512f",
+        "avx2": "vendor_id : AuthenticAMD\ncpu family : 25\nflags : avx2",
+        None: "Features : asimd",
+    }
+    for kind, text in cases.items():
+        (tmp_path / "cpuinfo").write_text(text)
+        assert step_time.processor_kind(tmp_path / "cpuinfo") == kind
+    assert step_time.processor_kind(tmp_path / "none") is None
 
 
 @pytest.mark.parametrize(("objective", "task"), [("grpo", "addition"), ("sft", "addition")])

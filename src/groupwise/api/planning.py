@@ -23,8 +23,9 @@ from groupwise.errors import ConfigError, RunError
 from groupwise.runs.folder import CONFIG, LARGEST_CONFIG, anew
 from groupwise.runs.metrics_log import LogReader, merged
 from groupwise.runs.plan import Lines
-from groupwise.runs.prepared import plan_of
+from groupwise.runs.prepared import Prepared
 from groupwise.runs.run_files import RunFiles
+from groupwise.runs.step_time import StepTime, step_time
 from groupwise.runs.trust import demand_trust_in_recipe
 from groupwise.utils import files
 from groupwise.utils.spelling import counted
@@ -33,6 +34,11 @@ RECENT = 20
 """Steps at the end of a log whose times say how long a step takes."""
 MEASURED = "-measured"
 """What is added to a run's name for the two steps that measure its time."""
+FEW_HELD_OUT = "data.eval_limit=8"
+"""Keeps the evaluations of these two steps short."""
+SET_TO_MEASURE = ("steps=", "name=", "data.eval_limit=")
+NOT_OF_A_STEP = ("steps:", "epochs:", "data.eval_limit:")
+"""Changes of a recipe that change no step's time."""
 
 
 def plan_recipe(
@@ -74,8 +80,8 @@ def plan_recipe(
                 with_lines(path, overrides, stage),
                 Progress(recipe.steps or 1, title, console=console) as progress,
             ):
-                plan = _plan_from_beginning(recipe, stages, world, model_config)
-                times = time_lines(recipe, path, overrides, elsewhere=elsewhere)
+                plan, estimate = _plan_from_beginning(recipe, stages, world, model_config)
+                times = time_lines(recipe, path, overrides, estimate, elsewhere=elsewhere)
                 progress.plan([*plan, *notes, *times])
     process_group.leave()
     return 0
@@ -106,15 +112,13 @@ def _plan_from_beginning(
     stages: Mapping[str, Recipe],
     world: int | None,
     config: Mapping[str, Any] | None,
-) -> Lines:
+) -> tuple[Lines, StepTime | None]:
     """Plan a stage before the stages it builds on exist: their models have the shape of what those
-    start from.
+    start from.  With an estimate of a step's seconds, where there is one.
     """
     if (recipe.data.path or "").startswith(STAGE):
-        return [
-            ("objective", recipe.objective),
-            ("data", f"pairs of what {recipe.data.path} will have sampled; not there yet"),
-        ]
+        sampled = f"pairs of what {recipe.data.path} will have sampled; not there yet"
+        return [("objective", recipe.objective), ("data", sampled)], None
     known, scorers = [], []
     for reward in recipe.rewards:
         path = str(reward.args.get("path"))
@@ -123,7 +127,9 @@ def _plan_from_beginning(
         else:
             known.append(reward)
     begun = _from_beginning(replace(recipe, rewards=tuple(known)), stages)
-    return plan_of(begun, scorers, world=world, config=config)
+    prepared = Prepared.of(begun, scorers=scorers, world=world, config=config)
+    prepared.close()
+    return prepared.plan, step_time(prepared)
 
 
 def _from_beginning(recipe: Recipe, stages: Mapping[str, Recipe]) -> Recipe:
@@ -145,10 +151,15 @@ def _from_beginning(recipe: Recipe, stages: Mapping[str, Recipe]) -> Recipe:
 
 
 def time_lines(
-    recipe: Recipe, path: str | Path, overrides: Sequence[str], *, elsewhere: bool = False
+    recipe: Recipe,
+    path: str | Path,
+    overrides: Sequence[str],
+    estimate: StepTime | None = None,
+    *,
+    elsewhere: bool = False,
 ) -> Lines:
-    """Say how long the steps take, by what a run of the same recipe has recorded; else the command
-    that measures it.
+    """Say how long the steps take, by what a run of the same recipe has recorded; else by what was
+    measured on such a device, with the command that measures it here.
 
     elsewhere: the plan is for other processes or another model, which nothing here has measured.
     """
@@ -158,17 +169,22 @@ def time_lines(
         folder = run_folder(run)
         seconds = _recorded_seconds(folder, recipe)
         if seconds:
-            return [("time", _range(recipe, folder, seconds))]
-    others = [one for one in overrides if not one.startswith(("steps=", "name="))]
-    arguments = [str(path), *others, "steps=2", f"name={root}{MEASURED}"]
+            source = f"steps {min(seconds)} to {max(seconds)} in {folder}"
+            text = _range(recipe, min(seconds.values()), max(seconds.values()), source)
+            return [("time", text)]
+    others = [one for one in overrides if not one.startswith(SET_TO_MEASURE)]
+    arguments = [str(path), *others, "steps=2", FEW_HELD_OUT, f"name={root}{MEASURED}"]
     command = shlex.join(["groupwise", "train", *arguments])
     where = "there" if elsewhere else "then plan again"
-    return [("time", f"not measured yet: `{command}` trains two steps, {where}")]
+    lines = [("time", f"not measured yet: `{command}` trains two steps, {where}")]
+    if estimate is not None and not elsewhere:
+        text = _range(recipe, estimate.least, estimate.most, estimate.source)
+        lines.insert(0, ("estimate", text))
+    return lines
 
 
-def _range(recipe: Recipe, folder: Path, seconds: Mapping[int, float]) -> str:
-    least, most = min(seconds.values()), max(seconds.values())
-    source = f"steps {min(seconds)} to {max(seconds)} in {folder}"
+def _range(recipe: Recipe, least: float, most: float, source: str) -> str:
+    """Seconds of a step and of all steps, and where they are from."""
     text = f"{least:.2g} to {most:.2g} s a step ({source})"
     if recipe.steps is None:
         return text
@@ -188,7 +204,7 @@ def _recorded_seconds(folder: Path, recipe: Recipe) -> dict[int, float]:
         lines = merged(LogReader(run).read())
     except (RunError, ConfigError):
         return {}
-    if any(not line.startswith(("steps:", "epochs:")) for line in different):
+    if any(not line.startswith(NOT_OF_A_STEP) for line in different):
         return {}
     seconds = {}
     for line in lines[-RECENT:]:

@@ -6,6 +6,7 @@ model.
 - `run`: drives a job: resume, log, save, evaluate, export.
 - `prepared`: what is known before weights are loaded: model, data, rewards and the plan.
 - `plan`: prompts, updates and memory of a run, in numbers.
+- `step_time`, `measured_speeds`: seconds of a step, by what was measured on such a device.
 - `job`: policy, engine, optimizer and loop; what a checkpoint holds.
 - `run_models`, `engines`, `environments`: the models, the sampler and the environment of a recipe.
 - `checkpoint`: checkpoints that are whole or are not there.

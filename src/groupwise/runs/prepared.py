@@ -47,6 +47,7 @@ from groupwise.runs.environments import (
 )
 from groupwise.runs.plan import (
     Lines,
+    Load,
     algorithm_line,
     fitted,
     load_of,
@@ -133,6 +134,8 @@ class Prepared:
     algorithm: Algorithm | None
     """None of a data-set objective."""
     steps: int
+    load: Load
+    """The work of a step."""
     plan: Lines
     environment: Environment | None
     started: ExitStack
@@ -201,6 +204,7 @@ class Prepared:
                 rewards=rewards,
                 algorithm=algorithm,
                 steps=steps,
+                load=load,
                 plan=plan,
                 environment=_start_environment(recipe, blueprint, runtime, started),
                 started=started.pop_all(),

@@ -10,8 +10,9 @@ utilisation; divide the figure by the peak of your device to get that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -92,7 +93,11 @@ class Meter:
 
 def has_experts(policy: Policy) -> bool:
     """True for a mixture of experts."""
-    config = policy.model.config.to_dict()
+    return names_experts(policy.model.config.to_dict())
+
+
+def names_experts(config: Mapping[str, Any]) -> bool:
+    """True if a config (a dictionary) is a mixture of experts'."""
     return any(
         config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")
     )
