@@ -575,7 +575,7 @@ def test_a_plan_says_how_long_the_steps_take_by_what_was_measured(planned: Calla
 
 def test_a_plan_estimates_a_step_by_the_nearest_model_that_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer texts, more passes and a reference take longer; other devices, sizes, engines and adapters were not measured."""
-    monkeypatch.setattr(step_time, "device_name", lambda recipe: "amx")
+    monkeypatch.setattr(step_time, "device_name", lambda load: "amx")
     monkeypatch.setattr(step_time, "absence", lambda: None)
     tree = {
         "objective": "grpo", "steps": 10, "threads": 1, "model": {"scratch": {"hidden": 256, "layers": 4}},

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from groupwise.config.settings import Recipe, engine_traits
-from groupwise.models.loading import resolve_device
 from groupwise.models.shape import Shape
 from groupwise.ops.operations import absence
 from groupwise.runs.measured_speeds import KINDS, MEASURED, PEAKS, MeasuredSpeed
@@ -63,7 +62,7 @@ def step_time(prepared: Prepared) -> StepTime | None:
     if names_experts(prepared.blueprint.config) or (load.cpu and absence()):
         return None
     shape = shape_of(prepared.blueprint, recipe.model.dtype)
-    row = nearest(device_name(recipe), shape)
+    row = nearest(device_name(load), shape)
     if row is None:
         return None
     threads = 1
@@ -85,11 +84,13 @@ def nearest(device: str | None, shape: Shape) -> MeasuredSpeed | None:
     return best
 
 
-def device_name(recipe: Recipe) -> str | None:
-    """What the table of measured speeds calls the device of a recipe; None for others."""
-    if resolve_device(recipe.model).type == "cuda":
-        return torch.cuda.get_device_name()
-    return processor_kind()
+def device_name(load: Load) -> str | None:
+    """What the table of measured speeds may call the device of a step; None for a GPU that is not
+    there.
+    """
+    if load.cpu:
+        return processor_kind()
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def processor_kind(cpus: Path = Path("/proc/cpuinfo")) -> str | None:
