@@ -34,7 +34,7 @@ class MeasuredSpeed:
     """FLOP/s of sampling with the native engine."""
     date: str
     commit: str
-    """Of the source that was measured."""
+    """The source that was measured."""
 
 
 MEASURED = (
