@@ -187,6 +187,20 @@ def test_a_sweep_that_ended_early_continues(there: Path, number: signal.Signals)
 
 
 @pytest.mark.slow
+def test_a_sweep_whose_output_cannot_be_written_ends_its_runs_in_words(there: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A folder stands in the place of the second run's output; the first run ends behind its step."""
+    log = there / "runs" / "mine-seed=1.log"
+    log.mkdir(parents=True)
+    with started("steps=60", "eval.every=60", "--seeds", "2", "--at-once", "2") as sweep:
+        assert sweep.wait(120) != 0
+    said = capfd.readouterr().err
+    assert "Traceback" not in said
+    assert f"cannot write the output of a run to {log.relative_to(there)}" in said
+    assert "the same command resumes what is left of the sweep" in said
+    assert not in_use(there / "runs/mine-seed=0")
+
+
+@pytest.mark.slow
 def test_a_run_that_fails_does_not_end_the_others(there: Path) -> None:
     (there / "my_rewards.py").write_text(FAILING)
     (there / "my.yaml").write_text(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -105,6 +106,8 @@ def test_best_of_a_run(
         ("loss", [3.0, 2.0, 2.5, 1.0], 4, None),
         ("calibration/error", [0.2, 0.1, None, None], 2, 4),
         ("pass@8", [None, None, 0.5], 3, 2),
+        ("loss", [math.nan, 2.0, math.nan, 3.0], 2, 4),
+        ("reward", [math.nan, -math.inf, 0.5], 3, None),
     ],
 )
 def test_comparison(figure: str, values: list[float | None], step: int, stops_at: int | None) -> None:

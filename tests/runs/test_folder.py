@@ -29,7 +29,7 @@ from groupwise.runs.origin import run_of
 from groupwise.runs.rollout_files import list_rollouts, read_step
 from groupwise.runs.run_files import RunFiles
 from groupwise.runs.run_log import RunLog
-from groupwise.runs.starts import environment
+from groupwise.runs.starts import attempts_of, environment, moment_of
 from groupwise.viewer.metric_columns import Metrics
 
 
@@ -440,6 +440,51 @@ def test_c11_a_live_process_is_refused_a_dead_one_taken_over(tmp_path: Path) -> 
             Lock(tmp_path)
     with Lock(tmp_path):
         pass
+
+
+def test_a_process_that_looks_at_its_own_run_keeps_the_lock(tmp_path: Path) -> None:
+    """As a viewer in the process that trains: POSIX gives a lock up when any descriptor of its file is closed."""
+    attempt = [sys.executable, "-c", "import sys; from groupwise.runs.lock import Lock; Lock(sys.argv[1])", str(tmp_path)]
+    (tmp_path / "link").symlink_to(tmp_path)
+    with Lock(tmp_path):
+        assert in_use(tmp_path)
+        assert in_use(tmp_path / "link")
+        done = subprocess.run(attempt, capture_output=True, text=True, check=False)
+        assert f"is in use by process {os.getpid()}" in done.stderr
+    assert not in_use(tmp_path)
+    assert subprocess.run(attempt, check=False).returncode == 0
+
+
+def test_a_folder_that_was_moved_away_is_let_go_of(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "mine"
+    lock = Lock(folder)
+    folder.rename(tmp_path / "elsewhere")
+    lock.release(undo=True)
+    with Lock(folder):
+        pass
+
+
+@pytest.mark.parametrize("attempt", [{}, {"time": "now"}, {"time": None}, {"time": 1e300}, {"time": -1.0}, {"time": "nan"}, []])
+def test_starts_without_a_time_are_damaged(attempt: object, tmp_path: Path) -> None:
+    (tmp_path / "environment.json").write_text(json.dumps({"attempts": [attempt]}))
+    with pytest.raises(RunError, match="holds no attempts"):
+        attempts_of(RunFiles(tmp_path))
+    assert moment_of(tmp_path, 7.0) == 7.0
+
+
+def test_a_log_that_lost_steps_before_a_resume_is_told_of(recipe: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What is left of it is kept, and each step stands there once."""
+    written(tmp_path, recipe, range(1, 6))
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    for kept, told in ((lines[:2], "lacks 3 steps, from step 3 to 5"), ([], "lacks 5 steps, from step 1 to 5"), (lines, None)):
+        caplog.clear()
+        path.write_bytes(b"".join(kept))
+        with RunLog(tmp_path, recipe, done=5) as log:
+            assert sorted(log.lines) == list(range(1, len(kept) + 1))
+        assert (told is None) == (not caplog.records)
+        assert told is None or told in caplog.text
+        assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, len(kept) + 1))
 
 
 def test_a_lock_that_says_nothing_readable_is_taken_over(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from groupwise.config.settings import Recipe
 from groupwise.errors import ConfigError, GroupwiseError, RunError
 from groupwise.runs.metrics_log import last_metrics
 from groupwise.runs.run_files import RunFiles
+from groupwise.utils.files import storing
 from groupwise.utils.process_main import end_with_parent
 
 POLL, REPORT = 0.2, 60.0
@@ -224,7 +225,8 @@ def run_sweep(
         each GPU, or for each core where there is no GPU.  threads: the recipe's; by default the
         cores are shared out.   tell: prints a line.
 
-    A run that fails does not end the others.  Ctrl-C ends all after their current steps.
+    A run that fails does not end the others.  Ctrl-C ends all after their current steps, and so
+    does a disk on which no run can begin (StorageError).
     """
     devices = _devices()
     cores = (
@@ -249,9 +251,9 @@ def run_sweep(
             if time.monotonic() - reported > REPORT:
                 reported = time.monotonic()
                 sweep.report()
-    except KeyboardInterrupt as interrupt:
+    except (KeyboardInterrupt, GroupwiseError) as error:
         sweep.interrupt()
-        interrupt.add_note("the same command resumes what is left of the sweep")
+        error.add_note("the same command resumes what is left of the sweep")
         raise
     for failed in sweep.failed:
         tell(f"failed: {failed.setting.name}; its output is in {failed.log}")
@@ -294,9 +296,11 @@ class _Sweep:
         if device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = device
         named = [*self.overrides, *run.setting.overrides, f"name={run.setting.name}"]
-        run.log.parent.mkdir(parents=True, exist_ok=True)
         parent = os.getpid()
-        with run.log.open("ab") as log:
+        with storing(run.log, "the output of a run"):
+            run.log.parent.mkdir(parents=True, exist_ok=True)
+            output = run.log.open("ab")
+        with output as log:
             begins = log.tell()
             process = subprocess.Popen(
                 [*self.command, *named, *self.flags],

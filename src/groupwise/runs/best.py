@@ -4,6 +4,7 @@ from it (`eval.stop_after`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -49,9 +50,9 @@ class BestEvaluation:
     def add(self, step: int, value: float | None) -> bool:
         """Add an evaluation; return True if it is better than all before.
 
-        value: None where it could not be computed, which is no better.
+        value: None or NaN where it could not be computed, which is no better.
         """
-        if value is not None and self._is_better(value):
+        if value is not None and not math.isnan(value) and self._is_better(value):
             self.step, self.value, self.worse = step, value, 0
             return True
         self.worse += 1

@@ -82,14 +82,20 @@ class Lock:
         with suppress(OSError):  # a full disk, which may have been the reason
             self._file.seek(0)
             self._file.truncate()
-        if undo and self._made and os.listdir(self.path.parent) == [LOCK]:
-            with suppress(OSError):  # another process's file: the folder is in use after all
-                self.path.unlink()
-                for folder in self._made:
-                    folder.rmdir()
+        if undo and self._made:
+            # Another process's file: the folder is in use after all; or it was moved away.
+            with suppress(OSError):
+                self._remove_folders()
         with suppress(OSError):
             self._file.close()
         self._held.discard(str(self.path))
+
+    def _remove_folders(self) -> None:
+        """Delete the folders that the lock made, where nothing was written into them."""
+        if os.listdir(self.path.parent) == [LOCK]:
+            self.path.unlink()
+            for folder in self._made:
+                folder.rmdir()
 
     def __enter__(self) -> Lock:
         return self
@@ -122,7 +128,13 @@ def _alive(holder: Mapping[str, Any]) -> bool:
 
 
 def in_use(folder: Path) -> bool:
-    """True if a live process of this host writes there; for display only."""
+    """True if a live process of this host writes there; for display only.
+
+    The file of a lock that this process holds is not opened: to close it again would give the lock
+    up.
+    """
+    if str(Path(folder).resolve() / LOCK) in Lock._held:
+        return True
     try:
         return _alive(_holder(RunFiles(folder).text(LOCK)))
     except RunError:

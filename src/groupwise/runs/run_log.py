@@ -27,6 +27,8 @@ from groupwise.runs.rollout_table import jsonable
 from groupwise.runs.run_files import RunFiles
 from groupwise.runs.starts import add_start
 from groupwise.utils import files
+from groupwise.utils.spelling import counted
+from groupwise.utils.terminal import logger
 
 EVALUATED = "eval/"
 """Prefix of an evaluation's figures in the log."""
@@ -58,6 +60,7 @@ class RunLog:
             add_start(self.files, done, started)
             self.lines = {line["step"]: line for line in before if line["step"] <= done}
             """What stands in the log, by step."""
+            _warn_of_missing(self.folder, self.lines, done)
             self._log = LogWriter(self.folder, done)
             self._run = recipe.name
             sent = max((line["step"] for line in before), default=-1)
@@ -151,6 +154,15 @@ class RunLog:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _warn_of_missing(folder: Path, lines: Mapping[int, Any], done: int) -> None:
+    """Name the steps that a resumed run has taken and its log does not hold."""
+    missing = [step for step in range(1, done + 1) if step not in lines]
+    if missing:
+        warning = "%s lacks %s, from step %d to %d: figures and evaluations of them are lost"
+        count = counted(len(missing), "step")
+        logger("groupwise").warning(warning, folder / METRICS, count, missing[0], missing[-1])
 
 
 def _evaluated(evaluation: Mapping[str, float]) -> dict[str, float]:

@@ -28,6 +28,8 @@ log = logger("groupwise")
 ENVIRONMENT = "environment.json"
 
 
+LATEST = 1 << 37
+"""Unix time of the year 6325: calendars end at 9999."""
 PACKAGES = (
     "groupwise",
     "torch",
@@ -48,9 +50,15 @@ def attempts_of(run: RunFiles) -> list[dict[str, Any]]:
         return []
     record = run.json(ENVIRONMENT)
     attempts = record.get("attempts") if isinstance(record, dict) else None
-    if not isinstance(attempts, list) or not all(isinstance(attempt, dict) for attempt in attempts):
+    if not isinstance(attempts, list) or not all(map(_is_attempt, attempts)):
         raise RunError(f"{run.folder / ENVIRONMENT} holds no attempts")
     return attempts
+
+
+def _is_attempt(attempt: Any) -> bool:
+    """True for a mapping with the time at which a run was started."""
+    moment = attempt.get("time") if isinstance(attempt, dict) else None
+    return isinstance(moment, int | float) and 0 <= moment < LATEST
 
 
 def moment_of(folder: Path, now: float) -> float:
