@@ -71,7 +71,7 @@ class Stream:
     begin: int = 0
     """Place of the first token that was drawn behind `context`."""
     answers: list[tuple[int, int]] = field(default_factory=list)
-    """Stretches of tokens that the policy did not write."""
+    """Spans of tokens that the policy did not write."""
     branches: list[Branch] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     """Turns that have ended, where an environment answers them."""

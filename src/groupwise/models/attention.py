@@ -90,7 +90,7 @@ def packed_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in every attention layer.  Windows are those of the model's masks
-    (`ops.attention.Reach`), whatever a layer says besides; nothing is dropped."""
+    (`ops.query.Reach`), whatever a layer says besides; nothing is dropped."""
     stream = _stream.get()
     if stream is None or attention_mask is not None:
         raise ConfigError(

@@ -92,7 +92,8 @@ class TokenDecode:
         def logits(chunk: slice) -> Tensor:
             ids = [id(source) for source in sources[chunk]]
             distinct = list(dict.fromkeys(ids))
-            hidden_PD = torch.stack([sources[chunk][ids.index(name)] for name in distinct])
+            first_of = [ids.index(name) for name in distinct]
+            hidden_PD = torch.stack([sources[chunk][place] for place in first_of])
             logits_PV = self.forward.logits(hidden_PD)
             place_R = [distinct.index(name) for name in ids]
             return logits_PV[torch.tensor(place_R, device=logits_PV.device)]
@@ -123,7 +124,8 @@ class TokenDecode:
         """True if `draw_many` can, with these weights, this sampling and these caches."""
         if self.forward.decoder is None or self.sampling.truncates:
             return False
-        return all(layer.blocked is not None for layer in self.attend.prompts.layers.values())
+        layers = self.attend.prompts.layers.values()
+        return all(layer.blocked is not None for layer in layers)
 
     def draw_many(
         self,
@@ -143,7 +145,8 @@ class TokenDecode:
         attend, decoder = self.attend, self.forward.decoder
         assert decoder is not None
         longest = max(attend.length_R)
-        attend.own.reserve(len(attend.length_R), min(longest + tokens, attend.own.most_tokens))
+        needed = min(longest + tokens, attend.own.most_tokens)
+        attend.own.reserve(len(attend.length_R), needed)
         slabs = []
         for layer in range(len(attend.prompts.layers)):
             prompt = attend.prompts.layers[layer]

@@ -6,9 +6,9 @@ computed no further, and the next waiting one takes its place.
 
 With an environment a completion is a conversation.  While it waits for an answer its keys and
 values are saved aside, and another sequence has its place.  Then the answer is computed in one pass
-behind them, and the next turn is drawn.  Nobody waits for anybody else's turn.  With
-compiled kernels a step's time grows with its rows: few turns are then drawn at a time (`TURNS`), so
-that decoding overlaps with waiting for the environment.
+behind them, and the next turn is drawn.  Nobody waits for anybody else's turn.  With compiled
+kernels a step's time grows with its rows: few turns are then drawn at a time (`TURNS`), so that
+decoding overlaps with waiting for the environment.
 
 R live sequences   T tokens
 """
@@ -149,7 +149,8 @@ class Scheduler:
             streams,
             rows=engine.max_rows,
         )
-        self.weights = sum(parameter.numel() for parameter in self.policy.model.parameters())
+        parameters = self.policy.model.parameters()
+        self.weights = sum(parameter.numel() for parameter in parameters)
         if sequences:
             self._make_caches(sequences, len(prompts), group_size)
 
@@ -341,7 +342,8 @@ class Scheduler:
         if count > 1:
             for place, sequence in enumerate(rows.live):
                 kept = self.stopping.kept(sequence.written, tokens[place])
-                tokens[place], logps[place] = tokens[place][:kept], logps[place][:kept]
+                tokens[place] = tokens[place][:kept]
+                logps[place] = logps[place][:kept]
         return self._commit(0, tokens, logps, changed=False)
 
     def _tokens_until_sync(self) -> int:
@@ -439,8 +441,11 @@ def _to_host(drawn: abc.Sequence[NextToken]) -> tuple[list[list[int]], list[list
     It is one transfer, on CUDA the host's only wait for the device: float64 holds every id exactly.
     """
     if len(drawn) == 1 and drawn[0].token_R.device.type == "cpu":
-        return drawn[0].token_R[:, None].tolist(), drawn[0].logp_R[:, None].tolist()
-    pairs = [torch.stack([one.token_R.double(), one.logp_R.double()]) for one in drawn]
-    token_lists, logps = torch.stack(pairs, -1).tolist()
+        token_R1 = drawn[0].token_R[:, None]
+        logp_R1 = drawn[0].logp_R[:, None]
+        return token_R1.tolist(), logp_R1.tolist()
+    token_RT = torch.stack([one.token_R.double() for one in drawn], -1)
+    logp_RT = torch.stack([one.logp_R.double() for one in drawn], -1)
+    token_lists, logps = torch.stack([token_RT, logp_RT]).tolist()
     tokens = [[int(token) for token in row] for row in token_lists]
     return tokens, logps

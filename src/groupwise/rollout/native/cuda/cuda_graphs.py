@@ -62,9 +62,12 @@ def copied(drawn: NextToken, count: int) -> NextToken:
         stop = min(chunk.stop, count)
         kept = stop - chunk.start
         if kept > 0:
-            copy = RowSupport(rows.ids_RC[:kept].clone(), rows.size_R[:kept].clone())
-            support.append((slice(chunk.start, stop), copy))
-    return NextToken(drawn.token_R[:count].clone(), drawn.logp_R[:count].clone(), tuple(support))
+            ids_RC = rows.ids_RC[:kept].clone()
+            size_R = rows.size_R[:kept].clone()
+            support.append((slice(chunk.start, stop), RowSupport(ids_RC, size_R)))
+    token_R = drawn.token_R[:count].clone()
+    logp_R = drawn.logp_R[:count].clone()
+    return NextToken(token_R, logp_R, tuple(support))
 
 
 def recorded(step: Callable[[], None], beside: Any = None) -> Any:
