@@ -470,6 +470,7 @@ def test_overrides_may_stand_behind_options() -> None:
     [
         (["trian", "x"], "did you mean train?"),
         (["chekc"], "did you mean check?"),
+        (["import-trl", "x.py"], "did you mean recipes import-trl?"),
         (["zzzzzz"], "there are train, eval"),
         (["train", "r.yaml", "--lr", "1e-4"], "a key of the recipe is written optimizer.lr=1e-4"),
         (["train", "r.yaml", "--learning-rate=2e-5"], "a key of the recipe is written optimizer.lr=2e-5"),

@@ -212,7 +212,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         sys.exit(2)
     if not typed[0].startswith("-") and typed[0] not in COMMANDS:
         near = nearest(typed[0], COMMANDS)
-        hint = f"did you mean {near}?" if near is not None else f"there are {', '.join(COMMANDS)}"
+        hint = f"there are {', '.join(COMMANDS)}"
+        if typed[0] in ("copy", "show", "import-trl"):
+            hint = f"did you mean recipes {typed[0]}?"
+        elif near is not None:
+            hint = f"did you mean {near}?"
         parser.error(f"there is no command {typed[0]!r}; {hint}")
     behind = typed.index("--") if typed[:1] == ["serve"] and "--" in typed else len(typed)
     if typed[0].startswith("-"):
