@@ -220,6 +220,12 @@ def test_files_beside_the_recipe_are_named_where_the_working_directory_has_none(
     assert load_recipe("r.yaml").data.path == "rows.jsonl"
 
 
+def test_the_recipe_that_a_run_of_the_released_version_recorded_is_read() -> None:
+    text = (Path(__file__).parents[1] / "fixtures/config_of_0.3.0.yaml").read_text(encoding="utf-8")
+    recipe = parse_recorded(text, "config.yaml")
+    assert (recipe.objective, recipe.steps, recipe.group.group_size, recipe.optimizer.lr) == ("grpo", 6, 4, 1e-3)
+
+
 def test_a_notebook_shows_the_message_of_a_mistake_alone() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_stages(GOOD + "stepz: 3\n", "r.yaml")
