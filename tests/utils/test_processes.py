@@ -17,7 +17,7 @@ import time
 import pytest
 from process_states import gone, running
 
-from groupwise.utils.process_main import LINUX, descendants
+from groupwise.utils.process_main import LINUX, SENT_TO_ALL, descendants
 from groupwise.utils.processes import Died, NotStarted, Pool, Raised, WorkerProcess
 
 WAIT = 60.0
@@ -537,3 +537,15 @@ def test_who_does_not_read_what_is_printed_holds_nobody_up(hostile):
     assert program.stdout.readline() == b"1 ['', 1]\n"
     assert program.wait(WAIT) == 0
     program.communicate()
+
+
+@pytest.mark.parametrize("number", SENT_TO_ALL, ids=lambda number: number.name)
+def test_signals_that_go_to_all_processes_of_a_run_end_no_worker(number: signal.Signals, hostile: str) -> None:
+    """A scheduler's USR1 says that time is short: the parent ends behind its step, which needs its workers until then."""
+    process = WorkerProcess(hostile, "mine")
+    process.ready()
+    supervisor = process._connection.child.pid
+    for one in (supervisor, *descendants(supervisor)):
+        os.kill(one, number)
+    assert process.call("echo", 1, seconds=WAIT) == ["mine", 1]
+    process.kill()

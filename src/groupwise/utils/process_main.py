@@ -44,6 +44,17 @@ NOTICED = 1000
 """Milliseconds within which a supervisor notices the end of a worker that nobody waits for; the
 parent sees it at once.
 """
+SENT_TO_ALL = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGXCPU,
+)
+"""Signals that launchers, schedulers and terminals send to every process of a run: the parent
+decides what becomes of the run (`runs.interrupts`).
+"""
 LINUX = sys.platform.startswith("linux")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 Function = Callable[..., Any]
@@ -149,7 +160,7 @@ def supervise(
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
-    for number in (signal.SIGINT, signal.SIGTERM):  # launchers send them to all; the parent decides
+    for number in SENT_TO_ALL:
         signal.signal(number, _nothing)
     # Who has inherited that it is ignored hears of no child's end.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -273,10 +284,8 @@ def _be_a_worker(
         output.become()
     end_with_parent(supervisor)  # should it be killed
     os.setpgid(0, 0)
-    for number, usual in (
-        (signal.SIGINT, signal.default_int_handler),
-        (signal.SIGTERM, signal.SIG_DFL),
-    ):
+    for number in SENT_TO_ALL:
+        usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         os.register_at_fork(after_in_child=partial(signal.signal, number, usual))
     work()
 
