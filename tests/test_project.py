@@ -61,7 +61,7 @@ def test_messages_install_the_packages_of_the_extras_and_nothing_by_our_name() -
     lines = [*project()["dependencies"], *(line for extra in project()["optional-dependencies"].values() for line in extra)]
     needed = {wanted.name: wanted for wanted in map(Requirement, lines)}
     pinned = {pair for text in texts.values() for pair in re.findall(r"pip install ([\w-]+)==([\d.]+)", text)}
-    assert {name for name, _ in pinned} == {"math-verify", "reasoning-gym", "verifiers"}
+    assert {name for name, _ in pinned} == {"math-verify", "reasoning-gym", "sandlock", "verifiers"}
     assert all(str(needed[name].specifier) == f"=={version}" for name, version in pinned)
 
 
@@ -81,7 +81,7 @@ def test_make_targets_set_up_what_they_need(target: str) -> None:
     # The suite itself runs under `make test`: what that make tells its children is not for this one.
     outside = {name: value for name, value in os.environ.items() if name not in {"MAKEFLAGS", "MFLAGS", "MAKELEVEL"}}
     dry = subprocess.run(command, cwd=ROOT, env=outside, capture_output=True, text=True, check=True).stdout
-    commands = dry.splitlines()
+    commands = [line for line in dry.splitlines() if not line.startswith("echo ")]
     assert commands[0].endswith("-m venv /nowhere")
     assert "pip install" in commands[1]
     assert "-c constraints.txt" in commands[1]

@@ -95,7 +95,7 @@ class Sandlock(Isolation):
     """Landlock and seccomp of Linux, by the package `sandlock`.  It needs no rights at all."""
 
     name = "sandlock"
-    remedy = "pip install 'groupwise[sandbox]' (Linux 6.12 or later)"
+    remedy = "pip install sandlock==0.9.0 (Linux 6.12 or later)"
     needs_folder = True
 
     def installed(self) -> bool:
