@@ -16,6 +16,7 @@ from rich.console import Console
 
 import groupwise as gw
 from groupwise.cli.commands import main
+from groupwise.config.live_objects import live_part, source_of
 from groupwise.errors import ConfigError
 
 SOURCE = """import numpy as np
@@ -78,6 +79,52 @@ def test_a_resume_asks_for_the_object(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match=r"call gw\.train with the same object"):
         list(gw.train("runs/broken/config.yaml"))
     assert curve("broken", Scaled(0.5)) == whole
+
+
+class Scales:
+    """A credit that is a method of an object."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def centred(self, groups: Any) -> list[Any]:
+        return [self.scale * one for one in centred(groups)]
+
+
+def with_default(scale: float) -> Callable[..., Any]:
+    def credit(groups, scale=scale):
+        return [scale * one for one in centred(groups)]
+
+    return credit
+
+
+def with_keyword(scale: float) -> Callable[..., Any]:
+    def credit(groups, *, scale=scale):
+        return [scale * one for one in centred(groups)]
+
+    return credit
+
+
+def typed_in(scale: float) -> Callable[..., Any]:
+    made: dict[str, Any] = {"centred": centred}
+    exec(f"def credit(groups):\n    return [(lambda x: {scale} * x)(one) for one in centred(groups)]", made)
+    return made["credit"]
+
+
+def beside_functions(scale: float) -> Callable[..., Any]:
+    parts = (scale, lambda x: x)
+    return lambda groups: [parts[0] * parts[1](one) for one in centred(groups)]
+
+
+@pytest.mark.parametrize("made", [with_default, with_keyword, typed_in, beside_functions, lambda scale: Scales(scale).centred])
+def test_a_part_of_another_number_has_another_name(made: Callable[[float], Callable[..., Any]]) -> None:
+    assert live_part("credit", made(0.5)) == live_part("credit", made(0.5))
+    assert live_part("credit", made(0.5)) != live_part("credit", made(0.25))
+
+
+def test_the_source_of_a_method_is_that_of_its_class() -> None:
+    source = source_of(Scales(0.5).centred)
+    assert source is not None and source.startswith("class Scales")
 
 
 def brief(completion: str) -> float:

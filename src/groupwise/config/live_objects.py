@@ -15,6 +15,7 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import fields
+from types import CodeType
 from typing import Any, Self
 
 from groupwise.errors import ConfigError
@@ -71,8 +72,9 @@ def live_part(kind: str, part: Callable[..., Any]) -> Live:
     """A part of a loss as a name that holds it.
 
     kind: which part, the name of a lambda.   part: a function, or an object that can be called.
-    The name has a digest of the source, the values of the object's fields and what a function
-    holds from around it, so that a changed part is another configuration.
+    The name has a digest of the source, the values of the object's fields, the defaults of
+    parameters and what a function holds from around it, so that a changed part is another
+    configuration.
     """
     inner = _inner(part)
     name = getattr(inner, "__name__", type(inner).__name__)
@@ -80,8 +82,7 @@ def live_part(kind: str, part: Callable[..., Any]) -> Live:
         name = kind
     text = source_of(part)
     if text is None:
-        code = getattr(inner, "__code__", None) or type(inner).__call__.__code__
-        content = code.co_code + repr(code.co_names).encode()
+        content = _compiled(getattr(inner, "__code__", None) or type(inner).__call__.__code__)
     else:
         content = text.encode()
     return Live(f"{name}-{short_digest([content, _values(part).encode()])}", part)
@@ -89,8 +90,9 @@ def live_part(kind: str, part: Callable[..., Any]) -> Live:
 
 def source_of(part: Callable[..., Any]) -> str | None:
     """The source of a function, or of an object's class; None where Python has none."""
-    inner = _inner(part)
-    described = inner if inspect.isfunction(inner) or isinstance(inner, type) else type(inner)
+    described = _holder(_inner(part))
+    if not inspect.isfunction(described) and not isinstance(described, type):
+        described = type(described)
     try:
         return textwrap.dedent(inspect.getsource(described))
     except (OSError, TypeError):
@@ -104,6 +106,22 @@ def _inner(part: Any) -> Any:
     return part
 
 
+def _holder(inner: Any) -> Any:
+    """The object of a bound method; anything else is its own."""
+    return inner.__self__ if inspect.ismethod(inner) else inner
+
+
+def _compiled(code: CodeType) -> bytes:
+    """What a function without a source computes: its instructions, names and constants."""
+    content = code.co_code + repr(code.co_names).encode()
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            content += _compiled(constant)
+        else:
+            content += _plain(constant).encode()
+    return content
+
+
 def _values(part: Any) -> str:
     """The plain values that a part computes with beside its source."""
     values: dict[str, Any] = {}
@@ -112,14 +130,31 @@ def _values(part: Any) -> str:
         values |= {f"argument {place}": value for place, value in enumerate(inner.args)}
         values |= inner.keywords
         inner = inner.func
-    if inspect.isfunction(inner):
-        values |= inspect.getclosurevars(inner).nonlocals
-    elif not isinstance(inner, type):
-        values |= getattr(inner, "__dict__", {})
-        if dataclasses.is_dataclass(inner):
-            values |= {field.name: getattr(inner, field.name) for field in fields(inner)}
-    plain = bool | int | float | str | tuple | None
-    return repr(sorted((name, one) for name, one in values.items() if isinstance(one, plain)))
+    function = getattr(inner, "__func__", inner)
+    if inspect.isfunction(function):
+        values["defaults"] = function.__defaults__
+        values |= function.__kwdefaults__ or {}
+        values |= inspect.getclosurevars(function).nonlocals
+    holder = _holder(inner)
+    if not inspect.isfunction(holder) and not isinstance(holder, type):
+        values |= getattr(holder, "__dict__", {})
+        if dataclasses.is_dataclass(holder):
+            values |= {field.name: getattr(holder, field.name) for field in fields(holder)}
+    return _plain(tuple((name, values[name]) for name in sorted(values)))
+
+
+def _plain(value: Any) -> str:
+    """A value as text that is the same in every process; of other objects their class alone.
+
+    What can change in place, as lists and mappings, may be the state of a part and is one of these.
+    """
+    if isinstance(value, bool | int | float | str | bytes | None):
+        return repr(value)
+    if isinstance(value, tuple):
+        return f"({', '.join([_plain(one) for one in value])})"
+    if isinstance(value, frozenset):
+        return f"{{{', '.join(sorted(_plain(one) for one in value))}}}"
+    return type(value).__name__
 
 
 def short_digest(parts: Iterable[bytes]) -> str:

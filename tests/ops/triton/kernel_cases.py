@@ -251,6 +251,17 @@ def test_a_draw_takes_the_first_of_equals_and_nothing_of_probability_zero() -> N
     assert draw.draw_tokens(logits, uniform, 1.0)[0].tolist() == [4100, 4300]
 
 
+def test_a_draw_from_numbers_that_are_none_stays_in_the_vocabulary() -> None:
+    for vocabulary in (5, 1000, 5000):
+        logits = torch.zeros(2, vocabulary, device=DEVICE)
+        logits[0, 2] = torch.nan
+        logits[1] = torch.nan
+        uniform = torch.tensor([0.3, 0.9], dtype=torch.float64, device=DEVICE)
+        for temperature in (0.0, 1.0):
+            token, logp = draw.draw_tokens(logits, uniform, temperature)
+            assert bool((token < vocabulary).all()) and bool(logp.isnan().all())
+
+
 class Setting:
     """An arrangement of rows: prompts, who is behind which, own tokens."""
 

@@ -75,7 +75,9 @@ def draw_kernel(
         target = tl.minimum(below, all_of_block * (1.0 - 1e-15))
         inside = tl.min(tl.where(cumulative > target, column, BLOCK), 0)
     z_of_token = tl.max(tl.where(column == inside, z, -float("inf")), 0)
-    tl.store(token + row, (chosen * BLOCK + inside).to(tl.int64))
+    # Logits that are not numbers pass no target: an id behind the vocabulary would end the process.
+    drawn = tl.minimum(chosen * BLOCK + inside, VOCABULARY - 1)
+    tl.store(token + row, drawn.to(tl.int64))
     tl.store(logp + row, z_of_token - top - tl.log(total.to(tl.float32)))
 
 
