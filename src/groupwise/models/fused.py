@@ -161,6 +161,8 @@ def _adapted(module: Any, x: Tensor) -> Tensor:
         return type(module).forward(module, x)
     layer, name = module.base_layer, names[0]
     a, b = module.lora_A[name], module.lora_B[name]
+    if type(module.lora_dropout[name]) is not nn.Identity:
+        return type(module).forward(module, x)
     if _hooked(layer, a, b) or operations().gpu_kernels(x) is None:
         return type(module).forward(module, x)
     adapter = a.weight, b.weight
