@@ -22,7 +22,9 @@ from groupwise.config.recipes import load_stages
 from groupwise.config.settings import ScratchSettings
 from groupwise.data.sources import read_rows
 from groupwise.data.tokenizers import make_tokenizer
+from groupwise.errors import ConfigError
 from groupwise.models.scratch import scratch_model
+from groupwise.rewards.code import proved_isolation
 from groupwise.runs.metrics_log import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -198,6 +200,20 @@ def test_the_recipes_of_a_chat_model_run_and_show_their_answers(
     head, _, *rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert head == ["prompt", "reward", "before", "training", "reward", "step", "2"]
     assert len(rows) == 3
+
+
+@pytest.mark.slow
+def test_a_chat_model_learns_from_programs(checkpoint: Path, tmp_path: Path) -> None:
+    """SFT and GRPO of smollm2-programs with another model in its place."""
+    try:
+        proved_isolation()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    few = [f"stages.{stage}.steps=2" for stage in ("sft", "grpo")]
+    few += ["stages.grpo.group.prompts_per_step=2", "stages.grpo.group.group_size=3", "rollout.max_new_tokens=8"]
+    run(ROOT / "recipes/smollm2-programs.yaml", tmp_path, [f"model.path={checkpoint}", "data.eval_limit=4", *few])
+    last = steps_of(tmp_path / "runs/smollm2-programs/grpo")[-1]
+    assert last["log/code_not_judged"] == 0.0 and "rewards/code" in last
 
 
 @pytest.mark.slow

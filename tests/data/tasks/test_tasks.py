@@ -1,3 +1,5 @@
+import itertools
+import json
 import random
 import re
 from collections import Counter
@@ -12,6 +14,7 @@ from groupwise.data.tasks.base import Generated, is_held_out
 from groupwise.data.tasks.preferences import FRIENDLY, RUDE, Preferences, friendly, right
 from groupwise.data.tokenizers import arithmetic_tokenizer
 from groupwise.errors import ConfigError, DataError
+from groupwise.rewards.code import program_in
 
 GENERATED = list(TASKS)
 
@@ -52,7 +55,7 @@ def test_a_guessing_game_is_seeded_and_asks_for_every_number_as_often():
 
 
 # The calculator's calls are JSON, and the chat tasks are for a model that brings its tokenizer.
-OTHERS = ("preferences", "calculator", "chat_sums", "chat_json", "chat_words")
+OTHERS = ("preferences", "calculator", "chat_sums", "chat_json", "chat_words", "programs")
 
 
 @pytest.mark.parametrize("name", [name for name in GENERATED if name not in OTHERS])
@@ -102,6 +105,28 @@ def test_demonstrators_who_are_told_the_answer_work_with_care():
 def test_sums_have_right_answers():
     for row in Sums(terms=5).prompts(200, seed=0):
         assert sum(map(int, row["prompt"].split("+"))) == int(row["answer"])
+
+
+def test_references_of_programs_pass_their_tests_and_no_other_reference_does():
+    """The tests are data: expected values are those of functions of ours."""
+    rows = make_task("programs").demonstrations(200, seed=0)
+    for row, other in itertools.pairwise(rows):
+        cases = [(case["args"], case["expected"]) for case in json.loads(row["tests"])]
+        source = program_in(row["completion"])
+        assert source == row["answer"]
+        given: dict = {}
+        exec(source, given)  # a reference of ours
+        assert all(given["f"](*args) == expected for args, expected in cases), row["prompt"]
+        if other["answer"] != row["answer"]:
+            exec(other["answer"], given)
+            assert not all(_same(given["f"], args, expected) for args, expected in cases), (row, other)
+
+
+def _same(function, args, expected):
+    try:
+        return function(*args) == expected
+    except (TypeError, AttributeError):
+        return False
 
 
 def test_a_task_too_small_to_be_split_says_so():

@@ -50,23 +50,22 @@ def _sum(rng: random.Random) -> _Described:
 
 
 def _rest(rng: random.Random) -> _Described:
-    a = rng.randint(2, 19)
-    return _Described(
-        f"the remainder of the number x divided by {a}", f"x % {a}", lambda x: x % a, _number
-    )
+    a, b = rng.randint(2, 19), rng.randint(1, 99)
+    words = f"the remainder of the number x plus {b}, divided by {a}"
+    return _Described(words, f"(x + {b}) % {a}", lambda x: (x + b) % a, _number)
 
 
 def _divisible(rng: random.Random) -> _Described:
-    a = rng.randint(2, 9)
-    words = f"True if the number x is divisible by {a}, else False"
-    return _Described(words, f"x % {a} == 0", lambda x: x % a == 0, _number)
+    a, b = rng.randint(2, 9), rng.randint(1, 99)
+    words = f"True if the number x plus {b} is divisible by {a}, else False"
+    return _Described(words, f"(x + {b}) % {a} == 0", lambda x: (x + b) % a == 0, _number)
 
 
 def _larger(rng: random.Random) -> _Described:
-    a = rng.randint(-15, 15)
-    words = f"a list of the numbers in the list x that are greater than {a}"
+    a, b = rng.randint(-15, 15), rng.randint(2, 9)
+    words = f"a list of the numbers in the list x that are greater than {a}, each multiplied by {b}"
     return _Described(
-        words, f"[n for n in x if n > {a}]", lambda x: [n for n in x if n > a], _numbers
+        words, f"[{b} * n for n in x if n > {a}]", lambda x: [b * n for n in x if n > a], _numbers
     )
 
 
@@ -83,19 +82,21 @@ def _scaled(rng: random.Random) -> _Described:
 
 
 def _first(rng: random.Random) -> _Described:
-    a = rng.randint(1, 9)
-    return _Described(f"the first {a} letters of the text x", f"x[:{a}]", lambda x: x[:a], _text)
+    a, word = rng.randint(1, 9), rng.choice(WORDS)
+    words = f"the first {a} letters of the text x, followed by {word}"
+    return _Described(words, f'x[:{a}] + "{word}"', lambda x: x[:a] + word, _text)
 
 
 def _counted(rng: random.Random) -> _Described:
-    letter = rng.choice("abcdefghilmnoprstu")
-    words = f"how often the letter {letter} is in the text x"
-    return _Described(words, f'x.count("{letter}")', lambda x: x.count(letter), _text)
+    letter, b = rng.choice("abcdefghilmnoprstu"), rng.randint(1, 99)
+    words = f"how often the letter {letter} is in the text x, plus {b}"
+    return _Described(words, f'x.count("{letter}") + {b}', lambda x: x.count(letter) + b, _text)
 
 
 def _repeated(rng: random.Random) -> _Described:
-    a = rng.randint(2, 9)
-    return _Described(f"the text x repeated {a} times", f"x * {a}", lambda x: x * a, _text)
+    a, word = rng.randint(2, 9), rng.choice(WORDS)
+    words = f"the text x repeated {a} times, followed by {word}"
+    return _Described(words, f'x * {a} + "{word}"', lambda x: x * a + word, _text)
 
 
 def _joined(rng: random.Random) -> _Described:
