@@ -464,6 +464,7 @@ WRITES = {
     ("models.sharded", "write_text"): "the same",
     ("sandbox.attacks", "write_text"): "a secret that attacks look for",
     ("sandbox.runner", "open"): "the input of a program, in its sandbox",
+    ("sandbox.runner", "os.rename"): "folders of a program, on the way to their end",
 }
 """Who changes files by other means than `utils/files.py`, and what they are."""
 

@@ -93,6 +93,58 @@ def test_an_exception_reaches_a_test_that_expects_it(grader: LocalGrader) -> Non
     assert grader.grade("def f(x): return 1", read_tests(test)).share == 0.0
 
 
+def test_an_exception_does_not_end_the_iteration_of_a_test(grader: LocalGrader) -> None:
+    tests = read_tests("assert all(map(lambda n: f(n) == n, range(5)))")
+    assert grader.grade("def f(n): raise StopIteration", tests).passed == 0
+
+
+SEND = """
+import os, struct, time
+def send(data):
+    for pipe in range(3, 20):
+        try:
+            os.write(pipe, struct.pack(">I", len(data)) + data)
+            time.sleep(1.0)
+        except OSError:
+            pass
+"""
+NO_ANSWERS = {
+    "a key of a million digits": "def f(n): return {1 << 4_000_000: n}",
+    "a float of 400 digits": SEND + "def f(n): send(b'{\"value\": {\"float\": 1' + b'0' * 400 + b'}, \"args\": []}')",
+    "no JSON": SEND + "def f(n): send(b'{')",
+    "deep JSON": SEND + "def f(n): send(b'[' * 100_000)",
+    "no object": SEND + "def f(n): send(b'[1]')",
+    "half a message": SEND + "def f(n): send(b'{}' * 9)",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answer", NO_ANSWERS)
+def test_an_answer_that_is_none_is_wrong_and_no_more(answer: str, grader: LocalGrader) -> None:
+    tests = read_tests([{"call": "f", "args": [1], "expected": {"x": 1}}])
+    assert grader.grade(NO_ANSWERS[answer], tests).passed == 0
+    assert grader.grade("def f(n): return {'x': n}", tests).passed == 1, "the next one is graded"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["calls", "scripts", "assertions"])
+def test_a_program_that_sleeps_in_every_case_is_out_of_time(form: str, grader: LocalGrader) -> None:
+    slow = LocalGrader(grader._programs.isolation, Limits(seconds=0.6))
+    source = "import time\ndef f(n):\n    time.sleep(0.4)\n    return n"
+    cells: dict[str, Any] = {
+        "calls": [{"call": "f", "args": [n], "expected": n} for n in range(20)],
+        "scripts": [{"input": "", "output": "0"}] * 20,
+        "assertions": "for n in range(20): f(n)\nassert True",
+    }
+    if form == "scripts":
+        source += "\nprint(f(0))"
+    try:
+        grade = slow.grade(source, read_tests(cells[form]))
+    finally:
+        slow.close()
+    assert grade.passed < 20 and grade.why == "out of time"
+
+
 FAKES = {
     "equal to everything": """
 class E:
@@ -304,6 +356,41 @@ def test_a_row_whose_tests_cannot_be_read_is_not_judged(rewards: Any) -> None:
         made._outcomes(batch([RIGHT], tests=[7], entry_point=[None]))
 
 
+def test_two_rewards_of_programs_log_apart(rewards: Any) -> None:
+    settings = [
+        RewardSettings(function="code", args={"workers": 1}),
+        RewardSettings(function="code", name="all", args={"workers": 1, "credit": "all"}),
+    ]
+    made = build_rewards(settings, columns=["prompt", "tests"])
+    try:
+        outcomes = made._outcomes(batch([HALF], tests=[CALLS]))
+        metrics, columns = made._logged(outcomes)
+    finally:
+        made.close()
+    assert [outcome.values[0] for outcome in outcomes] == [pytest.approx(2 / 3), 0.0]
+    assert columns.keys() == {"code", "all"}
+    assert {"code_gameable", "all_gameable"} <= metrics.keys()
+
+
+def test_the_words_of_a_program_can_be_written_down(rewards: Any) -> None:
+    program = "```python\ndef double(n): raise ValueError('\\ud800\\x1b[2J')\n```"
+    outcome = rewards()._outcomes(batch([program], tests=[CALLS], entry_point=[None]))[0]
+    (note,) = outcome.notes["columns"]["code"]
+    assert "ValueError" in note and "\x1b" not in note
+    note.encode()
+
+
+def test_a_program_is_looked_for_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[str] = []
+    read = code_module._wrong_line
+    monkeypatch.setattr(code_module, "_wrong_line", lambda source: reads.append(source) or read(source))
+    assert program_in("x = (\n" + "1\n" * 1000, "def f():\n") is None
+    assert program_in("    return (\n" + "1\n" * 1000, "def f():\n    x = 1\n") is None
+    assert len(reads) < 10
+    assert program_in("@x\n" * 1000, "") is None
+    assert len(reads) < 10 + 2 * code_module.TRIES
+
+
 def test_a_sandbox_that_fails_judges_nothing(grader: LocalGrader) -> None:
     class Broken:
         asked = 0
@@ -328,6 +415,9 @@ def test_a_sandbox_that_fails_judges_nothing(grader: LocalGrader) -> None:
         ({"tests": "cases"}, "tests: cases, which the data do not have"),
         ({"credit": "some"}, "'share' or 'all'"),
         ({"seconds": 0}, "seconds above 0"),
+        ({"workers": 0}, "workers above 0"),
+        ({"memory_mb": 0.5}, "memory_mb: 0.5: Input should be a valid integer"),
+        ({"sandbox": None}, "sandbox: None: Input should be a valid string"),
         ({"colour": 1}, "no argument 'colour'"),
         ({"sandbox": "nothing_of_this_name:run"}, "nothing_of_this_name"),
     ],

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import sqlite3
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -220,6 +222,17 @@ def test_a_server_without_schemas_is_asked_without(serve: Any, judged: Any) -> N
     assert len(server.bodies) == 3, "which it is told once"
 
 
+def test_a_prompt_that_is_refused_does_not_end_schemas(serve: Any, judged: Any) -> None:
+    def reply(answers: dict[str, str], body: dict[str, Any]) -> Any:
+        return (400, "too long") if "long 0.5" in answers.values() else fair(answers, body)
+
+    server = serve(reply)
+    rewards, metrics = judged(server, ["long 0.5", "b 0.5"], at_once=1, retries=0)
+    assert rewards == [None, 0.5]
+    assert metrics["judge_calls"] == len(server.bodies) == 3
+    assert "response_format" in server.bodies[-1]
+
+
 @pytest.mark.parametrize("limit", [{"calls_per_step": 2}, {"tokens_per_step": 200}])
 def test_a_spent_budget_gives_none_to_the_rest(limit: dict[str, int], serve: Any, judged: Any) -> None:
     server = serve()
@@ -238,6 +251,44 @@ def test_answers_are_kept_on_disk(serve: Any, judged: Any, tmp_path: Path) -> No
     assert metrics["judge_cached"] == 1.0 and metrics["judge_calls"] == 0.0
     judged(server, GROUP, mode="rank", cache=cache, rubric="Another.")
     assert len(server.bodies) == 2
+
+
+def test_a_file_of_answers_that_cannot_be_read_costs_a_call(serve: Any, judged: Any, tmp_path: Path) -> None:
+    server, cache = serve(), tmp_path / "judge.sqlite"
+    assert judged(server, ["a 0.5"], cache=str(cache))[0] == [0.5]
+    other = sqlite3.connect(cache)
+    with other:
+        other.execute("UPDATE answers SET answer = 'nothing'")
+    assert judged.again(judged.made[-1], ["a 0.5"])[0] == [0.5]
+    with other:
+        other.execute("DROP TABLE answers")
+    other.close()
+    assert judged.again(judged.made[-1], ["a 0.5"])[0] == [0.5]
+    assert len(server.bodies) == 3
+
+
+def test_two_runs_share_a_file_of_answers(serve: Any, judged: Any, tmp_path: Path) -> None:
+    server, cache = serve(), str(tmp_path / "judge.sqlite")
+    completions = [f"x 0.{n}" for n in range(10)]
+    judged(server, completions[:1], cache=cache)
+    judged(server, completions[:2], cache=cache)
+    first, second = judged.made
+    with ThreadPoolExecutor(2) as threads:
+        both = [threads.submit(judged.again, made, completions) for made in (first, second)]
+    assert both[0].result()[0] == both[1].result()[0] == [worth(text) for text in completions]
+
+
+def test_a_judge_that_is_closed_makes_no_further_call(serve: Any, judged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge_client, "WAIT", 1000.0)
+    monkeypatch.setattr(judge_client, "LONGEST_WAIT", 1000.0)
+    server = serve(fails)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(judged, server, ["a 0.5"], retries=5)
+        while not server.bodies:
+            time.sleep(0.01)
+        judged.made[-1].close()
+        assert waiting.result()[0] == [None]
+    assert len(server.bodies) == 1
 
 
 def test_an_answer_of_no_use_is_not_kept(serve: Any, judged: Any, tmp_path: Path) -> None:
@@ -268,7 +319,12 @@ def test_a_wrong_key_ends_the_run_at_once(serve: Any, judged: Any, monkeypatch: 
     ("args", "said"),
     [
         ({"url": "localhost:1"}, "needs a url with http"),
-        ({"mode": "vote"}, "score, rank, pairs"),
+        ({"mode": "vote"}, "'score', 'rank' or 'pairs'"),
+        ({"url": 5}, "url: 5: Input should be a valid string"),
+        ({"calls_per_step": 0}, "calls_per_step above 0"),
+        ({"tokens_per_step": 0}, "tokens_per_step above 0"),
+        ({"retries": -1}, "retries of at least 0"),
+        ({"prices": "free"}, "prices"),
         ({"show": ["hint"]}, "shows hint, which the data do not have"),
         ({"seconds": 0}, "seconds above 0"),
         ({"prices": [1.0]}, "two prices"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ import pytest
 from groupwise.sandbox import attacks
 from groupwise.sandbox.isolation import ISOLATIONS, Isolation
 from groupwise.sandbox.limits import Limits
-from groupwise.sandbox.runner import Opaque, decode, encode
+from groupwise.sandbox.runner import ALIKE, Opaque, decode, encode, remove
 from groupwise.sandbox.server import LIMITS, ProgramEnded, Sandbox, SandboxFailed
 
 ONE = {"reads a file of the user": attacks.ATTACKS["reads a file of the user"]}
@@ -217,6 +220,125 @@ def test_what_is_no_plain_value_equals_nothing() -> None:
     for _ in range(1000):
         nested = [nested]
     encode(nested)  # does not recurse without end
+
+
+SAME_HASH = [{"int": hex(n * ((1 << 61) - 1))} for n in range(1, ALIKE + 2)]
+NESTED: list = []
+for _ in range(900):
+    NESTED = [NESTED]
+NO_VALUES = {
+    "no number": {"int": "x"},
+    "a part too large": {"complex": [{"int": hex(10**400)}, 0]},
+    "a float too large": {"float": 10**400},
+    "an unknown kind": {"code": "1"},
+    "two kinds": {"int": "1", "float": "1"},
+    "no pair": {"dict": [1]},
+    "a member without a hash": {"set": [[1]]},
+    "members of one hash": {"set": SAME_HASH},
+    "keys of one hash": {"dict": [[key, 0] for key in SAME_HASH]},
+    "nested too deep": NESTED,
+}
+
+
+@pytest.mark.parametrize("data", NO_VALUES.values(), ids=NO_VALUES)
+def test_what_is_no_value_is_one_kind_of_error(data: object) -> None:
+    """A program sends what it likes: nothing else may reach whoever reads it."""
+    with pytest.raises(ValueError):
+        decode(data)
+
+
+REACHES_BACK = {
+    "takes a part of the last message": """
+import os, threading, time
+def take():
+    os.read(PIPE, 2)
+    os._exit(0)
+def f():
+    threading.Thread(target=take).start()
+    time.sleep(0.2)
+""",
+    "writes messages of its own": """
+import json, os, struct
+def f():
+    pipe = os.open(f"/proc/self/fd/{PIPE}", os.O_WRONLY)
+    for message in [{"memory": 1}, {"do": "run", "source": "print(2)", "stdin": ""}]:
+        data = json.dumps(message).encode()
+        os.write(pipe, struct.pack(">I", len(data)) + data)
+    os._exit(0)
+""",
+}
+FIND_PIPE = """
+import os
+for PIPE in range(3, 20):
+    try:
+        os.fstat(PIPE)
+        break
+    except OSError:
+        pass
+"""
+
+
+@pytest.mark.parametrize("name", REACHES_BACK)
+def test_a_program_does_not_reach_the_messages_to_the_next(name: str, server: Sandbox) -> None:
+    server.open({"do": "serve", "source": FIND_PIPE + REACHES_BACK[name]})
+    server.ask()
+    with contextlib.suppress(ProgramEnded):
+        server.ask({"name": "f", "args": [], "kwargs": encode({})})
+    server.finish()
+    assert server.run("print(1)").output == b"1\n"
+
+
+def test_a_sandbox_that_ends_says_nothing_of_its_program(server: Sandbox) -> None:
+    server.open({"do": "serve", "source": "import time\ndef f(): time.sleep(1000)"})
+    server.ask()
+    process = server._process
+    assert process is not None
+    threading.Timer(0.2, process.kill).start()
+    with pytest.raises(SandboxFailed, match="sandbox ended"):
+        server.ask({"name": "f", "args": [], "kwargs": encode({})})
+    assert server.run("print(1)").output == b"1\n", "a new one is started"
+    process = server._process
+    threading.Timer(0.2, process.kill).start()
+    with pytest.raises(SandboxFailed, match="sandbox ended"):
+        server.run("import time; time.sleep(1000)")
+
+
+def test_a_sandbox_that_is_stopped_lets_go_whoever_waits(isolation: Isolation) -> None:
+    server = Sandbox(isolation, Limits(seconds=600.0))
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(server.run, "import time; time.sleep(1000)")
+        while server._process is None:
+            time.sleep(0.01)
+        server.stop()
+        with pytest.raises(SandboxFailed):
+            waiting.result()
+    with pytest.raises(SandboxFailed, match="was closed"):
+        server.run("print(1)")
+    assert server._process is None
+
+
+def test_ctrl_c_does_not_reach_a_sandbox(server: Sandbox) -> None:
+    server.run("print(1)")
+    assert server._process is not None
+    assert os.getpgid(server._process.pid) != os.getpgrp()
+
+
+def test_a_folder_of_any_depth_is_removed(tmp_path: Path) -> None:
+    folder, here = tmp_path / "folder", os.getcwd()
+    folder.mkdir()
+    (folder / "link").symlink_to(tmp_path)
+    (tmp_path / "stays").touch()
+    try:
+        os.chdir(folder)
+        for _ in range(3000):
+            os.mkdir("d")
+            Path("f").touch()
+            os.mkdir("locked", 0o000)
+            os.chdir("d")
+    finally:
+        os.chdir(here)
+    remove(str(folder))
+    assert os.listdir(tmp_path) == ["stays"]
 
 
 def test_an_isolation_that_is_not_there_is_not_proved(monkeypatch: pytest.MonkeyPatch) -> None:

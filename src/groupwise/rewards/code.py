@@ -25,7 +25,7 @@ from groupwise.sandbox.limits import Limits
 from groupwise.sandbox.remote import SandboxFusion
 from groupwise.utils.built_in import built_in
 from groupwise.utils.imports import imported
-from groupwise.utils.terminal import logger
+from groupwise.utils.terminal import escaped, logger
 
 log = logger(__name__)
 
@@ -35,7 +35,9 @@ ENTRY_COLUMNS = ("entry_point", "fn_name", "func_name")
 """Columns that name the function that is tested."""
 PYTHON = ("", "python", "py", "python3")
 """What a block of Python may be marked with."""
-_BLOCK = re.compile(r"```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
+TRIES = 100
+"""Times that a program without a block is cut: each one reads all of it."""
+_BLOCK = re.compile(r"```[ \t]*+([\w+#.-]*+)[^\n]*+\n(.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
 _QUICK = {name: attack for name, attack in ATTACKS.items() if not name.startswith("limits: ")}
 """The attacks that are run before a run; `groupwise check` runs all."""
 
@@ -43,6 +45,7 @@ _QUICK = {name: attack for name, attack in ATTACKS.items() if not name.startswit
 @built_in("code")
 def code(
     columns: Collection[str],
+    name: str = "code",
     *,
     tests: str | None = None,
     entry: str | None = None,
@@ -58,7 +61,7 @@ def code(
 ) -> CodeReward:
     """The share of its tests that the program in a completion passes.
 
-    columns: those of the data.
+    columns: those of the data.   name: of the reward, which its metrics begin with.
     tests: the column with the tests (`program_tests` lists the forms); default: the first of
         tests, test, test_list, input_output, private_test_cases.
     entry: the column that names the function that is tested; default: entry_point, fn_name or
@@ -78,12 +81,12 @@ def code(
     Raises ConfigError for data without tests, and where no sandbox holds on this machine.
     """
     settings = {"seconds": seconds, "cpu_seconds": cpu_seconds, "memory_mb": memory_mb}
-    settings |= {"disk_mb": disk_mb, "output_kb": output_kb, "workers": workers or 1}
-    for name, value in settings.items():
+    settings |= {"disk_mb": disk_mb, "output_kb": output_kb}
+    if workers is not None:
+        settings["workers"] = workers
+    for setting, value in settings.items():
         if not value > 0:
-            raise ConfigError(f"the reward 'code' needs {name} above 0, got {value}")
-    if credit not in ("share", "all"):
-        raise ConfigError(f"the reward 'code' has credit 'share' or 'all', got {credit!r}")
+            raise ConfigError(f"the reward 'code' needs {setting} above 0, got {value}")
     limits = Limits(
         seconds=seconds,
         cpu_seconds=cpu_seconds,
@@ -104,6 +107,7 @@ def code(
         entry=_column("entry", entry, ENTRY_COLUMNS, columns),
         language=language,
         whole=credit == "all",
+        name=name,
     )
 
 
@@ -171,9 +175,16 @@ class CodeReward:
     """Rewards programs, and logs what their tests came to."""
 
     def __init__(
-        self, grading: Grading, *, tests: str, entry: str | None, language: str, whole: bool
+        self,
+        grading: Grading,
+        *,
+        tests: str,
+        entry: str | None,
+        language: str,
+        whole: bool,
+        name: str,
     ) -> None:
-        self.grading = grading
+        self.grading, self._name = grading, name
         self._tests, self._entry, self._language, self._whole = tests, entry, language, whole
 
     def __call__(
@@ -220,10 +231,10 @@ class CodeReward:
                 notes.append(f"not judged: {grade}")
         count = max(1, len(grades))
         gameable = sum(isinstance(grade, Grade) and grade.gameable for grade in grades)
-        log_metric("code_gameable", gameable / count)
-        log_metric("code_not_judged", rewards.count(None) / count)
-        log_metric("code_cached", (self.grading.cached - cached) / count)
-        log_extra("code", notes)
+        log_metric(f"{self._name}_gameable", gameable / count)
+        log_metric(f"{self._name}_not_judged", rewards.count(None) / count)
+        log_metric(f"{self._name}_cached", (self.grading.cached - cached) / count)
+        log_extra(self._name, notes)
         return rewards
 
     def close(self) -> None:
@@ -240,7 +251,9 @@ class CodeReward:
 
 def _note(grade: Grade) -> str:
     note = f"{grade.passed} of {grade.cases}"
-    return f"{note}: {grade.why}" if grade.why else note
+    if grade.why:  # words of the program
+        note = f"{note}: {escaped(grade.why)}"
+    return note
 
 
 def program_in(completion: str, prompt: str = "", language: str = "python") -> str | None:
@@ -261,20 +274,28 @@ def program_in(completion: str, prompt: str = "", language: str = "python") -> s
         return str(blocks[-1])
     if language != "python":
         return message if message.strip() else None
-    if message.strip() and _parses(message):
+    if message.strip() and _wrong_line(message) == 0:
         return message
     lines = message.splitlines()
-    while lines:  # what a model writes behind its function need not be Python
+    above = prompt.count("\n")
+    for _ in range(TRIES):  # what a model writes behind its function need not be Python
+        if not lines:
+            return None
         source = prompt + "\n".join(lines)
-        if _parses(source):
+        wrong = _wrong_line(source)
+        if wrong == 0:
             return source
-        lines.pop()
+        first = min(wrong - above, len(lines)) - 1
+        del lines[max(0, first) :]
     return None
 
 
-def _parses(source: str) -> bool:
+def _wrong_line(source: str) -> int:
+    """Return the number of the first line that is no Python; 0 where there is none."""
     try:
         ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return True
+    except SyntaxError as error:
+        return error.lineno or 1
+    except (ValueError, RecursionError, MemoryError):
+        return 1
+    return 0

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +30,8 @@ CLOSE = 1e-6
 """Relative and absolute difference of floats that are taken as equal."""
 ENDS = 1
 """Cases in which a program may end or run out of time; the cases behind them have failed."""
+TOGETHER = 3.0
+"""Times the seconds of one case that all cases of a program have together."""
 REMEMBERED = 20_000
 """Grades that are kept."""
 
@@ -57,6 +60,10 @@ class ProgramGrader(Protocol):
         """Return the grade.  Raises SandboxFailed."""
         ...
 
+    def stop(self) -> None:
+        """Let `grade` end soon, with SandboxFailed.  Any thread may call it."""
+        ...
+
     def close(self) -> None:
         """End what was started."""
         ...
@@ -66,8 +73,14 @@ class LocalGrader:
     """Grades in two sandboxes of this machine: one for programs, one for the code of tests."""
 
     def __init__(self, isolation: Isolation, limits: Limits) -> None:
+        self._limits = limits
         self._programs = Sandbox(isolation, limits)
         self._tests = Sandbox(isolation, limits)
+
+    def stop(self) -> None:
+        """Stop both sandboxes."""
+        self._programs.stop()
+        self._tests.stop()
 
     def close(self) -> None:
         """End both sandboxes."""
@@ -80,8 +93,8 @@ class LocalGrader:
             if tests.apart:
                 return self._checked_apart(source, tests)
             return self._checked_beside(source, tests)
-        counter = _Counter(len(tests))
-        program = _Program(self._programs, source)
+        counter = _Counter(len(tests), self._limits)
+        program = _Program(self._programs, source, self._limits)
         try:
             for case in tests:
                 if isinstance(case, Printed):
@@ -94,7 +107,7 @@ class LocalGrader:
 
     def _checked_apart(self, source: str, tests: Checked) -> Grade:
         """Run the code of the tests in one sandbox, and each call that it makes in the other."""
-        program = _Program(self._programs, source)
+        program = _Program(self._programs, source, self._limits)
         self._tests.open(
             {
                 "do": "judge",
@@ -144,6 +157,9 @@ class RemoteGrader:
     def __init__(self, run: remote.Run, language: str, limits: Limits) -> None:
         self._run, self._language, self._limits = run, language, limits
 
+    def stop(self) -> None:
+        """A program that runs elsewhere is waited for."""
+
     def close(self) -> None:
         """Nothing was started here."""
 
@@ -151,9 +167,9 @@ class RemoteGrader:
         """Return the grade of a program.  Raises SandboxFailed, also for tests that are code."""
         if isinstance(tests, Checked):
             raise SandboxFailed("tests that are Python code need a sandbox of this machine")
-        counter = _Counter(len(tests))
+        counter = _Counter(len(tests), self._limits)
         for case in tests:
-            if counter.ends >= ENDS:
+            if counter.is_over():
                 break
             if isinstance(case, Printed):
                 ran = self._run(source, self._language, case.text, self._limits)
@@ -164,7 +180,7 @@ class RemoteGrader:
             ran = self._run(script, self._language, arguments, self._limits)
             try:
                 value = remote.last_line(ran)
-            except (ValueError, TypeError, RecursionError):
+            except (ValueError, RecursionError):
                 value = Opaque(ran.ended)
             counter.count(same_value(value, case.expected), ran.ended)
         return counter.grade()
@@ -173,8 +189,16 @@ class RemoteGrader:
 class _Counter:
     """Counts the cases of a program."""
 
-    def __init__(self, cases: int) -> None:
+    def __init__(self, cases: int, limits: Limits) -> None:
         self.cases, self.passed, self.ends, self.why = cases, 0, 0, ""
+        self._deadline = _deadline(limits)
+
+    def is_over(self) -> bool:
+        """Return whether the cases that are left have failed."""
+        if time.monotonic() > self._deadline:
+            self.why = self.why or LIMITS["seconds"]
+            return True
+        return self.ends >= ENDS
 
     def count(self, holds: bool, ended: str) -> None:
         """Count a case.   ended: `0`, or how the program ended."""
@@ -191,8 +215,9 @@ class _Counter:
 class _Program:
     """A program that answers calls.  It is loaded at the first one, and again after its end."""
 
-    def __init__(self, server: Sandbox, source: str) -> None:
+    def __init__(self, server: Sandbox, source: str, limits: Limits) -> None:
         self._server, self._source = server, source
+        self._deadline = _deadline(limits)
         self._open = False
         self._ends = 0
         self.why = ""
@@ -200,6 +225,8 @@ class _Program:
 
     def call(self, message: dict[str, Any]) -> dict[str, Any]:
         """Call a function: {name, args, kwargs} -> {value, args}, or {error, message}."""
+        if time.monotonic() > self._deadline:
+            self._failed(ProgramEnded(LIMITS["seconds"]), ends=ENDS)
         if self._ends >= ENDS:
             return {"error": "RuntimeError", "message": self.why}
         try:
@@ -218,10 +245,9 @@ class _Program:
         return answer
 
     def _failed(self, error: ProgramEnded, ends: int) -> dict[str, Any]:
-        self._open = False
+        self.finish()
         self._ends += ends
         self.why = self.why or str(error)
-        self._server.kill()
         return {"error": "RuntimeError", "message": self.why}
 
     def finish(self) -> None:
@@ -229,6 +255,11 @@ class _Program:
         if self._open:
             self._server.finish()
             self._open = False
+
+
+def _deadline(limits: Limits) -> float:
+    """Return when a program that begins now has used the time of all its cases."""
+    return time.monotonic() + TOGETHER * limits.seconds
 
 
 def _words(answer: Any) -> str:
@@ -243,7 +274,7 @@ def _kind_of(answer: Any) -> str:
 
 
 def _run_printed(server: Sandbox, source: str, case: Printed, counter: _Counter) -> None:
-    if counter.ends >= ENDS:
+    if counter.is_over():
         return
     ran = server.run(source, case.text)
     counter.count(ran.ended == "0" and same_text(ran.output, case.expected), ran.ended)
@@ -262,7 +293,7 @@ def _decoded(data: Any) -> Any:
     """Return a value that a program sent; what is none equals nothing."""
     try:
         return decode(data)
-    except (ValueError, TypeError, RecursionError, AttributeError):
+    except ValueError:
         return Opaque("no value")
 
 
@@ -327,7 +358,10 @@ def same_value(value: Any, expected: Any) -> bool:
     if isinstance(value, dict) and isinstance(expected, dict):
         if value.keys() == expected.keys():
             return all(same_value(value[key], expected[key]) for key in expected)
-        named = {str(key): item for key, item in value.items()}  # JSON's keys are texts
+        try:
+            named = {str(key): item for key, item in value.items()}  # JSON's keys are texts
+        except ValueError:  # an integer with more digits than Python writes
+            return False
         return named.keys() == expected.keys() and same_value(named, expected)
     return type(value) is type(expected) and bool(value == expected)
 
@@ -393,10 +427,12 @@ class Grading:
         return grades
 
     def close(self) -> None:
-        """End all sandboxes."""
+        """End all sandboxes, also those that a thread waits for."""
+        for grader in self._graders:
+            grader.stop()
+        self._threads.shutdown(wait=True, cancel_futures=True)
         for grader in self._graders:
             grader.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _key(self, source: str, tests: Tests) -> bytes:
         text = f"{self._limits}\0{tests!r}\0{source}"

@@ -10,7 +10,8 @@ import hashlib
 import os
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from itertools import combinations
 from typing import Any, Literal
 
@@ -19,10 +20,10 @@ from groupwise.rewards.final_message import final_message
 from groupwise.rewards.judge_client import Budget, JudgeClient, JudgeFailed
 from groupwise.utils.built_in import built_in
 from groupwise.utils.terminal import logger
+from groupwise.utils.threads import Thread
 
 log = logger(__name__)
 
-MODES = ("score", "rank", "pairs")
 RUBRIC = (
     "The better an answer solves the task, the higher is its score."
     " An answer is judged by its content alone."
@@ -58,12 +59,13 @@ _BETTER = (
 @built_in("judge")
 def judge(
     columns: Collection[str],
+    name: str = "judge",
     *,
     url: str,
     model: str,
     mode: Literal["score", "rank", "pairs"] = "score",
     rubric: str = RUBRIC,
-    show: Sequence[str] = (),
+    show: str | Sequence[str] = (),
     key: str = "OPENAI_API_KEY",
     at_once: int = 16,
     seconds: float = 60.0,
@@ -78,7 +80,7 @@ def judge(
 ) -> JudgeReward:
     """The score from 0 to 1 that a model gives a completion.
 
-    columns: those of the data.
+    columns: those of the data.   name: of the reward, which its metrics begin with.
     url: of a server with OpenAI's chat completions, such as http://localhost:8000/v1.
     model: its name there.
     mode: `score` judges each completion alone; `rank` shows all completions of a prompt in one
@@ -96,8 +98,6 @@ def judge(
     """
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"the reward 'judge' needs a url with http:// or https://, got {url!r}")
-    if mode not in MODES:
-        raise ConfigError(f"the reward 'judge' has mode {', '.join(MODES)}; got {mode!r}")
     if isinstance(show, str):
         show = (show,)
     missing = [column for column in show if column not in columns]
@@ -107,10 +107,12 @@ def judge(
             f" {', '.join(columns)}"
         )
     numbers = {"at_once": at_once, "seconds": seconds, "max_tokens": max_tokens}
-    numbers |= {"calls_per_step": calls_per_step or 1, "tokens_per_step": tokens_per_step or 1}
-    for name, value in numbers.items():
-        if not value > 0:
-            raise ConfigError(f"the reward 'judge' needs {name} above 0, got {value}")
+    numbers |= {"calls_per_step": calls_per_step, "tokens_per_step": tokens_per_step}
+    for setting, value in numbers.items():
+        if value is not None and not value > 0:
+            raise ConfigError(f"the reward 'judge' needs {setting} above 0, got {value}")
+    if retries < 0:
+        raise ConfigError(f"the reward 'judge' needs retries of at least 0, got {retries}")
     if len(prices) != 2 or min(prices) < 0.0:
         raise ConfigError(f"the reward 'judge' has two prices, got {list(prices)}")
     client = JudgeClient(
@@ -123,7 +125,17 @@ def judge(
         cache=cache,
     )
     budget = Budget(calls=calls_per_step, tokens=tokens_per_step)
-    return JudgeReward(client, budget, mode, rubric, tuple(show), tuple(prices), at_once, seed)
+    return JudgeReward(
+        client,
+        budget,
+        mode=mode,
+        rubric=rubric,
+        show=show,
+        prices=prices,
+        at_once=at_once,
+        seed=seed,
+        name=name,
+    )
 
 
 class JudgeReward:
@@ -133,16 +145,18 @@ class JudgeReward:
         self,
         client: JudgeClient,
         budget: Budget,
+        *,
         mode: str,
         rubric: str,
         show: Sequence[str],
         prices: Sequence[float],
         at_once: int,
         seed: int,
+        name: str,
     ) -> None:
-        self._client, self._budget, self._mode = client, budget, mode
+        self._client, self._budget, self._mode, self._name = client, budget, mode, name
         self._rubric, self._show, self._prices, self._seed = rubric, show, prices, seed
-        self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="groupwise-judge")
+        self._threads = Thread("groupwise-judge", at_once)
         self._silent = 0
         """Steps in a row in which no call had an answer."""
         self._warned = False
@@ -173,9 +187,9 @@ class JudgeReward:
         return rewards
 
     def close(self) -> None:
-        """End the calls."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """End the calls; those that the server is answering are left to their threads."""
         self._client.close()
+        self._threads.close()
 
     def _task(self, prompt: str, columns: Mapping[str, Sequence[Any]], place: int) -> str:
         """Return what all calls of a prompt begin with."""
@@ -186,12 +200,13 @@ class JudgeReward:
 
     def _begin(self, task: str, answers: Sequence[str]) -> list[Future[dict[str, float]]]:
         """Begin the calls for the answers to a task."""
-        begin = self._threads.submit
         if self._mode == "rank":
-            return [begin(self._listed, task, answers)]
-        if self._mode == "score":
-            return [begin(self._listed, task, [answer]) for answer in answers]
-        return [begin(self._compared, task, pair) for pair in combinations(answers, 2)]
+            calls = [partial(self._listed, task, answers)]
+        elif self._mode == "score":
+            calls = [partial(self._listed, task, [answer]) for answer in answers]
+        else:
+            calls = [partial(self._compared, task, pair) for pair in combinations(answers, 2)]
+        return [self._threads.begin(call) for call in calls]
 
     def _scores(self, ended: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Return the mean score of each answer over the calls that judged it."""
@@ -248,12 +263,13 @@ class JudgeReward:
     def _log(self, log_metric: Callable[[str, float], None]) -> None:
         spent = self._budget
         read, written = self._prices
-        log_metric("judge_calls", spent.calls_made)
-        log_metric("judge_tokens", spent.tokens_read + spent.tokens_written)
-        log_metric("judge_cost", (spent.tokens_read * read + spent.tokens_written * written) / 1e6)
-        log_metric("judge_cached", spent.cached)
-        log_metric("judge_failed", spent.failed)
-        log_metric("judge_seconds", spent.seconds)
+        cost = (spent.tokens_read * read + spent.tokens_written * written) / 1e6
+        log_metric(f"{self._name}_calls", spent.calls_made)
+        log_metric(f"{self._name}_tokens", spent.tokens_read + spent.tokens_written)
+        log_metric(f"{self._name}_cost", cost)
+        log_metric(f"{self._name}_cached", spent.cached)
+        log_metric(f"{self._name}_failed", spent.failed)
+        log_metric(f"{self._name}_seconds", spent.seconds)
 
     def _notice(self, rewards: Sequence[float | None]) -> None:
         """Raise RewardError where the judge has been silent for too long."""

@@ -22,6 +22,8 @@ Read = TypeVar("Read")
 
 REFUSED = (401, 403, 404)
 """Statuses that no retry mends: the key, the address or the model is wrong."""
+UNREAD = (ValueError, KeyError, TypeError, IndexError)
+"""What reading an answer of another form raises."""
 LARGEST = 8 << 20
 """Bytes of an answer that are read."""
 WAIT = 0.5
@@ -31,6 +33,10 @@ LONGEST_WAIT = 20.0
 
 class JudgeFailed(Exception):
     """A call had no answer that can be used."""
+
+
+class BudgetSpent(JudgeFailed):
+    """A step may make no further call."""
 
 
 class Budget:
@@ -48,13 +54,13 @@ class Budget:
         """Seconds of all calls together."""
 
     def take(self) -> None:
-        """Count a call that is to be made.  Raises JudgeFailed where the budget is spent."""
+        """Count a call that is to be made.  Raises BudgetSpent where no further one may be."""
         with self._lock:
             tokens = self.tokens_read + self.tokens_written
             if self._calls is not None and self.calls_made >= self._calls:
-                raise JudgeFailed(f"calls_per_step: {self._calls} is reached")
+                raise BudgetSpent(f"calls_per_step: {self._calls} is reached")
             if self._tokens is not None and tokens >= self._tokens:
-                raise JudgeFailed(f"tokens_per_step: {self._tokens} is reached")
+                raise BudgetSpent(f"tokens_per_step: {self._tokens} is reached")
             self.calls_made += 1
 
     def spend(self, usage: Mapping[str, Any], seconds: float) -> None:
@@ -94,10 +100,12 @@ class JudgeClient:
         self._known = None if cache is None else _KeptAnswers(cache)
         self._schemas = True
         """Whether the server takes a JSON schema, as far as is known."""
+        self._closed = threading.Event()
         self.last_failure = "none was made"
 
     def close(self) -> None:
-        """Close the file of answers."""
+        """Make no further call, and close the file of answers."""
+        self._closed.set()
         if self._known is not None:
             self._known.close()
 
@@ -116,21 +124,27 @@ class JudgeClient:
         name = json.dumps([self._url, self._model, self._options, prompt])
         text = None if self._known is None else self._known.find(name)
         if text is not None:
-            budget.count(cached=1)
-            return read(_json_in(text))
+            with contextlib.suppress(*UNREAD):  # a file that another program has changed
+                value = read(_json_in(text))
+                budget.count(cached=1)
+                return value
         why = ""
         try:
             for attempt in range(self._retries + 1):
                 if attempt:
-                    time.sleep(min(WAIT * 2 ** (attempt - 1), LONGEST_WAIT))
-                budget.take()
+                    self._closed.wait(min(WAIT * 2 ** (attempt - 1), LONGEST_WAIT))
+                if self._closed.is_set():
+                    raise JudgeFailed("the judge was closed")
                 try:
                     text = self._call(prompt, schema, budget)
                     value = read(_json_in(text))
-                except (JudgeFailed, ValueError, KeyError, TypeError, IndexError) as error:
+                except BudgetSpent:
+                    raise
+                except JudgeFailed as error:
+                    why = str(error)
+                    continue
+                except UNREAD as error:
                     why = f"{type(error).__name__}: {error}"
-                    if isinstance(error, JudgeFailed):
-                        why = str(error)
                     continue
                 if self._known is not None:
                     self._known.keep(name, text)
@@ -148,10 +162,11 @@ class JudgeClient:
         if self._schemas:
             body["response_format"] = schema
         status, said = self._post(body, budget)
-        if status in (400, 422) and self._schemas:  # a server that takes no schema
-            self._schemas = False
+        if status in (400, 422) and "response_format" in body:
             del body["response_format"]
             status, said = self._post(body, budget)
+            if status == 200:  # the schema was what it did not take
+                self._schemas = False
         if status in REFUSED:
             raise RewardError(
                 f"the judge at {self._url} answers {status}: {str(said)[:200]}; check the reward's"
@@ -166,6 +181,7 @@ class JudgeClient:
             raise JudgeFailed(f"{self._url}: no answer in {str(said)[:200]}") from None
 
     def _post(self, body: Mapping[str, Any], budget: Budget) -> tuple[int, Any]:
+        budget.take()
         headers = {"Content-Type": "application/json"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -218,8 +234,9 @@ class _KeptAnswers:
             ) from None
 
     def find(self, question: str) -> str | None:
-        """Return the answer to a question; None if it is not known."""
-        with self._lock:
+        """Return the answer to a question; None if it is not known, or cannot be read now."""
+        found = None
+        with self._lock, contextlib.suppress(sqlite3.Error):
             found = self._file.execute(
                 "SELECT answer FROM answers WHERE question = ?", (_digest(question),)
             ).fetchone()

@@ -11,8 +11,10 @@ loaded.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from groupwise.config.settings import REWARDS, RewardSettings
 from groupwise.errors import ConfigError
@@ -29,7 +31,8 @@ GOLD_COLUMNS = ("answer", "solution")
 MODEL, CODE, JUDGE = "model", "code", "judge"
 MADE = (MODEL, CODE, JUDGE)
 """The built-ins that are made once from a recipe's `args`, and then called like anybody's function.
-They may ask for the policy's `tokenizer` and for the names of the data's `columns`.
+They may ask for the policy's `tokenizer`, for the names of the data's `columns` and for the
+reward's own `name`.
 """
 
 
@@ -83,9 +86,25 @@ def _made(
             f"the reward {name!r} runs in this process, beside the policy, and cannot be stopped:"
             " leave timeout out"
         )
-    offered = {"tokenizer": tokenizer, "columns": columns}
+    arguments = settings.args
+    if settings.function != MODEL:  # which reads its own
+        arguments = _typed(name, make, arguments)
+    offered = {"tokenizer": tokenizer, "columns": columns, "name": name}
     asked = [offered[p.name] for p in parameters if p.name in offered]
-    return make(*asked, **settings.args)
+    return make(*asked, **arguments)
+
+
+def _typed(name: str, make: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments as values of the types that a function declares.  Raises ConfigError."""
+    hints = get_type_hints(make)
+    typed = {}
+    for key, value in arguments.items():
+        try:
+            typed[key] = TypeAdapter(hints[key]).validate_python(value)
+        except ValidationError as error:
+            why = error.errors()[0]["msg"]
+            raise ConfigError(f"the reward {name!r} has {key}: {value!r}: {why}") from None
+    return typed
 
 
 def builtin_function(name: str) -> Callable[..., Any]:

@@ -132,6 +132,41 @@ for i in range(100_000):
     open(str(i), 'w').write('x' * (LIMIT_DISK // 8))
 broke(True)
 """,
+    "files that are removed": """
+import mmap
+held = []
+for i in range(64):
+    with open('f', 'wb+') as file:
+        file.write(b'x' * (LIMIT_DISK // 2))
+        file.flush()
+        held.append(mmap.mmap(file.fileno(), 4096))
+    os.unlink('f')
+broke(True)
+""",
+    "files without a name": """
+held = [os.open('.', os.O_TMPFILE | os.O_RDWR) for i in range(8)]
+for file in held:
+    os.write(file, b'x' * (LIMIT_DISK // 2))
+broke(True)
+""",
+    "many folders": """
+for i in range(100_000):
+    os.mkdir(str(i))
+broke(True)
+""",
+    "nested folders": """
+for i in range(100_000):
+    os.mkdir('d')
+    os.chdir('d')
+broke(True)
+""",
+    "a locked folder": """
+os.mkdir('d')
+os.chmod('d', 0o300)
+for i in range(100_000):
+    open(f'd/{i}', 'w').write('x' * (LIMIT_DISK // 8))
+broke(True)
+""",
     "output": "while True: print('x' * 4096)",
     "threads": """
 import threading

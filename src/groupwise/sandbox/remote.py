@@ -60,8 +60,17 @@ def calls_as_script(source: str, name: str) -> str:
 
     Values cross as `runner.encode` writes them.
     """
-    needed = (runner._integer, runner._float, runner.encode, runner.Opaque, runner.decode)
-    parts = ["import json, sys", f"DEPTH = {runner.DEPTH}", "from typing import Any"]
+    needed = (
+        runner._integer,
+        runner._float,
+        runner.encode,
+        runner.Opaque,
+        runner._spread,
+        runner._decoded,
+        runner.decode,
+    )
+    parts = ["import json, sys", "from typing import Any"]
+    parts += [f"DEPTH, ALIKE = {runner.DEPTH}, {runner.ALIKE}"]
     parts += [inspect.getsource(one) for one in needed]
     parts.append(inspect.getsource(runner._function))
     parts.append(f"_program = {{}}\nexec(compile({source!r}, 'program.py', 'exec'), _program)")

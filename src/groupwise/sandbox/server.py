@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import shutil
 import subprocess
 import tempfile
 import time
@@ -21,8 +20,9 @@ from groupwise.sandbox.limits import Limits
 START_SECONDS = 30.0
 """Seconds that a sandbox has to start in, on a busy machine."""
 END_SECONDS = 5.0
-"""Seconds that the runner has to clean up after a program."""
-
+"""Seconds that the runner has to clean up after a program, and at its end."""
+LOOK = 0.2
+"""Seconds between two looks whether a sandbox that is waited for was stopped."""
 
 LIMITS = {
     "seconds": "out of time",
@@ -53,7 +53,8 @@ class Ran:
 class Sandbox:
     """A sandbox with the runner in it.  It starts when it is first needed, and again after its end.
 
-    It serves one program at a time, for one thread.
+    It serves one program at a time, for one thread.  Where the sandbox itself ends every method
+    raises SandboxFailed: that says nothing of the program.
     """
 
     def __init__(self, isolation: Isolation, limits: Limits) -> None:
@@ -64,6 +65,7 @@ class Sandbox:
         """What the runner wrote on its control pipe and nobody has read."""
         self._ended = ""
         """How the last program ended."""
+        self._stopped = False
 
     def run(self, source: str, text: str = "") -> Ran:
         """Run a program as a script.   text: its standard input.   Raises SandboxFailed."""
@@ -113,21 +115,33 @@ class Sandbox:
             while not self._control(deadline).startswith("ended"):
                 pass
             self._drain()
-        except ProgramEnded:
+        except (ProgramEnded, SandboxFailed):  # the program has given its answers
             self.kill()
 
+    def stop(self) -> None:
+        """Take no further program.  Any thread may call it; whoever waits gets SandboxFailed."""
+        self._stopped = True
+
     def kill(self) -> None:
-        """End the sandbox and all in it, and remove its folder."""
+        """End the sandbox and all in it, and remove its folder.
+
+        The runner ends when its requests do, and first ends its program: one that is still running
+        could write into a folder that is being removed.
+        """
         process, self._process = self._process, None
         folder, self._folder = self._folder, None
         if process is not None:
-            process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout, process.stderr):
-                if pipe is not None:
-                    pipe.close()
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+            assert process.stdin and process.stdout and process.stderr
+            process.stdin.close()
+            process.stdout.close()
+            try:
+                process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            process.stderr.close()
+        if folder is not None and folder.exists():
+            runner.remove(str(folder))
 
     def _begin(self, request: dict[str, Any]) -> float:
         """Fork a process for a program, and return its deadline.  Raises SandboxFailed."""
@@ -147,7 +161,8 @@ class Sandbox:
         if self._process is not None and self._process.poll() is None:
             return
         self.kill()
-        self._folder = None
+        if self._stopped:
+            raise SandboxFailed(f"the {self.isolation.name} sandbox was closed")
         folder = Path("/")
         if self.isolation.needs_folder:
             self._folder = folder = Path(tempfile.mkdtemp(prefix="groupwise-sandbox-"))
@@ -159,7 +174,14 @@ class Sandbox:
         pipe = subprocess.PIPE
         try:
             self._process = subprocess.Popen(
-                command, env={}, cwd=folder, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0
+                command,
+                env={},
+                cwd=folder,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                bufsize=0,
+                start_new_session=True,  # Ctrl-C is the trainer's
             )
         except OSError as error:
             self.kill()
@@ -175,7 +197,7 @@ class Sandbox:
             while line != "ready":
                 words.append(line)
                 line = self._control(deadline)
-        except ProgramEnded as error:
+        except (ProgramEnded, SandboxFailed) as error:
             self.kill()
             said = " ".join([*words, self._lines.decode(errors="replace")]).strip()
             raise SandboxFailed(
@@ -192,28 +214,27 @@ class Sandbox:
         left = memoryview(runner.LENGTH.pack(len(data)) + data)
         requests, _, control = self._ends()
         while left:
-            seconds = _left(deadline)
-            readable, writable, _ = select.select([control], [requests], [], seconds)
-            if control in readable and self._has_ended():
+            ready = self._wait([control], deadline, writing=requests)
+            if control in ready and self._has_ended():
                 raise ProgramEnded("ended")
-            if writable:
+            if requests in ready:
                 try:
                     left = left[os.write(requests, left[:65536]) :]
                 except BrokenPipeError:
-                    raise ProgramEnded("the sandbox ended") from None
+                    raise self._failed() from None
 
     def _receive(self, count: int, deadline: float) -> bytes:
         """Return so many bytes of a program's answer."""
         _, answers, control = self._ends()
         data = bytearray()
         while len(data) < count:
-            readable, _, _ = select.select([answers, control], [], [], _left(deadline))
-            if answers in readable:
+            ready = self._wait([answers, control], deadline)
+            if answers in ready:
                 part = os.read(answers, min(count - len(data), 1 << 20))
                 if not part:
-                    raise ProgramEnded("the sandbox ended")
+                    raise self._failed()
                 data += part
-            elif control in readable and self._has_ended():
+            elif control in ready and self._has_ended():
                 raise ProgramEnded(self._ended)
         return bytes(data)
 
@@ -221,12 +242,15 @@ class Sandbox:
         """Add what a program prints to `output`, and return how it ended."""
         _, answers, control = self._ends()
         while True:
-            readable, _, _ = select.select([answers, control], [], [], _left(deadline))
-            if answers in readable:
-                output += os.read(answers, 1 << 16)
+            ready = self._wait([answers, control], deadline)
+            if answers in ready:
+                part = os.read(answers, 1 << 16)
+                if not part:
+                    raise self._failed()
+                output += part
                 if len(output) > self.limits.output:
                     raise ProgramEnded(LIMITS["output"])
-            elif control in readable and self._has_ended():
+            elif control in ready and self._has_ended():
                 return self._ended
 
     def _has_ended(self) -> bool:
@@ -243,16 +267,36 @@ class Sandbox:
         """Return the runner's next line."""
         *_, control = self._ends()
         while b"\n" not in self._lines:
-            select.select([control], [], [], _left(deadline))
-            try:
-                part = os.read(control, 4096)
-            except BlockingIOError:
-                continue
+            self._wait([control], deadline)
+            part = os.read(control, 4096)
             if not part:
-                raise ProgramEnded("the sandbox ended")
+                raise self._failed()
             self._lines += part
         line, _, self._lines = self._lines.partition(b"\n")
         return line.decode(errors="replace")
+
+    def _wait(self, reading: list[int], deadline: float, writing: int | None = None) -> set[int]:
+        """Wait until a pipe can be read or written, and return those that can.
+
+        Raises ProgramEnded behind the deadline.
+        """
+        pipes = select.poll()
+        for pipe in reading:
+            pipes.register(pipe, select.POLLIN)
+        if writing is not None:
+            pipes.register(writing, select.POLLOUT)
+        ready: list[tuple[int, int]] = []
+        while not ready:
+            if self._stopped:
+                self.kill()
+                raise SandboxFailed(f"the {self.isolation.name} sandbox was closed")
+            ready = pipes.poll(1000 * min(LOOK, _left(deadline)))
+        return {pipe for pipe, _ in ready}
+
+    def _failed(self) -> SandboxFailed:
+        """Clean up after the sandbox's own end, and return what is to be raised."""
+        self.kill()
+        return SandboxFailed(f"the {self.isolation.name} sandbox ended")
 
     def _drain(self) -> None:
         """Forget what an ended program sent that nobody asked for."""

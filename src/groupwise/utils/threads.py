@@ -38,7 +38,7 @@ def begin(work: Callable[[], Result], name: str) -> Future[Result]:
 
 
 class Thread:
-    """One thread that does what it is given, in order.
+    """One thread that does what it is given, in order; or several that share the work.
 
     >>> thread = Thread("sums")
     >>> thread.begin(lambda: 6 * 7).result()
@@ -46,10 +46,12 @@ class Thread:
     >>> thread.close()
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, count: int = 1) -> None:
         """name: for its stack.   Raises RuntimeError where none can be started."""
         self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, name=name, daemon=True).start()
+        self._count = count
+        for _ in range(count):
+            threading.Thread(target=self._serve, name=name, daemon=True).start()
 
     def begin(self, work: Callable[[], Result]) -> Future[Result]:
         """Do this when what was given before is done."""
@@ -59,7 +61,8 @@ class Thread:
 
     def close(self) -> None:
         """End it when it has finished."""
-        self._work.put(None)
+        for _ in range(self._count):
+            self._work.put(None)
 
     def _serve(self) -> None:
         while (task := self._work.get()) is not None:
