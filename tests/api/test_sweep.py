@@ -363,8 +363,13 @@ def test_metrics_and_completions_as_tables(four_runs: Path) -> None:
     assert len(rows) == 4 * 2 * 2
     assert rows["reward"].mean() == pytest.approx(metrics["reward"].mean(), abs=1e-6)
     assert set(gw.read_rollouts(run, [2], columns=["reward"]).columns) == {"step", "reward"}
+    assert set(gw.read_rollouts(run, [2], columns=["rewards/", "support"]).columns) >= {"step"}
     with pytest.raises(DataError):
         gw.read_rollouts(run, [9])
+    with pytest.raises(DataError, match=r"no column 'rewrad' \(did you mean reward\?\)"):
+        gw.read_rollouts(run, columns=["rewrad"])
+    with pytest.raises(DataError, match=r"columns is a list, e\.g\. \['reward'\]"):
+        gw.read_rollouts(run, columns="reward")
 
 
 def test_a_folder_of_runs_is_no_run(four_runs: Path) -> None:

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 from groupwise.errors import DataError
 from groupwise.runs import metrics_log, rollout_files
 from groupwise.runs.origin import run_of
+from groupwise.runs.rollout_table import COLUMNS, FAMILIES
 from groupwise.runs.run_files import RunFiles
+from groupwise.utils.spelling import closest
 
 if TYPE_CHECKING:
     import pandas
@@ -48,6 +50,8 @@ def read_rollouts(
     """
     import pandas
 
+    if isinstance(columns, str):
+        raise DataError(f"columns is a list, e.g. [{columns!r}]; got {columns!r}")
     files = RunFiles(run_of(run).folder)
     kind = rollout_files.EVALUATIONS if held_out else rollout_files.ROLLOUTS
     chosen = rollout_files.steps(files, kind)[0] if steps is None else steps
@@ -55,4 +59,14 @@ def read_rollouts(
     tables = [rollout_files.table(files, step, wanted, kind).to_pandas() for step in chosen]
     if not tables:
         raise DataError(f"{files.folder / kind} holds no completions")
-    return pandas.concat(tables, ignore_index=True)
+    rows = pandas.concat(tables, ignore_index=True)
+    _check_columns(columns or (), list(rows.columns))
+    return rows
+
+
+def _check_columns(wanted: Sequence[str], present: Sequence[str]) -> None:
+    """Raise DataError for a name that is no column: one that a run may lack is none of these."""
+    known = (*COLUMNS, *FAMILIES, *present)
+    for name in wanted:
+        if name not in known:
+            raise DataError(f"completions have no column {name!r}{closest(name, known)}")
