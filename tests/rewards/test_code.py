@@ -513,6 +513,57 @@ def service(grader: LocalGrader):
     server.server_close()
 
 
+class _Odd(BaseHTTPRequestHandler):
+    """Answers every program with the same bytes."""
+
+    body = b""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.wfile.write(self.body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+HEAD = b"HTTP/1.0 200 OK\r\n\r\n"
+ODD = {
+    "no HTTP": b"hello\r\n",
+    "no JSON": HEAD + b"<html>",
+    "deep JSON": HEAD + b"[" * 100_000,
+    "no object": HEAD + b"[1]",
+    "no result": HEAD + b'{"status": "Success"}',
+    "a result of another form": HEAD + b'{"run_result": ["0"]}',
+}
+
+
+@pytest.fixture
+def odd():
+    """`odd(body)`: the address of a service that answers so."""
+    servers = []
+
+    def make(body: bytes) -> SandboxFusion:
+        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), type("Odd", (_Odd,), {"body": body})))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return SandboxFusion(f"http://127.0.0.1:{servers[-1].server_port}")
+
+    yield make
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize("body", ODD.values(), ids=ODD)
+def test_a_service_that_answers_oddly_judges_nothing(body: bytes, odd: Any) -> None:
+    with pytest.raises(SandboxFailed):
+        odd(body)("x = 1", "python", "", Limits())
+
+
+def test_a_program_that_prints_too_much_for_a_service_has_failed(odd: Any) -> None:
+    service = odd(HEAD + b'{"run_result": {"return_code": 0, "stdout": "' + b"x" * (3 << 20) + b'"}}')
+    assert service("x = 1", "python", "", Limits(output=1000)).ended == "too much output"
+
+
 def test_a_service_grades_as_a_sandbox_here_does(service: str) -> None:
     remote = RemoteGrader(SandboxFusion(service), "python", Limits())
     assert remote.grade("print(2 * int(input()))", read_tests(PRINTED)).passed == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import inspect
 import json
 import urllib.error
@@ -13,6 +14,8 @@ from groupwise.sandbox import runner
 from groupwise.sandbox.limits import Limits
 from groupwise.sandbox.server import LIMITS, Ran, SandboxFailed
 
+ESCAPED = 8
+"""Bytes of JSON for a byte of output."""
 WAIT = 30.0
 """Seconds beyond the program's that a service has to answer in."""
 
@@ -41,15 +44,21 @@ class SandboxFusion:
             data=json.dumps(body).encode(),
             headers={"Content-Type": "application/json"},
         )
+        longest = limits.output * ESCAPED + (1 << 20)
         try:
             with urllib.request.urlopen(request, timeout=2 * limits.seconds + WAIT) as answer:
-                said = json.loads(answer.read(limits.output * 8 + (1 << 20)))
-        except (OSError, ValueError) as error:
+                data = answer.read(longest + 1)
+            if len(data) > longest:
+                return Ran(b"", LIMITS["output"])
+            said = json.loads(data)
+        except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
             raise SandboxFailed(f"{self.url}/run_code: {error}") from None
         if not isinstance(said, dict) or said.get("status") == "SandboxError":
             raise SandboxFailed(f"{self.url}/run_code: {str(said)[:300]}")
-        result = said.get("run_result") or said.get("compile_result") or {}
-        output = str(result.get("stdout") or "").encode()[: limits.output]
+        result = said.get("run_result") or said.get("compile_result")
+        if not isinstance(result, dict):
+            raise SandboxFailed(f"{self.url}/run_code: no result in {str(said)[:300]}")
+        output = str(result.get("stdout") or "").encode("utf-8", "replace")[: limits.output]
         if result.get("status") == "TimeLimitExceeded":
             return Ran(output, LIMITS["seconds"])
         return Ran(output, str(result.get("return_code")))
