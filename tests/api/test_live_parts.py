@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 from collections.abc import Callable
@@ -116,10 +117,25 @@ def beside_functions(scale: float) -> Callable[..., Any]:
     return lambda groups: [parts[0] * parts[1](one) for one in centred(groups)]
 
 
-@pytest.mark.parametrize("made", [with_default, with_keyword, typed_in, beside_functions, lambda scale: Scales(scale).centred])
+WAYS: list[Callable[[float], Callable[..., Any]]] = [
+    with_default,
+    with_keyword,
+    typed_in,
+    beside_functions,
+    lambda scale: Scales(scale).centred,
+    lambda scale: functools.cache(with_default(scale)),
+]
+
+
+@pytest.mark.parametrize("made", WAYS)
 def test_a_part_of_another_number_has_another_name(made: Callable[[float], Callable[..., Any]]) -> None:
     assert live_part("credit", made(0.5)) == live_part("credit", made(0.5))
     assert live_part("credit", made(0.5)) != live_part("credit", made(0.25))
+
+
+def test_a_part_written_in_c_has_a_name() -> None:
+    names = {live_part("credit", part) for part in (len, sum, np.add)}
+    assert len(names) == 3
 
 
 def test_the_source_of_a_method_is_that_of_its_class() -> None:

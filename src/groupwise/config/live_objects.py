@@ -80,12 +80,7 @@ def live_part(kind: str, part: Callable[..., Any]) -> Live:
     name = getattr(inner, "__name__", type(inner).__name__)
     if name == "<lambda>":
         name = kind
-    text = source_of(part)
-    if text is None:
-        content = _compiled(getattr(inner, "__code__", None) or type(inner).__call__.__code__)
-    else:
-        content = text.encode()
-    return Live(f"{name}-{short_digest([content, _values(part).encode()])}", part)
+    return Live(f"{name}-{short_digest([_content(part), _values(part).encode()])}", part)
 
 
 def source_of(part: Callable[..., Any]) -> str | None:
@@ -100,15 +95,30 @@ def source_of(part: Callable[..., Any]) -> str | None:
 
 
 def _inner(part: Any) -> Any:
-    """The function behind what `functools.partial` fixes."""
+    """The function behind what `functools.partial` fixes, or `functools.cache` keeps."""
     while isinstance(part, functools.partial):
         part = part.func
-    return part
+    if inspect.isfunction(part):
+        return part
+    return getattr(part, "__wrapped__", part)
 
 
 def _holder(inner: Any) -> Any:
     """The object of a bound method; anything else is its own."""
     return inner.__self__ if inspect.ismethod(inner) else inner
+
+
+def _content(part: Any) -> bytes:
+    """What a part computes: its source, else its instructions; a part written in C is its name."""
+    text = source_of(part)
+    if text is not None:
+        return text.encode()
+    inner = _inner(part)
+    for described in (inner, type(inner).__call__):
+        code = getattr(described, "__code__", None)
+        if code is not None:
+            return _compiled(code)
+    return repr(getattr(inner, "__qualname__", type(inner).__qualname__)).encode()
 
 
 def _compiled(code: CodeType) -> bytes:
@@ -130,6 +140,7 @@ def _values(part: Any) -> str:
         values |= {f"argument {place}": value for place, value in enumerate(inner.args)}
         values |= inner.keywords
         inner = inner.func
+    inner = _inner(inner)
     function = getattr(inner, "__func__", inner)
     if inspect.isfunction(function):
         values["defaults"] = function.__defaults__
