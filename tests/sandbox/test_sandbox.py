@@ -323,6 +323,22 @@ def test_ctrl_c_does_not_reach_a_sandbox(server: Sandbox) -> None:
     assert os.getpgid(server._process.pid) != os.getpgrp()
 
 
+def test_a_fork_of_the_trainer_does_not_hold_a_sandbox(server: Sandbox) -> None:
+    """It would not end with the trainer."""
+    server.run("print(1)")
+    pipes = server._ends()
+    child = os.fork()
+    if child == 0:
+        open_here = 0
+        for pipe in pipes:
+            with contextlib.suppress(OSError):
+                os.fstat(pipe)
+                open_here += 1
+        os._exit(open_here)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert server.run("print(1)").output == b"1\n"
+
+
 def test_a_folder_of_any_depth_is_removed(tmp_path: Path) -> None:
     folder, here = tmp_path / "folder", os.getcwd()
     folder.mkdir()

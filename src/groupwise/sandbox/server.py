@@ -33,6 +33,18 @@ LIMITS = {
 """How the end of a program at a limit is called."""
 
 
+_running: set[Sandbox] = set()
+"""All of this program: a fork of it must not keep them alive by holding their pipes."""
+
+
+def _let_go() -> None:
+    for sandbox in list(_running):
+        sandbox.forget()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
 class SandboxFailed(GroupwiseError):
     """The sandbox itself failed: nothing is known of the program."""
 
@@ -122,6 +134,15 @@ class Sandbox:
         """Take no further program.  Any thread may call it; whoever waits gets SandboxFailed."""
         self._stopped = True
 
+    def forget(self) -> None:
+        """Close the pipes of a sandbox that belongs to the process that this one is a fork of."""
+        process, self._process, self._folder = self._process, None, None
+        _running.discard(self)
+        if process is not None:
+            for pipe in (process.stdin, process.stdout, process.stderr):
+                assert pipe is not None
+                pipe.close()
+
     def kill(self) -> None:
         """End the sandbox and all in it, and remove its folder.
 
@@ -130,6 +151,7 @@ class Sandbox:
         """
         process, self._process = self._process, None
         folder, self._folder = self._folder, None
+        _running.discard(self)
         if process is not None:
             assert process.stdin and process.stdout and process.stderr
             process.stdin.close()
@@ -186,6 +208,7 @@ class Sandbox:
         except OSError as error:
             self.kill()
             raise SandboxFailed(f"{self.isolation.name} does not start: {error}") from None
+        _running.add(self)
         for end in (self._process.stdin, self._process.stdout, self._process.stderr):
             assert end is not None
             os.set_blocking(end.fileno(), False)
