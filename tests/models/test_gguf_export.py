@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -259,6 +260,12 @@ def with_score() -> PreTrainedModel:
     return AutoModelForSequenceClassification.from_config(source_model("llama").config)
 
 
+def of_large_numbers() -> PreTrainedModel:
+    model: Any = source_model("llama")
+    model.model.layers[0].mlp.down_proj.weight.data[1, 2] = -7e4
+    return model
+
+
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 NTK = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64, "truncate": False}
 WAVES = {**SOURCES["llama, llama3"]["rope_parameters"], "high_freq_factor": 8.0}
@@ -277,6 +284,7 @@ WAVES = {**SOURCES["llama, llama3"]["rope_parameters"], "high_freq_factor": 8.0}
         (lambda: source_model("llama", rope_parameters=NTK), "f32", "rope_parameters.truncate is False"),
         (lambda: source_model("llama", rope_parameters=WAVES), "f32", r"the factors \(1.0, 8.0\)"),
         (lambda: source_model("llama", hidden_size=48), "q8_0", "blocks of 32 numbers, and rows of .* have 48: take f16"),
+        (of_large_numbers, "f16", r"down_proj.weight has numbers up to 70000, and f16 holds none beyond 65504: take bf16"),
     ],
 )
 def test_a_model_that_the_format_cannot_hold_is_refused(

@@ -41,6 +41,7 @@ TYPES = {
     "q4_0": Type(gguf.GGMLQuantizationType.Q4_0, gguf.LlamaFileType.MOSTLY_Q4_0),
 }
 """Types that matrices can be written in."""
+MOST_IN_F16 = float(np.finfo(np.float16).max)
 
 
 def write_gguf(folder: Path, file: Path, kind: str, name: str) -> None:
@@ -125,6 +126,8 @@ class FolderWeights:
             writer.write_tensor_data(numbers)
         for name, numbers in self.numbers():
             kind = self.type_of(numbers.shape)
+            if kind is gguf.GGMLQuantizationType.F16:
+                check_range(name, numbers)
             writer.write_tensor_data(gguf.quantize(self.turned(name, numbers), kind))
         writer.close()
 
@@ -185,6 +188,16 @@ class FolderWeights:
         if self.architecture in GEMMAS and name.endswith("norm.weight"):
             return numbers + np.float32(1.0)
         return numbers
+
+
+def check_range(name: str, numbers: np.ndarray) -> None:
+    """Raise ConfigError for numbers that would be infinite in f16."""
+    largest = np.abs(numbers).max()
+    if largest > MOST_IN_F16:
+        raise ConfigError(
+            f"the weight {name} has numbers up to {largest:g}, and f16 holds none beyond"
+            f" {MOST_IN_F16:g}: take bf16 or f32"
+        )
 
 
 def as_pairs(rows: np.ndarray, heads: int) -> np.ndarray:
