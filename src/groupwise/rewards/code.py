@@ -53,7 +53,7 @@ def code(
     sandbox: str = "auto",
     credit: Literal["share", "all"] = "share",
     seconds: float = 20.0,
-    cpu_seconds: float = 5.0,
+    cpu_seconds: float = 3.0,
     memory_mb: int = 512,
     disk_mb: int = 16,
     output_kb: int = 1024,

@@ -12,7 +12,7 @@ class Limits:
 
     seconds: float = 5.0
     """Wall-clock seconds for one case."""
-    cpu_seconds: float = 10.0
+    cpu_seconds: float = 3.0
     """Processor seconds for the whole program, rounded up."""
     memory: int = 512 << 20
     """Bytes of address space."""
