@@ -379,7 +379,8 @@ def _traces() -> tuple[set[str], int, int]:
 
 
 @pytest.mark.slow
-def test_a_thousand_programs_leave_nothing(isolation: Isolation) -> None:
+def test_a_thousand_programs_leave_nothing(isolation: Isolation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # other tests have sandboxes, too
     before = _traces()
     server = Sandbox(isolation, Limits())
     for number in range(1000):
