@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import os
 import pickle
 import shutil
@@ -62,7 +63,8 @@ def raw(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
-LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
+NUMBERS = st.floats(allow_nan=False) | st.just(math.nan)  # JSON has one NaN
+LEAVES = st.none() | st.booleans() | st.integers() | NUMBERS | st.text() | st.binary()
 
 
 @given(st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=20))

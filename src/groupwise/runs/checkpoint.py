@@ -205,8 +205,8 @@ def _rotate(folder: Path, step: int, keep: int, pinned: int | None) -> None:
 
 
 def _encode(state: Mapping[str, Any]) -> str:
-    """State as JSON, whose numbers come back to the bit, and tuples as lists.  Raises
-    CheckpointError for what it cannot hold.
+    """State as JSON, whose numbers come back to the bit but for the bits of a NaN, and tuples as
+    lists.  Raises CheckpointError for what it cannot hold.
     """
 
     def encoded(value: object) -> dict[str, str]:
