@@ -36,7 +36,7 @@ def worker(work: Workload, mode: str, folder: Path, steps: int, out: Path) -> No
     from _ours import load, optimizer_settings
 
     from groupwise.config.settings import ParallelSettings, RolloutSettings
-    from groupwise.distributed import comm, fsdp, process_group
+    from groupwise.distributed import comm, layout, process_group
     from groupwise.models.shape import Shape
     from groupwise.models.sharded import shard
     from groupwise.runs.job import make_engine
@@ -49,7 +49,7 @@ def worker(work: Workload, mode: str, folder: Path, steps: int, out: Path) -> No
     policy = load(work, folder)
     parameters = sum(parameter.numel() for parameter in policy.model.parameters())
     shape = Shape.of(policy.model.config.to_dict(), parameters, dtype="float32")
-    parallel = fsdp.decided(ParallelSettings(name=mode), parameters, here.size)
+    parallel = layout.decided(ParallelSettings(name=mode), parameters, here.size)
     if here.size > 1 and parallel.name != "ddp":
         policy = shard(policy, parallel, policy.device)
     rows = work.prompts * work.group

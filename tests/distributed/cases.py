@@ -32,8 +32,8 @@ from groupwise.config.settings import (
 )
 from groupwise.data.order import Order
 from groupwise.data.tokenizers import make_tokenizer
-from groupwise.distributed import comm, fsdp, sharded_checkpoint
-from groupwise.errors import StorageError
+from groupwise.distributed import comm, fsdp, layout, sharded_checkpoint
+from groupwise.errors import ConfigError, StorageError
 from groupwise.models import backbone, saving, sharded
 from groupwise.models.attention import PackedAttention
 from groupwise.models.loading import make_policy, read_blueprint
@@ -46,6 +46,7 @@ from groupwise.models.sharded import frozen_copy, gathered, own_parts, shard
 from groupwise.models.streaming import CheckpointReader
 from groupwise.ops.linear_cross_entropy import head_logits
 from groupwise.ops.query import Query
+from groupwise.proof.prove import prove
 from groupwise.records import Layout, Prompt, Rollout, RolloutGroup, Sampling
 from groupwise.runs import checkpoint
 from groupwise.runs.checkpoint import reader
@@ -101,8 +102,9 @@ def parallel_of(mode: str | dict[str, Any]) -> ParallelSettings:
 
 def spread(policy: Policy, mode: str | dict[str, Any]) -> Policy:
     """The policy as these processes hold it."""
-    parallel = fsdp.decided(parallel_of(mode), 0, comm.world().size)
-    return shard(policy, parallel, policy.device) if parallel.name != "ddp" and comm.world().size > 1 else policy
+    parallel = layout.decided(parallel_of(mode), 0, comm.world().size)
+    layout.use(parallel, policy.device)
+    return shard(policy, parallel, policy.device) if layout.spreads(parallel) and comm.world().size > 1 else policy
 
 
 def prompts(count: int = 13) -> list[Prompt]:
@@ -267,7 +269,7 @@ def whole_run(path: str, overrides: Sequence[str] = (), stop: int | None = None)
 
 def several_sizes(path: str, spread_from: int) -> dict[str, Any]:
     """A recipe to its end, with models spread from so many parameters on; whether its policy was."""
-    before, fsdp.SHARDED_FROM = fsdp.SHARDED_FROM, spread_from
+    before, layout.SHARDED_FROM = layout.SHARDED_FROM, spread_from
     try:
         recipe = load_recipe(path)
         with Run(recipe, comm.from_first(lambda: choose_folder(recipe))) as run, comm.peers():
@@ -275,7 +277,7 @@ def several_sizes(path: str, spread_from: int) -> dict[str, Any]:
                 pass
             return {"spread": run.job.policy.sharded}
     finally:
-        fsdp.SHARDED_FROM = before
+        layout.SHARDED_FROM = before
 
 
 def logits_of(policy: Policy) -> np.ndarray:
@@ -444,3 +446,49 @@ def failing_save(folder: str, recipe: str, where: str) -> dict[str, Any]:
         comm.wait()
         steps.close()
     return {"said": said, "left": left, "newest": str(checkpoint.latest(Path(folder)))}
+
+
+def proven(mode: Any, family: str, fault: str = "", dtype: str = "float32") -> str:
+    """What the proof says of a policy as these processes hold it, with a fault planted in it on every process."""
+    policy = spread(make(family, dtype), mode)
+    block = policy.model.model.layers[0]
+    if fault:
+        FAULTS[fault](block)
+    try:
+        return prove(policy, longest=40).line[1]
+    except ConfigError as error:
+        return f"refused: {error}"
+
+
+def without_all_reduce(block: Any) -> None:
+    """The last product of attention is that of this process's heads alone."""
+    block.self_attn.o_proj.forward = lambda x: torch.nn.functional.linear(x, fsdp.own(block.self_attn.o_proj.weight))
+
+
+def heads_exchanged(block: Any) -> None:
+    """Each process multiplies the heads of the other with its own rows of the matrix behind them."""
+    product = block.self_attn.o_proj.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(x) for _ in range(2)]
+        torch.distributed.all_gather(parts, x.detach().contiguous())
+        return product(parts[1 - comm.world().rank].requires_grad_(x.requires_grad))
+
+    block.self_attn.o_proj.forward = forward
+
+
+def gradient_twice(block: Any) -> None:
+    block.input_layernorm.weight.register_hook(lambda gradient: 2 * gradient)
+
+
+def gradient_in_part(block: Any) -> None:
+    """The norm of the heads learns from this process's heads alone."""
+    block.self_attn.q_norm.forward.sum = lambda gradient: gradient
+
+
+FAULTS = {
+    "without all-reduce": without_all_reduce,
+    "heads exchanged": heads_exchanged,
+    "gradient twice": gradient_twice,
+    "gradient in part": gradient_in_part,
+}

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from groupwise.config.settings import ModelSettings, ParallelSettings
 from groupwise.distributed import sharded_checkpoint as shards
-from groupwise.distributed.fsdp import decided
+from groupwise.distributed.layout import decided
 from groupwise.errors import CheckpointError, ConfigError
 from groupwise.models.loading import read_blueprint
 from groupwise.models.reward_head import make_scorer

@@ -39,7 +39,7 @@ from transformers import (
 )
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from groupwise.config.settings import LoraSettings, ModelSettings
+from groupwise.config.settings import LoraSettings, ModelSettings, OptimizerSettings
 from groupwise.errors import ConfigError
 from groupwise.models.loading import make_policy
 from groupwise.models.lora import adapt
@@ -48,6 +48,7 @@ from groupwise.proof import passes, texts
 from groupwise.proof.prove import ModelProof, prove
 from groupwise.proof.texts import NATIVE, SMALL, TRANSFORMERS
 from groupwise.rollout.native.forward import is_known
+from groupwise.training.optimizer import Optimizer
 
 LONG = {
     "rope_type": "longrope",
@@ -164,6 +165,17 @@ def test_gradients_are_compared_in_the_runs_type_too(kind: type[PreTrainedModel]
     proven(LlamaForCausalLM, to=to, settings=settings)
     with pytest.raises(ConfigError, match=rf"{kind.__name__} cannot .*: training does not equal .*; set model.dtype to float32"):
         proven(kind, to=to, settings=settings)
+
+
+def test_gradients_that_an_optimizer_sums_in_float32_are_compared_too() -> None:
+    """Its hooks take them away from the parameters as they come."""
+    settings = ModelSettings(dtype="bfloat16")
+    policy = make_policy(built(planted.ForgetsAGradientInBfloat16, LlamaConfig).to(BF16), TOKENIZER, settings)
+    optimizer = Optimizer(policy.model, OptimizerSettings(), 1)
+    with pytest.raises(ConfigError, match=r"training does not equal .*; set model.dtype to float32"):
+        prove(policy)
+    policy.model.get_input_embeddings().weight.sum().backward()
+    assert optimizer.masters[0].grad is not None, "the hooks are gone"
 
 
 def test_a_class_that_fails_in_bfloat16_alone_may_be_trained_in_float32() -> None:

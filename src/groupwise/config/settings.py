@@ -636,6 +636,9 @@ class ParallelSettings:
     """Processes that share one copy (HSDP); default: all of them."""
     offload: bool = False
     """Keep the parts in host memory."""
+    tensor: Annotated[int, Ge(1)] = 1
+    """Processes that split every matrix of a model between them (tensor parallelism), each with its
+    attention heads.  They compute the same batches."""
 
 
 BY_NAME = (EngineSettings, ParallelSettings)

@@ -114,6 +114,30 @@ def _objective(recipe: Recipe, _: Sequence[str]) -> Findings:
             "parallel: shards and offload are for weights that are spread: name zero2 or zero3,"
             " not ddp"
         )
+    if recipe.parallel.tensor > 1:
+        yield from _split(recipe)
+
+
+def _split(recipe: Recipe) -> Findings:
+    """What a model that processes split between them cannot do."""
+    parallel = recipe.parallel
+    if parallel.shards is not None or parallel.offload:
+        yield (
+            ("parallel.tensor", "parallel"),
+            "parallel: shards and offload are not for models that are split (tensor): leave them"
+            " out, or leave tensor out",
+        )
+    if recipe.model.lora is not None:
+        yield (
+            ("parallel.tensor", "model.lora"),
+            "model.lora: an adapter's factors are not split by parallel.tensor: shard its base with"
+            " parallel: zero3 instead, or train all weights",
+        )
+    if recipe.model.attention == "single":
+        yield (
+            ("parallel.tensor", "model.attention"),
+            "model.attention 'single' runs each model as it is: leave parallel.tensor out",
+        )
 
 
 def _length(recipe: Recipe, _: Sequence[str]) -> Findings:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import chain, groupby
 from typing import Any, TypeVar
@@ -52,6 +52,24 @@ class World:
 ALONE = World()
 
 
+class Layout:
+    """Which processes compute the same batches: here none, each is a worker of its own."""
+
+    def workers(self) -> World:
+        """Return the place of this process's worker among the workers of the run."""
+        return world()
+
+    def leads(self) -> bool:
+        """Return True for the one process that speaks for its worker."""
+        return True
+
+    def summed(self, parameters: Sequence[Tensor]) -> list[tuple[list[Tensor], Any]]:
+        """Return parameters whose gradients are to be summed, and the process group that has the
+        parts; those that FSDP sums itself are left out.
+        """
+        return [([one for one in parameters if not isinstance(one, DTensor)], None)]
+
+
 @dataclass(slots=True)
 class Channels:
     """The process groups by which host objects travel, and the seconds spent waiting for others."""
@@ -61,6 +79,7 @@ class Channels:
     """The group of a thread that writes while another one trains."""
     timeout: timedelta = timedelta(0)
     waited: float = 0.0
+    layout: Layout = field(default_factory=Layout)
 
 
 CHANNELS = Channels()
@@ -70,6 +89,11 @@ CHANNELS = Channels()
 def world() -> World:
     """This process's place; World(0, 1) unless `join` found others."""
     return World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else ALONE
+
+
+def workers() -> World:
+    """The place of this process's worker: processes that split a model between them are one."""
+    return CHANNELS.layout.workers()
 
 
 @contextmanager
@@ -116,6 +140,11 @@ def gather(items: Iterable[Item], *, aside: bool = False) -> list[Item]:
             CHANNELS.waited += time.perf_counter() - begin
         dist.all_gather_object(parts, mine, group=CHANNELS.aside if aside else CHANNELS.group)
     return [item for part in parts for item in part]
+
+
+def gather_work(items: Iterable[Item]) -> list[Item]:
+    """`gather` of what each worker has computed, which its processes all have."""
+    return gather(items if CHANNELS.layout.leads() else ())
 
 
 def open_aside() -> Any:
@@ -188,29 +217,42 @@ def waiting() -> dict[str, float]:
 
 
 def sum_gradients(parameters: Sequence[Tensor]) -> None:
-    """Replace the gradients of plain parameters by their sums over all processes; those of sharded
-    ones are sums already.
+    """Replace gradients by their sums over all workers; those that FSDP shards are sums already.
 
     A parameter that has no gradient anywhere keeps none, as with one process.  The result has the
     same bits on every rank."""
-    plain = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
-    if world().size == 1 or not plain:
+    if world().size == 1:
         return
     with peers():
-        present = torch.tensor(
-            [p.grad is not None for p in plain], dtype=torch.uint8, device=plain[0].device
-        )
-        dist.all_reduce(present, op=dist.ReduceOp.MAX)
-        used = [parameter for parameter, flag in zip(plain, present.tolist(), strict=True) if flag]
-        buckets = (
-            batch_by_size(alike, Tensor.numel, BUCKET_NUMBERS)
-            for _, alike in groupby(used, lambda p: p.dtype)
-        )
-        for bucket in chain.from_iterable(buckets):
-            parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-            flat = torch.cat([part.flatten() for part in parts])
-            dist.all_reduce(flat)
-            for parameter, total in zip(
-                bucket, flat.split([p.numel() for p in bucket]), strict=True
-            ):
-                parameter.grad = total.view_as(parameter)
+        for members, group in CHANNELS.layout.summed(parameters):
+            _sum(members, group)
+
+
+def _sum(parameters: Sequence[Tensor], group: Any) -> None:
+    """Sum gradients over a process group; of sharded ones each process's part."""
+    if not parameters:
+        return
+    present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
+    present = present.to(parameters[0].device)
+    dist.all_reduce(present, op=dist.ReduceOp.MAX, group=group)
+    used = []
+    for parameter, flag in zip(parameters, present.tolist(), strict=True):
+        if flag:
+            used.append(parameter)
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+    buckets = (
+        batch_by_size(alike, Tensor.numel, BUCKET_NUMBERS)
+        for _, alike in groupby(used, lambda p: p.dtype)
+    )
+    for bucket in chain.from_iterable(buckets):
+        parts = [_local(p.grad) for p in bucket]
+        flat = torch.cat([part.flatten() for part in parts])
+        dist.all_reduce(flat, group=group)
+        totals = flat.split([part.numel() for part in parts])
+        for part, total in zip(parts, totals, strict=True):
+            part.copy_(total.view_as(part))
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -18,6 +18,7 @@ In: a folder or hub name.  Out: a `policy.Policy` that takes packed `Batch`es.
 - `reward_head`: one number per token.
 - `layers`: what known families are made of; `fused` runs their blocks in fewer passes.
 - `lora`, `lora_dropout`, `moe`, `sharded`: adapters, the balance of experts, sharded weights.
+- `splitting`: which models can be split over processes.
 - `scratch`, `shape`: small models with random weights, and the numbers of a model.
 
 Nothing here knows rewards, algorithms or runs.

@@ -46,7 +46,7 @@ def balanced(policy: Policy, batches: list[Batch]) -> list[Batch]:
     if router_coefficient(policy) == 0.0 or policy.attention == "single":
         return batches
     routing = _routing(
-        policy, batches, (_routed(policy, batch)[1] for batch in batches), comm.gather
+        policy, batches, (_routed(policy, batch)[1] for batch in batches), comm.gather_work
     )
     return [replace(batch, routing=routing) for batch in batches]
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from groupwise.config.settings import ParallelSettings
+from groupwise.distributed import fsdp
 from groupwise.errors import ConfigError
 from groupwise.models import rope
 from groupwise.models.output_head import backbone_of
@@ -157,14 +158,12 @@ class Policy:
             output = self.adapter.module_in_use(output, on=self.adapter_on)
         bias = getattr(output, "bias", None)  # some heads have one, most have no such attribute
         factor, cap = self.form
+        weight_VD = fsdp.whole(output.weight)
+        # A slice that keeps everything would cost its backward pass a copy of the whole gradient.
+        if weight_VD.shape[0] != self.vocabulary:
+            weight_VD = weight_VD[: self.vocabulary]
         return Head(
-            # A slice that keeps everything would cost its backward pass a copy of the whole
-            # gradient.
-            weight_VD=(
-                output.weight
-                if output.weight.shape[0] == self.vocabulary
-                else output.weight[: self.vocabulary]
-            ),
+            weight_VD=weight_VD,
             bias_V=None if bias is None else bias[: self.vocabulary],
             scale=factor,
             softcap=cap,
@@ -181,6 +180,11 @@ class Policy:
         together.
         """
         return self.shards is not None
+
+    @property
+    def split(self) -> bool:
+        """True if processes compute parts of one product, and exchange them."""
+        return self.shards is not None and self.shards.parallel.tensor > 1
 
     @property
     def tiled(self) -> bool:

@@ -15,6 +15,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from groupwise.config.settings import ParallelSettings
-from groupwise.distributed import comm, fsdp
+from groupwise.distributed import comm, fsdp, layout
 from groupwise.errors import ConfigError
 from groupwise.models.attention import NAME, set_attention
 from groupwise.models.loading import with_facts
@@ -91,18 +92,22 @@ def frozen_copy(policy: Policy) -> Policy:
     parts = {
         name: fsdp.own(parameter.detach()) for name, parameter in policy.model.named_parameters()
     }
+
+    def part(name: str, _: Tensor) -> Tensor:
+        return parts[name]
+
     plain = replace(policy, model=copy.deepcopy(policy.shards.whole), shards=None)
     copied = shard(plain, policy.shards.parallel, policy.device)
-    _fill(copied, lambda name, _: parts[name])
+    _fill(copied, part)
     copied.model.requires_grad_(False)
     return copied
 
 
 @torch.no_grad()
-def _fill(policy: Policy, rows: Callable[[str, slice], Tensor]) -> None:
+def _fill(policy: Policy, read: Callable[[str, Tensor], Tensor]) -> None:
     """Give a sharded model that was built without weights its part of each.
 
-    rows: (name of a parameter or saved buffer, rows of the whole) -> these rows.
+    read: (name, a parameter or saved buffer) -> what this process holds of it.
     """
     assert policy.shards is not None
     home = torch.device("cpu") if policy.shards.parallel.offload else policy.device
@@ -112,15 +117,15 @@ def _fill(policy: Policy, rows: Callable[[str, slice], Tensor]) -> None:
         part = nn.Parameter(
             torch.empty_like(parameter, device=home), requires_grad=parameter.requires_grad
         )
-        own, which = fsdp.own(part.detach()), fsdp.own_rows(part)
+        own = fsdp.own(part.detach())
         if own.numel():
-            own.copy_(rows(name, which))
+            own.copy_(read(name, part))
         for module, key in places[name]:
             module._parameters[key] = part
     computed = {name for name, _ in model.named_parameters()}
     for name in saved_names(whole).keys() - computed:
         buffer = model.get_buffer(name)
-        buffer.copy_(rows(name, slice(0, buffer.shape[0]) if buffer.ndim else slice(0, 1)))
+        buffer.copy_(read(name, buffer))
     for one in (model, whole):
         for module in one.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -222,7 +227,11 @@ def shard(policy: Policy, parallel: ParallelSettings, device: torch.device) -> P
         module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
     ]
     setattr(model, METHOD, lambda **inputs: backbone_of(model)(**inputs))
-    fsdp.shard(model, blocks, METHOD, parallel, device)
+    layout.use(parallel, device)
+    if parallel.tensor > 1:
+        layout.split(model, parallel, device)
+    if parallel.name != "ddp":
+        layout.shard(model, blocks, METHOD, parallel, device)
     return replace(policy, shards=Shards(whole=whole, parallel=parallel, device=device))
 
 
@@ -235,7 +244,7 @@ def shard_from_checkpoint(
     Then the model is asked what it computes, by all processes together (`loading.with_facts`).
     Raises Diverged, ConfigError."""
     spread = shard(policy, parallel, device)
-    _fill(spread, reader.rows)
+    _fill(spread, lambda name, tensor: layout.part_of(partial(reader.rows, name), tensor))
     reader.close()
     check_finite(spread.model)
     spread = with_facts(spread)

@@ -12,19 +12,21 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from groupwise.distributed import fsdp
+from groupwise.distributed import comm, fsdp, layout
 from groupwise.models.attention import PackedAttention, plain_attention
 from groupwise.models.backbone import layers
 from groupwise.models.layers import MODELS, class_name, stack_of
 from groupwise.models.passes import BatchPass, packed_for, packed_pass
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import head_scores, reads_tokens
+from groupwise.models.sharded import gathered, whole_policy
 from groupwise.ops.query import Query
 from groupwise.records import Sample
 
@@ -48,7 +50,11 @@ class PassResults(NamedTuple):
 def model_pass(policy: Policy, samples: Sequence[Sample], *, gradients: bool) -> PassResults:
     """Compute texts by the model's own pass, one at a time, at each one's temperature and over its
     support.
+
+    A model that is split is made whole for it: its own pass exchanges nothing.
     """
+    if policy.split:
+        return _whole_pass(policy, samples, gradients=gradients)
     model, scores, values = policy.model, reads_tokens(policy), list[np.ndarray]()
     few = "logits_to_keep" in inspect.signature(model.forward).parameters
     with plain_attention(model), torch.set_grad_enabled(gradients):
@@ -71,6 +77,24 @@ def model_pass(policy: Policy, samples: Sequence[Sample], *, gradients: bool) ->
                 weight_N = torch.from_numpy(sample.weight[sample.weight > 0]).to(value_N)
                 (weight_N * value_N.square()).sum().backward()
     return PassResults(values, take_gradients(policy) if gradients else {})
+
+
+def _whole_pass(policy: Policy, samples: Sequence[Sample], *, gradients: bool) -> PassResults:
+    """Compute `model_pass` by the whole model on each process; gradients are those of its part."""
+    with gathered(policy) as plain:
+        parameters = dict(policy.model.named_parameters())
+        for name, parameter in plain.model.named_parameters():
+            trained = name in parameters and parameters[name].requires_grad
+            parameter.requires_grad_(gradients and trained)
+        results = model_pass(plain, samples, gradients=gradients)
+    # FSDP sums over the workers, which all compute these texts.
+    copies = 1
+    if policy.shards is not None and policy.shards.parallel.name != "ddp":
+        copies = comm.workers().size
+    parts = dict[str, Tensor]()
+    for name, gradient in results.gradient.items():
+        parts[name] = copies * layout.part_of(gradient.__getitem__, parameters[name])
+    return PassResults(results.values, parts)
 
 
 def _log_probs(sample: Sample, begin: int, logits_NV: Tensor) -> Tensor:
@@ -142,6 +166,7 @@ def take_gradients(policy: Policy) -> dict[str, Tensor]:
     gradients = dict[str, Tensor]()
     for name, parameter in policy.model.named_parameters():
         if parameter.grad is not None:
+            fsdp.align_gradients([parameter])
             gradients[name], parameter.grad = fsdp.own(parameter.grad).detach(), None
     return gradients
 
@@ -179,6 +204,10 @@ def shortened(policy: Policy) -> Iterator[None]:
     """Inside, a model of which `stack_of` knows all has its first blocks only: two, or as many as
     hold one of every kind.
     """
+    if policy.split:
+        with shortened(whole_policy(policy)), shortened(replace(policy, shards=None)):
+            yield
+        return
     model = policy.model
     # Of a model whose texts run one by one nobody has read the masks, which `stack_of` asks for.
     if (

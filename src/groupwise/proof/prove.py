@@ -134,7 +134,7 @@ def prove(
         size, blocks = SMALL, shortened(policy)
     case = _Case(policy, size, longest, sampler, train, recompute)
     try:
-        with blocks, _filled_adapter(policy):
+        with blocks, _filled_adapter(policy), _kept_gradients(policy):
             policy.model.eval().zero_grad(set_to_none=True)
             return case.proven()
     finally:
@@ -492,6 +492,24 @@ def _has_room(policy: Policy) -> bool:
     if policy.device.type == "cuda":
         return needed <= torch.cuda.mem_get_info(policy.device)[0]
     return needed <= os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextmanager
+def _kept_gradients(policy: Policy) -> Iterator[None]:
+    """Inside, gradients stay with their parameters: an optimizer of a lower type would take them
+    away to its masters, and nothing would be left to compare.
+    """
+    taken: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+    for parameter in policy.model.parameters():
+        hooks: Any = parameter._post_accumulate_grad_hooks
+        if hooks:
+            taken.append((hooks, dict(hooks)))
+            hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in taken:
+            hooks.update(before)
 
 
 @contextmanager

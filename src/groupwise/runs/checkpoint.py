@@ -37,7 +37,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from groupwise.distributed import comm, fsdp, process_group, sharded_checkpoint
+from groupwise.distributed import comm, fsdp, layout, process_group, sharded_checkpoint
 from groupwise.errors import CheckpointError, GroupwiseError, RunError, StorageError
 from groupwise.models.saving import save_to_resume
 from groupwise.models.sharded import own_parts, write_parts
@@ -501,7 +501,7 @@ def read_tensors(path: Path, into: Mapping[str, Tensor]) -> None:
             if shard is tensor:
                 shard.copy_(file.get_tensor(name))
             elif shard.numel():
-                shard.copy_(file.get_slice(name)[fsdp.own_rows(tensor)])
+                shard.copy_(layout.part_of(file.get_slice(name).__getitem__, tensor))
 
 
 def reader(path: Path) -> Callable[[Mapping[str, Tensor]], None]:

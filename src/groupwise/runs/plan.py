@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from groupwise.config.settings import (
 )
 from groupwise.config.validation import STAGE, policy_updates
 from groupwise.data.load import Data
-from groupwise.distributed import comm, fsdp
+from groupwise.distributed import comm, layout
 from groupwise.errors import ConfigError
 from groupwise.models.loading import Blueprint, read_blueprint, resolve_device
 from groupwise.models.lora import AdapterSize, adapter_size
@@ -182,23 +183,27 @@ def process_memory(
     The update is dealt out evenly, by positions.   parallel: decided.
     """
     samples = load.rows > 0
-    need = memory(
-        shape,
-        load,
-        microbatch=load.fullest(-(-load.prompts // world)),
+    workers = world // parallel.tensor
+    measured = partial(
+        memory,
+        load=load,
+        microbatch=load.fullest(-(-load.prompts // workers)),
         rows=min(load.rows, prompts * load.group),
         prompts=prompts if samples else 0,
     )
+    need, width = measured(shape), shape.bytes_per_weight
+    if parallel.tensor > 1:
+        need = _split(need, measured, shape, parallel.tensor)
     if parallel.name == "ddp":
         return need
-    width = shape.bytes_per_weight
     # While it trains: embedding, last norm and head, and the blocks that are gathered (the one at
     # work and the next).
     block = (shape.parameters - shape.outside) // shape.layers
     resident = shape.parameters
     if parallel.name == "zero3":
         resident = shape.outside + 2 * block
-    shards, host, parts = parallel.shards or world, 0, {}
+    resident, block = resident // parallel.tensor, block // parallel.tensor
+    shards, host, parts = parallel.shards or workers, 0, {}
     for name in ("weights", "gradients", "optimizer", "reference"):
         parts[name] = -(-getattr(need, name) // shards)
     if parallel.offload:
@@ -207,10 +212,39 @@ def process_memory(
         need,
         **parts,
         # A block's (or the root's) gradient is whole before it is summed.
-        gathered=resident * width + max(block, shape.outside) * 4,
+        gathered=need.gathered
+        + resident * width
+        + max(block, shape.outside // parallel.tensor) * 4,
         # Sampling in the process, servers and a colocated vLLM alike need them for a moment.
         whole=shape.parameters * width,
         host=host,
+    )
+
+
+def _split(
+    need: MemoryPlan, measured: Callable[[Shape], MemoryPlan], shape: Shape, count: int
+) -> MemoryPlan:
+    """Return the memory of one of `count` processes that split a model between them.
+
+    measured: the memory of one that has a model of a shape for itself.
+    """
+    own = replace(
+        shape,
+        heads=shape.heads // count,
+        kv_heads=shape.kv_heads // count,
+        intermediate=shape.intermediate // count,
+    )
+    width = shape.bytes_per_weight
+    return replace(
+        need,
+        weights=need.weights // count,
+        gradients=need.gradients // count,
+        optimizer=need.optimizer // count,
+        reference=need.reference // count,
+        activations=measured(own).activations,
+        # The head's weight, and its gradient, are whole while it computes.
+        gathered=shape.vocabulary * shape.hidden * (width + 4),
+        whole=shape.parameters * width,
     )
 
 
@@ -426,8 +460,9 @@ def memory_lines(need: MemoryPlan) -> Lines:
 
 def process_lines(shape: Shape, load: Load, parallel: ParallelSettings, world: int) -> Lines:
     """What each of `world` processes holds and does, as it is printed."""
-    shards = parallel.shards or world
-    copies = world // shards
+    workers = world // parallel.tensor
+    shards = parallel.shards or workers
+    copies = workers // shards
     if parallel.name == "ddp":
         held = "all weights on each"
     else:
@@ -436,8 +471,10 @@ def process_lines(shape: Shape, load: Load, parallel: ParallelSettings, world: i
             held += f", {copies} copies"
         if parallel.offload:
             held += ", in host memory"
+    if parallel.tensor > 1:
+        held += f", each matrix of them split over {parallel.tensor} (tensor)"
     lines = [("processes", f"{world}, {held}; gradients are summed")]
-    positions = -(-load.positions(load.prompts) // world)
+    positions = -(-load.positions(load.prompts) // workers)
     training = (
         f"{positions:,} positions to train in"
         f" {counted(-(-positions // load.max_tokens_per_microbatch), 'micro-batch')}"
@@ -720,7 +757,7 @@ def model_lines(recipe: Recipe, blueprint: Blueprint, load: Load, world: int | N
         cost = "an update takes many times as long as in float32"
         remedy = f"this processor has no AVX-512, and {cost}: set model.dtype=float32"
         lines.append(("warning", f"model.dtype {recipe.model.dtype}: {remedy}"))
-    parallel = fsdp.decided(recipe.parallel, largest_model(recipe, blueprint), count)
+    parallel = layout.decided(recipe.parallel, largest_model(recipe, blueprint), count)
     if count == 1:
         positions = f"at most {load.max_tokens_per_microbatch:,} packed positions"
         lines.append(("micro-batches", positions))

@@ -32,6 +32,7 @@ from groupwise.environments.conversation import Environment
 from groupwise.environments.runtime import ToolRuntime
 from groupwise.errors import ConfigError, DataError, Findings
 from groupwise.models.loading import Blueprint, context_length
+from groupwise.models.splitting import demand_split
 from groupwise.records import Prompt, Sampling
 from groupwise.rewards.compose import Rewards, build_rewards, no_rewards
 from groupwise.rewards.registry import GOLD_COLUMNS, MODEL
@@ -95,6 +96,7 @@ def modelled(
     blueprint = blueprint_of(recipe, resume if recipe.model.lora is None else None)
     if config is not None:
         blueprint = replace(blueprint, config=dict(config), context=context_length(dict(config)))
+    demand_split(blueprint.config, recipe.parallel)
     recipe = shared_out(recipe, blueprint) if shared else recipe
     return fitted(recipe, shape_of(blueprint, recipe.model.dtype)), blueprint
 

@@ -17,7 +17,7 @@ from groupwise.config.validation import STAGE
 from groupwise.data.load import load_texts
 from groupwise.data.tokenizers import check_same_tokens, make_tokenizer, with_chat_template
 from groupwise.data.wording import formatted
-from groupwise.distributed import comm, fsdp
+from groupwise.distributed import comm, layout
 from groupwise.errors import ConfigError, DataError
 from groupwise.models.loading import (
     UNBUILDABLE,
@@ -37,6 +37,7 @@ from groupwise.models.reward_head import make_scorer
 from groupwise.models.scratch import scratch_model
 from groupwise.models.shape import Shape
 from groupwise.models.sharded import frozen_copy, shard, shard_from_checkpoint
+from groupwise.models.splitting import demand_split
 from groupwise.models.streaming import modules_of
 from groupwise.records import Prompt
 from groupwise.rollout.vllm.scoring import ScoringServers
@@ -114,7 +115,9 @@ def shared_out(recipe: Recipe, blueprint: Blueprint) -> Recipe:
         return recipe
     return replace(
         recipe,
-        parallel=fsdp.decided(recipe.parallel, largest_model(recipe, blueprint), comm.world().size),
+        parallel=layout.decided(
+            recipe.parallel, largest_model(recipe, blueprint), comm.world().size
+        ),
     )
 
 
@@ -145,8 +148,10 @@ def hold(
     all and keeps its part.
     resume: where an adapter continues from; other policies come from there by their blueprint.
     """
-    parallel = fsdp.decided(recipe.parallel, parameter_count(blueprint), comm.world().size)
-    if comm.world().size == 1 or parallel.name == "ddp":
+    parallel = layout.decided(recipe.parallel, parameter_count(blueprint), comm.world().size)
+    demand_split(blueprint.config, parallel)
+    layout.use(parallel, resolve_device(recipe.model))
+    if comm.world().size == 1 or not layout.spreads(parallel):
         return _resumed(make(recipe, blueprint), resume)
     device, reader = resolve_device(recipe.model), blueprint.reader()
     if reader is not None and recipe.model.lora is None:

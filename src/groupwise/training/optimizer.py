@@ -84,13 +84,14 @@ class Optimizer:
         if self.lower:
             for parameter, master in zip(self.parameters, self.masters, strict=True):
                 parameter.register_post_accumulate_grad_hook(_into(master))
-        decayed = [m for m in self.masters if m.ndim >= 2]
-        plain = [m for m in self.masters if m.ndim < 2]
+        groups = []
+        for alike in fsdp.by_kind(self.masters):
+            decayed = [m for m in alike if m.ndim >= 2]
+            plain = [m for m in alike if m.ndim < 2]
+            groups.append({"params": decayed, "weight_decay": settings.weight_decay})
+            groups.append({"params": plain, "weight_decay": 0.0})
         self.adamw = torch.optim.AdamW(
-            [
-                {"params": decayed, "weight_decay": settings.weight_decay},
-                {"params": plain, "weight_decay": 0.0},
-            ],
+            groups,
             lr=settings.lr,
             betas=settings.betas,
             eps=settings.eps,
@@ -163,7 +164,7 @@ class Optimizer:
         and the host does not wait for the norm before the step.
         """
         if not self._decides_on_device:
-            return fsdp.whole(nn.utils.clip_grad_norm_(self.masters, limit))
+            return fsdp.clip(self.masters, limit)
         gradients = [master.grad for master in self.masters if master.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         # `clip_grad_norm_` multiplies by min(limit / (norm + 1e-6), 1).

@@ -104,7 +104,7 @@ def update(
     seen = [np.zeros(sample.completion.size) for sample in samples]
     entropy = list(seen)
     positions = sum(sum(batch.layout.length) for batch, _ in result.columns)
-    parts = comm.gather([(*result.read(samples), positions)])
+    parts = comm.gather_work([(*result.read(samples), positions)])
     for index, values in (pair for _, pairs, _ in parts for pair in pairs):
         seen[index] = values
         if values.ndim == 2:
@@ -164,7 +164,7 @@ def batches_of(
     *,
     whole_groups: bool = False,
 ) -> list[Batch]:
-    """Batches of this process's part of the samples, which all processes hold, packed as the policy
+    """Batches of this worker's part of the samples, which all processes hold, packed as the policy
     needs; see `packing.pack`.
     """
     return packed_for(
@@ -172,7 +172,7 @@ def batches_of(
         samples,
         max_tokens_per_microbatch,
         whole_groups=whole_groups,
-        world=comm.world(),
+        world=comm.workers(),
         even=policy.sharded,
     )
 

@@ -1,0 +1,256 @@
+"""How the processes of a run share its models and its batches: meshes, FSDP2, tensor parallelism.
+
+`parallel` says the sizes.  Processes that split a model between them (`tensor`) compute the same
+batches and are one worker; workers compute batches of their own (data parallelism).  FSDP2
+(`zero2`, `zero3`) shards weights, gradients and optimizer state over workers, block by block.
+
+The splitting itself is that of transformers: the plan of a model's config, and the styles behind
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from groupwise.config.settings import ParallelSettings
+from groupwise.distributed import comm, fsdp
+from groupwise.errors import ConfigError
+
+SHARDED_FROM = 1_000_000_000
+"""Parameters of a process from which `parallel: auto` shards a model."""
+
+
+def decided(parallel: ParallelSettings, parameters: int, size: int) -> ParallelSettings:
+    """`auto` decided by the number of parameters, for so many processes.  Raises ConfigError if
+    they do not divide.
+    """
+    workers, rest = divmod(size, parallel.tensor)
+    if rest:
+        raise ConfigError(
+            f"parallel.tensor: {parallel.tensor} processes hold a model together, and the run has"
+            f" {size}: start a multiple of {parallel.tensor} (--nproc), or leave tensor out"
+        )
+    shards = parallel.shards or workers
+    if workers % shards:
+        raise ConfigError(
+            f"parallel.shards is {shards}, which does not divide the {size} processes: copies would"
+            " be of different sizes"
+        )
+    name = parallel.name
+    if name == "auto":
+        large = parameters // parallel.tensor >= SHARDED_FROM
+        name = "zero3" if large else "ddp"
+    if workers == 1 and parallel.tensor > 1:
+        name = "ddp"  # there is nobody to share a worker's part with
+    return replace(parallel, name=name, shards=shards)
+
+
+def spreads(parallel: ParallelSettings) -> bool:
+    """True if a process holds less than a whole model.   parallel: decided."""
+    return parallel.name != "ddp" or parallel.tensor > 1
+
+
+@dataclass(frozen=True, slots=True)
+class SplitLayout(comm.Layout):
+    """Processes that split models between them.
+
+    Ranks that follow one another are one worker: a node's, whose links are fast.
+    """
+
+    tensor: int
+    mesh: DeviceMesh
+    """(data, tensor)."""
+
+    def workers(self) -> comm.World:
+        """See `comm.Layout`."""
+        here = comm.world()
+        return comm.World(here.rank // self.tensor, here.size // self.tensor)
+
+    def leads(self) -> bool:
+        """See `comm.Layout`."""
+        return comm.world().rank % self.tensor == 0
+
+    def summed(self, parameters: Sequence[Tensor]) -> list[tuple[list[Tensor], Any]]:
+        """See `comm.Layout`: every part, and what each process holds whole, over the workers."""
+        fsdp.align_gradients(list(parameters))
+        held = [parameter for parameter in parameters if not _sharded_over_workers(parameter)]
+        return [(held, self.mesh["data"].get_group())] if self.workers().size > 1 else []
+
+
+def _sharded_over_workers(parameter: Tensor) -> bool:
+    """True for a parameter of FSDP2, which sums its gradient itself."""
+    return isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names != ("tensor",)
+
+
+def use(parallel: ParallelSettings, device: torch.device) -> None:
+    """Have the processes share batches as they share models.   parallel: decided."""
+    comm.CHANNELS.layout = comm.Layout()
+    if parallel.tensor > 1:
+        mesh = _mesh(device.type, parallel.tensor)
+        comm.CHANNELS.layout = SplitLayout(parallel.tensor, mesh)
+
+
+@cache
+def _mesh(kind: str, tensor: int) -> DeviceMesh:
+    """(data, tensor)."""
+    shape = (comm.world().size // tensor, tensor)
+    with comm.peers():
+        return init_device_mesh(kind, shape, mesh_dim_names=("data", "tensor"))
+
+
+def split(model: Any, parallel: ParallelSettings, device: torch.device) -> None:
+    """Leave each process its part of a model's matrices, and have them exchange what they need.
+
+    model: of transformers, with weights that are the same on every process, or without.
+    parallel: decided.
+    """
+    from transformers.distributed.configuration_utils import DistributedConfig
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    output: Any = model.get_output_embeddings()
+    tied = output is not None and output.weight is model.get_input_embeddings().weight
+    if tied:  # transformers splits a parameter by its name, of which a shared one has two
+        output.weight = nn.Parameter(output.weight.detach(), output.weight.requires_grad)
+    plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=parallel.tensor))
+    partial_names = [name for name, style in plan.items() if style == PARTIAL]
+    for name in partial_names:
+        del plan[name]
+    mesh = _mesh(device.type, parallel.tensor)["tensor"]
+    apply_tensor_parallelism(model, mesh, plan)
+    modules = dict(model.named_modules())
+    for name in partial_names:
+        if name in modules:
+            module = modules[name]
+            module.forward = _SummedWeights(module, mesh.get_group())
+    if tied:
+        output.weight = model.get_input_embeddings().weight
+
+
+PARTIAL = "replicated_with_grad_allreduce"
+"""The style of weights that are whole, and are applied to a part of the heads by each process.
+transformers sums what `grad` holds after every backward pass: of several micro-batches it would
+count the first ones again."""
+
+
+class _SummedWeights:
+    """The `forward` of a module whose gradient is in parts: each backward pass sums its own."""
+
+    def __init__(self, module: nn.Module, group: Any) -> None:
+        self.module, self.group, self.compute = module, group, module.forward
+        self.hooked: dict[str, Tensor] = {}
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """Call the module's own forward."""
+        for name, parameter in self.module.named_parameters(recurse=False):
+            # FSDP puts gathered weights in the place of its parts.
+            fresh = self.hooked.get(name) is not parameter
+            if fresh and parameter.requires_grad and torch.is_grad_enabled():
+                parameter.register_hook(self.sum)
+                self.hooked[name] = parameter
+        return self.compute(*inputs, **named)
+
+    def sum(self, gradient: Tensor) -> Tensor:
+        """Return the sum of a gradient's parts."""
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=self.group)
+        return total
+
+
+def shard(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    method: str,
+    parallel: ParallelSettings,
+    device: torch.device,
+) -> None:
+    """Spread the weights, gradients and optimizer state of a model over the workers, block by
+    block.
+
+    A block's weights are gathered while it computes; `zero3` lets go of them between forward and
+    backward (less memory, one more gather), `zero2` keeps them.  The rest of the model (embedding,
+    last norm, head) stays whole from the first forward to the end of the backward pass, so that the
+    head's weight is a plain tensor wherever it is read.  With fewer `shards` than workers there
+    are several copies (HSDP): weights travel inside one, gradients then between them.
+    method: a method of the model to call instead of its forward; weights are gathered for it in the
+        same way.
+    parallel: decided.   device: what computes.  Gradients are summed over the workers, in at
+        least float32.
+    """
+    weight = next(model.parameters())
+    lower = weight.dtype in (torch.bfloat16, torch.float16)
+    if parallel.tensor > 1:
+        mesh = _mesh(device.type, parallel.tensor)["data"]
+    else:
+        mesh = _copies(device.type, parallel.shards or comm.world().size)
+    spread = partial(
+        fully_shard,
+        mesh=mesh,
+        mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32 if lower else None),
+        offload_policy=(
+            CPUOffloadPolicy(pin_memory=device.type == "cuda")
+            if parallel.offload
+            else OffloadPolicy()
+        ),
+    )
+    with comm.peers():
+        for block in blocks:
+            spread(block, reshard_after_forward=parallel.name == "zero3")
+        spread(model, reshard_after_forward=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction
+    register_fsdp_forward_method(model, method)
+
+
+@cache
+def _copies(kind: str, shards: int) -> DeviceMesh:
+    """All processes, or the copies of a model times the processes of one, which are neighbours (a
+    node's).
+    """
+    copies = comm.world().size // shards
+    if copies == 1:
+        return init_device_mesh(kind, (shards,))
+    return init_device_mesh(kind, (copies, shards), mesh_dim_names=("copies", "shards"))
+
+
+def part_of(rows: Callable[[slice], Tensor], tensor: Tensor) -> Tensor:
+    """This process's part of a whole tensor.
+
+    rows: reads rows of the whole.   tensor: says by its own layout what the part is.
+    """
+    if not isinstance(tensor, DTensor):
+        return rows(slice(0, tensor.shape[0] if tensor.ndim else 1))
+    spread = [how for how in tensor.placements if not how.is_replicate()]
+    if spread == [Shard(0)]:
+        return rows(_own_rows(tensor))
+    full = rows(slice(0, tensor.shape[0]))
+    return distribute_tensor(
+        full, tensor.device_mesh, tensor.placements, src_data_rank=None
+    ).to_local()
+
+
+def _own_rows(tensor: DTensor) -> slice:
+    """Which rows of the whole tensor this process holds."""
+    (place,) = (place for place, how in enumerate(tensor.placements) if how.is_shard())
+    shards = tensor.device_mesh.size(place)
+    begin = tensor.device_mesh.get_local_rank(place) * -(-tensor.shape[0] // shards)
+    begin = min(begin, tensor.shape[0])
+    return slice(begin, begin + tensor.to_local().shape[0])

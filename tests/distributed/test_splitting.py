@@ -1,0 +1,82 @@
+"""What cannot be split is refused before weights are read; the plan counts what each process holds of a split model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from transformers import AutoConfig
+
+from groupwise.config.recipes import load_recipe
+from groupwise.config.settings import ParallelSettings
+from groupwise.distributed.layout import decided
+from groupwise.errors import ConfigError
+from groupwise.models.shape import Shape
+from groupwise.models.splitting import demand_split
+from groupwise.runs.plan import Load, process_lines, process_memory
+
+LLAMA = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": 2, "intermediate_size": 96}
+MODELS: dict[str, tuple[dict[str, Any], int, str]] = {
+    "gpt2": ({}, 2, "transformers has no plan to split the attention of a 'gpt2' model"),
+    "llama": (LLAMA, 2, r"2 processes cannot share 3 key-value heads evenly: take a divisor of 3"),
+    "qwen2": (LLAMA, 4, r"4 processes cannot share 6 attention heads evenly: take a divisor of 6"),
+}
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_models_that_cannot_be_split_are_refused(family: str) -> None:
+    fields, count, said = MODELS[family]
+    config = AutoConfig.for_model(family, **fields).to_dict()
+    with pytest.raises(ConfigError, match=rf"parallel.tensor: {said}.* \(parallel: zero3 shards any model\)"):
+        demand_split(config, ParallelSettings(tensor=count))
+    demand_split(config, ParallelSettings())
+
+
+def test_an_older_transformers_is_refused_with_the_version_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers, "__version__", "5.17.1")
+    with pytest.raises(ConfigError, match=r"needs transformers 5.23 or newer, and 5.17.1 is installed: pip install"):
+        demand_split(AutoConfig.for_model("llama", **LLAMA).to_dict(), ParallelSettings(tensor=3))
+
+
+def test_the_processes_must_divide() -> None:
+    with pytest.raises(ConfigError, match=r"parallel.tensor: 4 processes hold a model together, and the run has 6"):
+        decided(ParallelSettings(tensor=4), 10, 6)
+    assert decided(ParallelSettings(name="zero3", tensor=2), 10, 2).name == "ddp"
+    assert decided(ParallelSettings(tensor=2), 3_000_000_000, 8) == ParallelSettings(name="zero3", shards=4, tensor=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"parallel": {"tensor": 2, "name": "zero3", "offload": True}}, "shards and offload are not for models that are split"),
+        ({"parallel": {"tensor": 2}, "model": {"attention": "single"}}, "model.attention 'single' runs each model as it is"),
+        ({"parallel": {"tensor": 2}, "model": {"path": "x/y", "scratch": None, "lora": {}}}, "an adapter's factors are not split"),
+    ],
+)
+def test_settings_that_a_split_model_does_not_know_are_refused(
+    changes: dict[str, Any], said: str, write_recipe: Callable, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_recipe(write_recipe(tmp_path, "run", **changes))
+
+
+def test_the_plan_of_a_split_model_counts_its_parts() -> None:
+    """A model of 8 billion parameters on eight processes: two workers of four, sharded too."""
+    shape = Shape(
+        parameters=8_000_000_000, layers=32, hidden=4096, intermediate=14336, heads=32, kv_heads=8, head_width=128,
+        vocabulary=128_256, bytes_per_weight=2, bytes_per_product=2,
+    )  # fmt: skip
+    load = Load(prompts=8, group=8, prompt_tokens=256, completion_tokens=512, max_tokens_per_microbatch=8192)
+    alone = process_memory(shape, load, prompts=8)
+    split = process_memory(shape, load, decided(ParallelSettings(tensor=4), 10, 4), prompts=2, world=4)
+    both = process_memory(shape, load, decided(ParallelSettings(name="zero3", tensor=4), 10, 8), prompts=1, world=8)
+    assert split.weights == alone.weights // 4
+    assert split.optimizer == alone.optimizer // 4
+    assert alone.activations / 4 < split.activations < alone.activations * 0.6
+    assert split.whole == alone.weights
+    assert both.weights == alone.weights // 8
+    lines = dict(process_lines(shape, load, decided(ParallelSettings(tensor=4), 10, 4), 4))
+    assert "each matrix of them split over 4 (tensor)" in lines["processes"]
