@@ -283,7 +283,8 @@ def test_nothing_imports_the_kernels_for_gpus() -> None:
 PLUGIN = "rollout.vllm.plugin.groupwise_vllm"
 """Runs inside vLLM's processes, where Groupwise is not installed: it can import no part of it."""
 DISTRIBUTED = (
-    "distributed.broadcast", "distributed.comm", "distributed.fsdp", "distributed.process_group", "distributed.sharded_checkpoint",
+    "distributed.broadcast", "distributed.comm", "distributed.fsdp", "distributed.layout", "distributed.process_group",
+    "distributed.sharded_checkpoint",
     PLUGIN,
 )  # fmt: skip
 """What imports torch.distributed."""

@@ -52,7 +52,7 @@ class World:
 ALONE = World()
 
 
-class Layout:
+class Grid:
     """Which processes compute the same batches: here none, each is a worker of its own."""
 
     def workers(self) -> World:
@@ -79,7 +79,7 @@ class Channels:
     """The group of a thread that writes while another one trains."""
     timeout: timedelta = timedelta(0)
     waited: float = 0.0
-    layout: Layout = field(default_factory=Layout)
+    grid: Grid = field(default_factory=Grid)
 
 
 CHANNELS = Channels()
@@ -93,7 +93,7 @@ def world() -> World:
 
 def workers() -> World:
     """The place of this process's worker: processes that split a model between them are one."""
-    return CHANNELS.layout.workers()
+    return CHANNELS.grid.workers()
 
 
 @contextmanager
@@ -144,7 +144,7 @@ def gather(items: Iterable[Item], *, aside: bool = False) -> list[Item]:
 
 def gather_work(items: Iterable[Item]) -> list[Item]:
     """`gather` of what each worker has computed, which its processes all have."""
-    return gather(items if CHANNELS.layout.leads() else ())
+    return gather(items if CHANNELS.grid.leads() else ())
 
 
 def open_aside() -> Any:
@@ -224,7 +224,7 @@ def sum_gradients(parameters: Sequence[Tensor]) -> None:
     if world().size == 1:
         return
     with peers():
-        for members, group in CHANNELS.layout.summed(parameters):
+        for members, group in CHANNELS.grid.summed(parameters):
             _sum(members, group)
 
 

@@ -81,9 +81,9 @@ def clip(parameters: list[Tensor], limit: float) -> Tensor:
         parts = [own(parameter.grad) for parameter in group if parameter.grad is not None]
         gradients += parts
         square = torch.stack([part.norm() for part in parts]).square().sum()
-        mesh, *spread = kind_of(group[0]) or (None,)
-        for place in spread:
-            dist.all_reduce(square, group=mesh.get_group(place))
+        kind = kind_of(group[0])
+        for place in kind[1:]:
+            dist.all_reduce(square, group=kind[0].get_group(place))
         total += square
     norm = total.sqrt()
     # As `clip_grad_norm_` does.

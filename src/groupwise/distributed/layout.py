@@ -68,7 +68,7 @@ def spreads(parallel: ParallelSettings) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class SplitLayout(comm.Layout):
+class SplitGrid(comm.Grid):
     """Processes that split models between them.
 
     Ranks that follow one another are one worker: a node's, whose links are fast.
@@ -79,16 +79,16 @@ class SplitLayout(comm.Layout):
     """(data, tensor)."""
 
     def workers(self) -> comm.World:
-        """See `comm.Layout`."""
+        """See `comm.Grid`."""
         here = comm.world()
         return comm.World(here.rank // self.tensor, here.size // self.tensor)
 
     def leads(self) -> bool:
-        """See `comm.Layout`."""
+        """See `comm.Grid`."""
         return comm.world().rank % self.tensor == 0
 
     def summed(self, parameters: Sequence[Tensor]) -> list[tuple[list[Tensor], Any]]:
-        """See `comm.Layout`: every part, and what each process holds whole, over the workers."""
+        """See `comm.Grid`: every part, and what each process holds whole, over the workers."""
         fsdp.align_gradients(list(parameters))
         held = [parameter for parameter in parameters if not _sharded_over_workers(parameter)]
         return [(held, self.mesh["data"].get_group())] if self.workers().size > 1 else []
@@ -101,10 +101,10 @@ def _sharded_over_workers(parameter: Tensor) -> bool:
 
 def use(parallel: ParallelSettings, device: torch.device) -> None:
     """Have the processes share batches as they share models.   parallel: decided."""
-    comm.CHANNELS.layout = comm.Layout()
+    comm.CHANNELS.grid = comm.Grid()
     if parallel.tensor > 1:
         mesh = _mesh(device.type, parallel.tensor)
-        comm.CHANNELS.layout = SplitLayout(parallel.tensor, mesh)
+        comm.CHANNELS.grid = SplitGrid(parallel.tensor, mesh)
 
 
 @cache
@@ -125,7 +125,8 @@ def split(model: Any, parallel: ParallelSettings, device: torch.device) -> None:
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     output: Any = model.get_output_embeddings()
-    tied = output is not None and output.weight is model.get_input_embeddings().weight
+    embedding: Any = model.get_input_embeddings()
+    tied = getattr(output, "weight", None) is embedding.weight
     if tied:  # transformers splits a parameter by its name, of which a shared one has two
         output.weight = nn.Parameter(output.weight.detach(), output.weight.requires_grad)
     plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=parallel.tensor))
@@ -140,7 +141,7 @@ def split(model: Any, parallel: ParallelSettings, device: torch.device) -> None:
             module = modules[name]
             module.forward = _SummedWeights(module, mesh.get_group())
     if tied:
-        output.weight = model.get_input_embeddings().weight
+        output.weight = embedding.weight
 
 
 PARTIAL = "replicated_with_grad_allreduce"
