@@ -25,7 +25,7 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FIL
 
 ROOMS = (
     "errors", "records", "protocols", "utils", "sandbox", "ops", "algorithms", "config", "distributed", "data", "models", "rewards",
-    "environments", "rollout", "proof", "training", "runs", "viewer", "inspection", "api", "trl", "cli", "__init__", "__main__",
+    "environments", "rollout", "proof", "training", "runs", "viewer", "inspection", "api", "launch", "trl", "cli", "__init__", "__main__",
 )  # fmt: skip
 """The packages from upstream to downstream, with the five files of the root.  A part imports from itself and those before it."""
 
@@ -302,6 +302,8 @@ def test_only_distributed_knows_of_other_processes() -> None:
 PROGRAMS = {
     "api.sweep": "the runs of a sweep, as the command trains them",
     "environments.programs": "a harness that is a program",
+    "launch.local": "torchrun and servers, on this machine",
+    "launch.submit": "sbatch, sky and kubectl",
     "models.model_download": "pip",
     "rollout.vllm.server": "vLLM's server",
     "runs.starts": "git",
@@ -455,6 +457,7 @@ EXAMPLES = {"path/to/file.py", "my_rewards.py", "my_env.py", "file.py"}
 
 WRITES = {
     ("api.sweep", "open"): "the log of another process, as it writes",
+    ("launch.local", "open"): "the same",
     ("rollout.vllm.server", "open"): "the log of another process, as it writes",
     ("rollout.vllm.server", "shutil.copyfile"): "the same, kept for a person to read",
     ("runs.lock", "open"): "a lock",

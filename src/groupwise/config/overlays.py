@@ -99,6 +99,9 @@ def stage_documents(
             problems.append(Problem(where, message))
         if not isinstance(keys, dict):
             overlay.values = {}
+        if "cluster" in overlay.values:
+            message = "cluster is for all stages: write it above them"
+            problems.append(Problem(overlay.place(("cluster",)).where, message))
         documents[stage] = overlaid(base, in_full(overlay))
     _check_own_data(root, changes, problems)
     for path, change in changes:

@@ -23,6 +23,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from groupwise.config import schema
 from groupwise.config.bundled import find_recipe
+from groupwise.config.cluster import ClusterSettings, LaunchSettings, cluster_findings
 from groupwise.config.live_objects import Live, object_of
 from groupwise.config.overlays import in_full, overlaid, read_overrides, stage_documents
 from groupwise.config.settings import EnvironmentSettings, Recipe, is_online
@@ -103,6 +104,23 @@ def parse_stages(text: str, name: str, overrides: Sequence[str] = ()) -> dict[st
     return named
 
 
+def load_cluster(path: str | Path, overrides: Sequence[str] = ()) -> ClusterSettings:
+    """The section `cluster` of a recipe that `load_stages` reads, or its defaults."""
+    root, problems = parse(*_read(path))
+    documents = stage_documents(root, read_overrides(overrides, problems), problems)
+    launched = _valid(_cluster_alone(next(iter(documents.values()))), LaunchSettings, problems)
+    assert launched is not None, problems
+    return launched.cluster
+
+
+def _cluster_alone(document: Document) -> Document:
+    """Return the part of a document that is not of the run."""
+    keys = {}
+    if document.holds(("cluster",)):
+        keys["cluster"] = document.get(("cluster",))
+    return Document(keys, document.places)
+
+
 def make_recipe(keys: Mapping[str, Any], base: str | Path | Recipe | None = None) -> Recipe:
     """The recipe of keys as they would stand in a file, over those of `base`: a file, a bundled
     recipe's name or a recipe.
@@ -114,6 +132,8 @@ def make_recipe(keys: Mapping[str, Any], base: str | Path | Recipe | None = None
     >>> make_recipe(keys).data.task
     'sums'
     """
+    if "cluster" in keys:
+        raise ConfigError("cluster is read by `groupwise launch` alone, from the file of a recipe")
     name, problems, earlier = "the recipe", [], []
     document = Document({})
     if isinstance(base, Recipe):
@@ -302,7 +322,12 @@ def _checked(
     """
     recipes: dict[str, Recipe] = {}
     for stage, document in documents.items():
-        recipe = _valid(document, Recipe, problems)
+        launched = _valid(_cluster_alone(document), LaunchSettings, problems)
+        trained = {key: value for key, value in document.values.items() if key != "cluster"}
+        recipe = _valid(Document(trained, document.places), Recipe, problems)
+        if launched is not None:
+            for keys, message in cluster_findings(launched.cluster):
+                problems.append(Problem(_where(document, keys), message))
         if recipe is not None:
             recipes[stage] = recipe
     if len(recipes) < len(documents):

@@ -21,7 +21,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from groupwise.algorithms import losses
 from groupwise.algorithms.table import PARTS
-from groupwise.config import settings
+from groupwise.config import cluster, settings
 from groupwise.config.trl_names import LORA_LACKING, TRL_KEYS, TRL_NAMES
 from groupwise.errors import ConfigError
 from groupwise.utils.spelling import nearest
@@ -181,7 +181,7 @@ def _meanings() -> dict[tuple[str, str], str]:
     """Read the text below each field, by class and field; that of a class stands under ""."""
     meanings: dict[tuple[str, str], str] = {}
     parts: list[ast.stmt] = []
-    for module in (settings, losses):
+    for module in (settings, losses, cluster):
         parts += ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8")).body
     for part in parts:
         if not isinstance(part, ast.ClassDef):
@@ -200,8 +200,13 @@ def _meanings() -> dict[tuple[str, str], str]:
 
 @cache
 def settings_table() -> dict[str, Setting]:
-    """Every key of a recipe by dotted name, sections included, in the order of settings.py."""
-    return {setting.key: setting for setting in _settings_in(settings.Recipe, "")}
+    """Every key of a recipe by dotted name, sections included, in the order of settings.py; behind
+    them those of `cluster.py`.
+    """
+    table = {setting.key: setting for setting in _settings_in(settings.Recipe, "")}
+    for setting in _settings_in(cluster.LaunchSettings, ""):
+        table[setting.key] = setting
+    return table
 
 
 def _settings_in(section: type, prefix: str) -> Iterator[Setting]:

@@ -1,0 +1,117 @@
+"""`groupwise launch --on slurm` on a real Slurm of two nodes, where its programs are installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+SOURCE = Path(__file__).parents[2] / "src"
+spec = importlib.util.spec_from_file_location("slurm_lab", Path(__file__).with_name("slurm_lab.py"))
+assert spec is not None and spec.loader is not None
+slurm_lab = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(slurm_lab)
+
+STEPS = 8
+RECIPE = f"""\
+objective: grpo
+steps: {STEPS}
+name: tiny
+model: {{scratch: {{hidden: 32, layers: 1, context: 64}}, device: cpu}}
+data: {{task: sums, eval_limit: 4}}
+rewards: [accuracy, {{function: "slow.py:slow", weight: 0}}]
+rollout: {{max_new_tokens: 8}}
+group: {{prompts_per_step: 4, group_size: 4}}
+optimizer: {{lr: 1e-3}}
+cluster:
+  trainers: {{nodes: 2, gpus: 0}}
+  time: 00:30:00
+"""
+SLOW = """\
+import time
+
+def slow(completions):
+    time.sleep(0.5)
+    return [0.0] * len(completions)
+"""
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    absence = slurm_lab.absence()
+    if absence is not None:
+        pytest.skip(absence)
+    slurm = slurm_lab.Slurm(tmp_path_factory.mktemp("slurm"))
+    yield slurm
+    slurm.close()
+
+
+def environment(lab: Any) -> dict[str, str]:
+    """Variables of who submits: his commands, this source, and one thread, as the run that is compared has."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return lab.environment | {"PATH": path, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def launch(folder: Path, variables: dict[str, str], *words: str) -> str:
+    command = [sys.executable, "-m", "groupwise", "launch", "my.yaml", *words]
+    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done.stdout
+
+
+def wait(reached: Callable[[], bool], what: Callable[[], str], seconds: float = 240.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.1)
+
+
+def write_recipe(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "my.yaml").write_text(RECIPE)
+    (folder / "slow.py").write_text(SLOW)
+
+
+def test_an_interrupted_job_queues_again_and_ends_with_the_weights_of_an_undisturbed_run(lab: Any, tmp_path: Path) -> None:
+    """The signal is the one that `--signal` sends before the time limit."""
+    disturbed, alone = tmp_path / "disturbed", tmp_path / "alone"
+    write_recipe(disturbed)
+    write_recipe(alone)
+    variables = environment(lab)
+    said = launch(disturbed, variables, "--on", "slurm")
+    assert "#SBATCH --signal=B:USR1@120" in said
+    number = said.split()[-1]
+    log, metrics = disturbed / f"slurm-{number}.out", disturbed / "runs" / "tiny" / "metrics.jsonl"
+
+    def state() -> str:
+        return lab.run("squeue", "--noheader", "--states=all", f"--jobs={number}", "--format=%T")
+
+    def story() -> str:
+        return f"{state()}\n{log.read_text() if log.exists() else ''}"
+
+    wait(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 2, story)
+    lab.run("scancel", "--batch", "--signal=USR1", number)
+    wait(lambda: state() in ("PENDING", "COMPLETED"), story)
+    done = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert state() == "PENDING" and max(done) < STEPS, story()
+    assert "ended by SIGUSR1" in log.read_text()
+    # Else it waits for two minutes.  A node refuses a job that begins in the seconds in which it ended there.
+    lab.run("scontrol", "update", f"JobId={number}", "StartTime=now+8")
+    wait(lambda: state() in ("COMPLETED", "FAILED"), story)
+    assert state() == "COMPLETED", story()
+    launch(alone, variables, "--on", "local", "cluster.trainers={nodes: 1, gpus: 0, processes: 2}")
+    weights = [load_file(folder / "runs" / "tiny" / "final" / "model.safetensors") for folder in (disturbed, alone)]
+    assert weights[0].keys() == weights[1].keys()
+    for name, tensor in weights[0].items():
+        assert tensor.equal(weights[1][name]), name
