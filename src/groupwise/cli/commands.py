@@ -33,8 +33,8 @@ OUTPUT_GONE = 141
 
 COMMANDS = {
     "train": "run a recipe, or resume it where it stopped",
-    "launch": "run a recipe on the machines of its section `cluster`",
     "eval": "measure greedy accuracy, sampled accuracy and pass@k of a run or a checkpoint",
+    "launch": "run a recipe on the machines of its section `cluster`",
     "check": "test tokenizer, template, rewards, log-probs and memory before training",
     "score": "run reward functions over existing completions",
     "chat": "talk to a run or a checkpoint",
