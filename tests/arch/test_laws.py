@@ -25,7 +25,8 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FIL
 
 ROOMS = (
     "errors", "records", "protocols", "utils", "sandbox", "ops", "algorithms", "config", "distributed", "data", "models", "rewards",
-    "environments", "rollout", "proof", "training", "runs", "viewer", "inspection", "api", "launch", "trl", "cli", "__init__", "__main__",
+    "environments", "rollout", "proof", "training", "runs", "viewer", "inspection", "api", "launch", "trl",
+    "cli", "__init__", "__main__",
 )  # fmt: skip
 """The packages from upstream to downstream, with the five files of the root.  A part imports from itself and those before it."""
 

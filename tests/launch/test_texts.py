@@ -23,7 +23,7 @@ from groupwise.launch.local import commands_of
 from groupwise.launch.submit import text_of
 
 GOLDEN = Path(__file__).parent / "golden"
-OVERRIDES = ["optimizer.lr=1e-5", "data.system=It's $HOME; $(briefly) `now` \"\\\"$port"]
+OVERRIDES = ["optimizer.lr=1e-5", 'data.system=It\'s $HOME; $(briefly) `now` "\\"$port']
 ALONE = "cluster.samplers.nodes=0"
 ONE_MACHINE = ["cluster.trainers={nodes: 1, gpus: 4}"]
 ONE_MACHINE += [f"cluster.samplers.{said}" for said in ("nodes=1", "gpus=4", "tensor_parallel=2")]
@@ -175,7 +175,11 @@ def test_what_is_refused(words: list[str], system: str, said: str, monkeypatch: 
 
 def test_stages_share_their_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    stages = "stages:\n  first: {objective: sft, steps: 3, rollout: {engine: {ahead: 0}}}\n  second: {steps: 4, model: {path: 'stage:first'}, cluster: {time: '1'}}\n"
+    stages = """\
+stages:
+  first: {objective: sft, steps: 3, rollout: {engine: {ahead: 0}}}
+  second: {steps: 4, model: {path: 'stage:first'}, cluster: {time: '1'}}
+"""
     Path("my.yaml").write_text((GOLDEN / "my.yaml").read_text() + stages)
     with pytest.raises(ConfigError, match="cluster is for all stages: write it above them"):
         launch_job("my.yaml", [])
