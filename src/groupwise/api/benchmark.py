@@ -1,4 +1,4 @@
-"""Standard evaluations by name: GSM8K, MATH-500, AIME and IFEval.
+"""Standard evaluations by name: GSM8K, MATH-500, AIME, IFEval and HumanEval.
 
 gw.evaluate_benchmark("runs/mine", "math500")
 gw.evaluate_benchmark("runs/mine", "gsm8k", data="gsm8k/test.jsonl")   # a copy of the rows
@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from groupwise.api.evaluate import EvalReport, evaluate
-from groupwise.data.benchmarks import find_benchmark
+from groupwise.data.benchmarks import find_benchmark, packaged_rows
 from groupwise.errors import DataError
 from groupwise.runs.origin import origin_of
 
@@ -42,7 +43,8 @@ def evaluate_benchmark(
     system message are the run's; any other model is asked with its chat template.  No tools are
     offered.  Every problem is used: one that does not fit the context is an error,
     unless `overrides` set a run's `data.too_long`.
-    data: a copy of the rows, with the same columns; default: the hub.
+    data: a copy of the rows, with the same columns; default: the hub, or the package that brings
+        them.
     columns: `{ours: theirs}`, for a copy that names its columns in another way.
     template, chat, system, k, temperature, top_p, max_new_tokens, limit, seed, overrides,
         progress: see `evaluate`.
@@ -56,16 +58,20 @@ def evaluate_benchmark(
         too_long = None
     elif chat is None:
         chat = True
+    rows: Any = data
+    if data is None and benchmark.package is not None:
+        rows = packaged_rows(name)
+    reward = {"function": benchmark.reward, "args": dict(benchmark.arguments)}
     try:
         report = evaluate(
             path,
-            data=data or benchmark.path,
+            data=rows or benchmark.path,
             split=split or benchmark.split,
             columns={**benchmark.columns, **(columns or {})},
             template=template or benchmark.template,
             chat=chat,
             system=system,
-            rewards=benchmark.reward,
+            rewards=reward,
             verdict=benchmark.reward,
             environment={},
             k=k or benchmark.k,
@@ -79,7 +85,7 @@ def evaluate_benchmark(
             progress=progress,
         )
     except DataError as error:
-        if data is None:
+        if rows is None:
             error.add_note(f"a copy of {benchmark.path} can be read in its place: data=FILE")
         raise
     return replace(report, about=f"benchmark {name}; {report.about}")

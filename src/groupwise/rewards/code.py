@@ -49,6 +49,7 @@ def code(
     *,
     tests: str | None = None,
     entry: str | None = None,
+    prefix: str | None = None,
     language: str = "python",
     sandbox: str = "auto",
     credit: Literal["share", "all"] = "share",
@@ -66,6 +67,8 @@ def code(
         tests, test, test_list, input_output, private_test_cases.
     entry: the column that names the function that is tested; default: entry_point, fn_name or
         func_name, where the data have one.
+    prefix: the column with code that goes before the program, such as the imports and the helper
+        functions that a prompt of HumanEval begins with.
     language: another one than python needs a sandbox elsewhere.
     sandbox: `auto` takes the first of bubblewrap and sandlock that no attack of ours breaks on this
         machine; or one of them; the address of a SandboxFusion service; or module:function,
@@ -87,6 +90,8 @@ def code(
     for setting, value in settings.items():
         if not value > 0:
             raise ConfigError(f"the reward 'code' needs {setting} above 0, got {value}")
+    if prefix is not None and language != "python":
+        raise ConfigError(f"the reward 'code' takes prefix for python alone, not for {language}")
     limits = Limits(
         seconds=seconds,
         cpu_seconds=cpu_seconds,
@@ -105,6 +110,7 @@ def code(
         Grading([make() for _ in range(workers or cores())], limits),
         tests=test_column,
         entry=_column("entry", entry, ENTRY_COLUMNS, columns),
+        prefix=_column("prefix", prefix, (), columns),
         language=language,
         whole=credit == "all",
         name=name,
@@ -180,12 +186,14 @@ class CodeReward:
         *,
         tests: str,
         entry: str | None,
+        prefix: str | None,
         language: str,
         whole: bool,
         name: str,
     ) -> None:
         self.grading, self._name = grading, name
-        self._tests, self._entry, self._language, self._whole = tests, entry, language, whole
+        self._tests, self._entry, self._prefix = tests, entry, prefix
+        self._language, self._whole = language, whole
 
     def __call__(
         self,
@@ -200,7 +208,10 @@ class CodeReward:
         unread: dict[int, str] = {}
         cached = self.grading.cached
         for place, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            source = program_in(completion, prompt, self._language)
+            if self._prefix is None:
+                source = program_in(completion, prompt, self._language)
+            else:
+                source = program_behind(str(columns[self._prefix][place]), completion)
             try:
                 tests = self._read(columns, place)
             except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -288,6 +299,20 @@ def program_in(completion: str, prompt: str = "", language: str = "python") -> s
         first = min(wrong - above, len(lines)) - 1
         del lines[max(0, first) :]
     return None
+
+
+def program_behind(prefix: str, completion: str) -> str | None:
+    """Return the program that a completion gives, behind the code that its prompt begins with.
+
+    The completion writes the function anew, or continues it.
+
+    >>> program_behind("import math\\ndef f(x):\\n    'Half.'\\n", "    return x / 2\\nDone!")
+    "import math\\ndef f(x):\\n    'Half.'\\n    return x / 2"
+    """
+    source = program_in(completion, prefix)
+    if source is None or source.startswith(prefix) or "from __future__ import" in source:
+        return source
+    return f"{prefix.rstrip()}\n{source}"
 
 
 def _wrong_line(source: str) -> int:
