@@ -281,12 +281,10 @@ def test_nothing_imports_the_kernels_for_gpus() -> None:
         assert name.startswith(inside) or not entered, f"{name} imports {entered}"
 
 
-PLUGIN = "rollout.vllm.plugin.groupwise_vllm"
-"""Runs inside vLLM's processes, where Groupwise is not installed: it can import no part of it."""
+PLUGIN = ("rollout.vllm.plugin.groupwise_versions", "rollout.vllm.plugin.groupwise_vllm")
+"""Run inside vLLM's processes, where Groupwise is not installed: they can import no part of it."""
 DISTRIBUTED = (
-    "distributed.broadcast", "distributed.comm", "distributed.fsdp", "distributed.layout", "distributed.process_group",
-    "distributed.sharded_checkpoint",
-    PLUGIN,
+    "distributed.comm", "distributed.fsdp", "distributed.layout", "distributed.process_group", "distributed.sharded_checkpoint",
 )  # fmt: skip
 """What imports torch.distributed."""
 
@@ -329,7 +327,7 @@ def test_one_system_of_processes_and_threads() -> None:
 
 
 def test_what_runs_inside_vllm_imports_nothing_of_ours() -> None:
-    assert not own_imports(PLUGIN)
+    assert not {module for name in PLUGIN for module in own_imports(name)}
 
 
 @pytest.mark.parametrize(
@@ -345,7 +343,7 @@ TOOLS = ("test", "dev", "docs", "bench")
 """Extras of who works on the library; it imports nothing that they alone install."""
 PACKAGES = {"yaml": "pyyaml"}
 """Names of packages that differ from the names of their modules."""
-APART = {"vllm", "groupwise_vllm", "groupwise_cpu", "fla", "IPython"}
+APART = {"vllm", "groupwise_versions", "groupwise_vllm", "groupwise_cpu", "fla", "IPython"}
 """Modules that no extra of ours installs: vLLM and our plug-in to it have an environment of their own, the kernels are another
 package, flash-linear-attention is used where a user has it, and IPython is where a notebook is."""
 
@@ -461,6 +459,12 @@ WRITES = {
     ("launch.local", "open"): "the same",
     ("rollout.vllm.server", "open"): "the log of another process, as it writes",
     ("rollout.vllm.server", "shutil.copyfile"): "the same, kept for a person to read",
+    ("rollout.vllm.plugin.groupwise_versions", "open"): "a lock, and the mirror in shared memory",
+    ("rollout.vllm.plugin.groupwise_versions", "rename"): "the same",
+    ("rollout.vllm.plugin.groupwise_versions", "write_bytes"): "the same",
+    ("rollout.vllm.plugin.groupwise_versions", "write_text"): "the same",
+    ("rollout.vllm.plugin.groupwise_vllm", "rename"): "the mirror's folder",
+    ("rollout.vllm.publisher", "open"): "blocks that are appended; the manifest that counts them comes last",
     ("runs.lock", "open"): "a lock",
     ("runs.metrics_log", "open"): "lines that are appended",
     ("runs.starts", "os.replace"): "a damaged file, out of the way",

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from rule_rewards import RuleRewards
 from torch import nn
+from transformers.core_model_loading import revert_weight_conversion
 
 from groupwise.config.recipes import load_recipe
 from groupwise.config.resolve import resolve
@@ -48,6 +49,8 @@ from groupwise.ops.linear_cross_entropy import head_logits
 from groupwise.ops.query import Query
 from groupwise.proof.prove import prove
 from groupwise.records import Layout, Prompt, Rollout, RolloutGroup, Sampling
+from groupwise.rollout.vllm.plugin.groupwise_versions import Mirror, VersionSource
+from groupwise.rollout.vllm.publisher import Publisher
 from groupwise.runs import checkpoint
 from groupwise.runs.checkpoint import reader
 from groupwise.runs.folder import choose_folder
@@ -492,3 +495,67 @@ FAULTS = {
     "gradient twice": gradient_twice,
     "gradient in part": gradient_in_part,
 }
+
+
+def published(folder: str, family: str, mode: Any, dtype: str, adapter: bool = False) -> dict[str, Any]:
+    """Five versions of weights that move a little, and a mirror that follows them: where its bits are not the policy's."""
+    policy = make(family, "float32")
+    if adapter:
+        policy = adapt(policy, LoraSettings(rank=2, targets="all-linear"), base="")
+    policy = spread(policy, mode)
+    served = getattr(torch, dtype)
+    publisher = Publisher(Path(folder), "run", served, full_every=3)
+    mirror = Mirror(Path(folder).with_name("mirror")) if comm.world().first else None
+    wrong, fetched, patches = [], [], []
+    for version in range(5):
+        move(policy, version)
+        manifest = publisher.publish(policy, version)
+        patches.append(len(manifest.patch))
+        with gathered(policy) as whole:
+            plain = saving.merged(whole)
+            stored = revert_weight_conversion(plain, {name: p.detach() for name, p in plain.named_parameters()})
+        if mirror is None:
+            continue
+        found = mirror.go_to(VersionSource(folder), version)
+        fetched.append((found.full, found.healed))
+        held = mirror.tensors(manifest)
+        assert held.keys() == stored.keys()
+        for name, tensor in stored.items():
+            bits = tensor.to(served).reshape(-1).view({2: torch.int16, 4: torch.int32}[served.itemsize])
+            if not np.array_equal(bits.numpy(), held[name].view(bits.numpy().dtype)):
+                wrong.append((version, name))
+    comm.wait()
+    return {"wrong": wrong, "fetched": fetched, "patches": patches}
+
+
+def move(policy: Policy, version: int) -> None:
+    """Change some numbers of most parameters, the same on however many processes."""
+    for place, (name, parameter) in enumerate(policy.model.named_parameters()):
+        if place % 5 == version % 5 or not (policy.adapter is None or name in policy.adapter.trained):
+            continue
+        generator = torch.Generator().manual_seed(100 * version + place)
+        change = 0.01 * torch.randn(parameter.shape, generator=generator)
+        change *= torch.rand(parameter.shape, generator=generator) < 0.1
+        with torch.no_grad():
+            fsdp.own(parameter).add_(layout.part_of(change.__getitem__, parameter))
+
+
+def gathers_of_publishing(folder: str) -> int:
+    """How many tensors are gathered to publish two versions of sharded weights."""
+    policy = spread(make("llama", "float32"), "zero3")
+    publisher, count = Publisher(Path(folder), "run", torch.bfloat16), 0
+    whole = torch.distributed.tensor.DTensor.full_tensor
+
+    def gather(self: Any) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        return whole(self)
+
+    torch.distributed.tensor.DTensor.full_tensor = gather  # type: ignore[method-assign]
+    try:
+        for version in range(2):
+            move(policy, version)
+            publisher.publish(policy, version)
+    finally:
+        torch.distributed.tensor.DTensor.full_tensor = whole  # type: ignore[method-assign]
+    return count

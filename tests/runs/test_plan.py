@@ -325,11 +325,23 @@ def test_a_colocated_vllm_is_counted_and_sleeps_on_a_gpu_while_it_trains() -> No
     assert awake.training == process_memory(shape, replace(gpu, vllm=0, cpu=True), prompts=128).training + (20 << 30)
 
 
-def test_sharded_weights_are_whole_for_a_moment_whatever_samples() -> None:
-    """To be sent to servers too."""
-    servers = process_memory(seven(), load(cpu=False, rows=0), ParallelSettings(name="zero3", shards=4), prompts=32, world=4)
-    assert servers.whole == 2 * seven().parameters
-    assert servers.sampling == servers.held + servers.whole
+def test_shards_are_published_as_they_are_and_a_copy_of_them_is_in_host_memory() -> None:
+    """Under an adapter the weights are gathered, to be merged."""
+    size, spread = 2 * seven().parameters, ParallelSettings(name="zero3", shards=4)
+    gpu = load(cpu=False, rows=0, published=size)
+    servers = process_memory(seven(), gpu, spread, prompts=32, world=4)
+    assert (servers.whole, servers.host, servers.sampling) == (0, size // 4, servers.held)
+    adapted = process_memory(seven(), replace(gpu, adapter=1000), spread, prompts=32, world=4)
+    assert adapted.whole == size
+    on_cpu = process_memory(seven(), replace(gpu, cpu=True), prompts=32)
+    assert (on_cpu.published, on_cpu.host) == (size, 0)
+    assert on_cpu.held == size + process_memory(seven(), replace(gpu, cpu=True, published=0), prompts=32).held
+
+
+@pytest.mark.parametrize("samples", ["rows", "vllm"])
+def test_sharded_weights_are_whole_for_a_moment_where_the_process_samples(samples: str) -> None:
+    found = process_memory(seven(), load(cpu=False, **{samples: 8}), ParallelSettings(name="zero3", shards=4), prompts=32, world=4)
+    assert found.whole == 2 * seven().parameters
 
 
 @pytest.mark.parametrize(

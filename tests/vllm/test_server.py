@@ -26,11 +26,13 @@ from groupwise.records import Finish, Prompt, Rollout, Sampling, Step
 from groupwise.rollout import sampling as draws
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.stopping import Stopping
-from groupwise.rollout.vllm import request_pool
+from groupwise.rollout.vllm import publisher, request_pool
 from groupwise.rollout.vllm.client import Client
 from groupwise.rollout.vllm.engine import EXACT, VllmEngine
+from groupwise.rollout.vllm.published import Delivery, VersionedServer
 from groupwise.rollout.vllm.request_pool import computed_tokens
 from groupwise.rollout.vllm.scoring import ScoringServers
+from groupwise.rollout.vllm.version_server import VersionHandler
 from groupwise.runs.engines import check_agreement
 from groupwise.training.passes import score
 from groupwise.training.samples import sample_of
@@ -209,12 +211,10 @@ def test_a_missing_cache_reset_is_found(
 ) -> None:
     draw(engine, prompts)  # fills the cache
     moved(engine.policy)
-    tell = type(engine.servers)._tell
-    kept = ("/pause?mode=abort", "/reset_prefix_cache", "/resume")
+    post = VersionedServer._post
+    left_out = ("/pause?mode=abort", "/reset_prefix_cache", "/resume")
     with monkeypatch.context() as patch:
-        patch.setattr(
-            type(engine.servers), "_tell", lambda self, path, *a, **k: None if path in kept else tell(self, path, *a, **k)
-        )
+        patch.setattr(VersionedServer, "_post", lambda self, path, *a: None if path in left_out else post(self, path, *a))
         engine.send_weights(engine.version + 1)
         stops(engine, draw(engine, prompts))
     engine.send_weights(engine.version + 1)
@@ -345,13 +345,84 @@ def test_a_server_gives_given_tokens_the_log_probs_of_its_model(serving: Any, pr
     engine.close()
 
 
-def test_a_server_that_another_run_has_taken_is_left_to_it(serving: Any, prompts: list[Prompt]) -> None:
+def test_tokens_of_another_run_on_the_same_server_are_refused(serving: Any, prompts: list[Prompt]) -> None:
     first, second = (VllmEngine(serving.policy, servers=[serving.url]) for _ in range(2))
     first.send_weights(0)
     second.send_weights(0)
-    with pytest.raises(EngineError, match="takes its weights from another run"):
-        first.send_weights(1)
-    second.send_weights(1)
+    with pytest.raises(EngineError, match="stale or foreign weights"):
+        draw(first, prompts)
     assert gaps(second.policy, draw(second, prompts)).max() < 1e-4
     for engine in (first, second):
         engine.close()
+
+
+def move_some(policy: Policy, part: str) -> None:
+    """Change a twentieth of the numbers of the parameters whose name has this part."""
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if part in name:
+                change = parameter.std() * torch.randn_like(parameter) * (torch.rand_like(parameter) < 0.05)
+                parameter.add_(change)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["http", "folder"])
+def test_after_every_version_the_servers_log_probs_are_the_trainers(
+    shared: bool, serving: Any, prompts: list[Prompt], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twelve versions: of all weights, of one layer, of the tied embedding alone; one patch is damaged on its way and healed."""
+    options = {"weights_folder": str(tmp_path)} if shared else {}
+    engine = VllmEngine(serving.policy, servers=[serving.url], full_every=5, **options)
+    deliveries: list[Delivery] = []
+    go_to = VersionedServer.go_to
+    monkeypatch.setattr(
+        VersionedServer, "go_to", lambda self, *a, **k: (deliveries.append(go_to(self, *a, **k)), deliveries[-1])[1]
+    )
+    add = publisher.BlockFile.add
+
+    def damage(self: publisher.BlockFile, data: bytes, *more: int) -> None:
+        add(self, data[:-4] + b"oops" if "patch" in self._path.name else data, *more)
+
+    parts = ["", "layers.1", "embed_tokens", "layers.0.mlp.up_proj", "norm", ""] * 2
+    for version, part in enumerate(parts):
+        move_some(serving.policy, part)
+        with monkeypatch.context() as patch:
+            if version == 7:
+                patch.setattr(publisher.BlockFile, "add", damage)
+            engine.send_weights(version)
+        rollouts = draw(engine, prompts, seed=version)
+        assert gaps(serving.policy, rollouts).max() < 1e-4, (version, part)
+        assert {int(v) for rollout in rollouts for v in rollout.version} == {version}
+    full = [version for version, delivery in enumerate(deliveries) if delivery.full]
+    assert full == [0, 7], "the damaged patch is the only one that was not used"
+    sizes = {part: delivery.read_bytes for part, delivery in zip(parts[1:6], deliveries[1:6], strict=True)}
+    assert sizes["norm"] < sizes["layers.1"] < deliveries[0].read_bytes / 4
+    engine.close()
+
+
+def test_sampling_goes_on_while_a_version_is_fetched(
+    serving: Any, prompts: list[Prompt], moved: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, asked, go_on = VllmEngine(serving.policy, servers=[serving.url], in_flight=True), threading.Event(), threading.Event()
+    engine.send_weights(1)
+    old = frozen_copy(serving.policy)
+    moved(serving.policy)
+    send = VersionHandler.do_GET
+
+    def hold(self: VersionHandler) -> None:
+        asked.set()
+        assert go_on.wait(60)
+        send(self)
+
+    monkeypatch.setattr(VersionHandler, "do_GET", hold)
+    thread = threading.Thread(target=lambda: engine.send_weights(2))
+    thread.start()
+    assert asked.wait(60)
+    during = draw(engine, prompts)
+    go_on.set()
+    thread.join(60)
+    assert {int(v) for rollout in during for v in rollout.version} == {1}
+    assert gaps(old, during).max() < 1e-4
+    after = draw(engine, prompts)
+    assert {int(v) for rollout in after for v in rollout.version} == {2}
+    assert gaps(serving.policy, after).max() < 1e-4
+    engine.close()

@@ -287,7 +287,17 @@ class EngineTraits:
 ENGINE_TRAITS: Mapping[str, EngineTraits] = {
     "native": EngineTraits(own_weights=True, packed=True, prepares=True),
     "transformers": EngineTraits(own_weights=True),
-    "vllm": EngineTraits(beside=True, takes=("servers", "colocated", "tensor_parallel", "dtype")),
+    "vllm": EngineTraits(
+        beside=True,
+        takes=(
+            "servers",
+            "colocated",
+            "tensor_parallel",
+            "dtype",
+            "weights_folder",
+            "full_every",
+        ),
+    ),
 }
 """Built-in rollout engines; `runs/engines.py` makes them (a test compares the names)."""
 
@@ -312,6 +322,12 @@ class EngineSettings:
     """vllm, colocated: trainer processes that hold one vLLM together."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """vllm: dtype of a server that the run starts; default: the dtype of the policy's products."""
+    weights_folder: str | None = None
+    """vllm: a folder that the trainer and the servers share under this path, for new weights;
+    default: servers fetch them from the trainer by HTTP."""
+    full_every: Positive = 10
+    """vllm: versions of the weights from one that is written whole to the next; between them only
+    changes are written."""
     ahead: Count = 0
     """Steps by which sampling is ahead of training: sampled tokens are at most this many steps old.
     vllm samples while the trainer trains.  Other engines sample before each step and save no time.

@@ -965,6 +965,11 @@ def _engine(engine: EngineSettings, at: str) -> Findings:
             f"{at}.colocated samples in the trainer's process, in turn with training: leave servers"
             " and ahead out"
         )
+    if engine.weights_folder is not None and not engine.servers:
+        yield (
+            f"{at}.weights_folder is shared with running servers, and rollout.engine.servers names"
+            " none: leave it out"
+        )
     if engine.tensor_parallel > 1 and not engine.colocated:
         yield (
             f"{at}.tensor_parallel is for a colocated vLLM; a server has its own: groupwise serve"

@@ -4,11 +4,10 @@ In: tensors and Python values of this rank.  Out: what all ranks agree on.
 
 - `comm`: who I am, what the others have, gradients summed over all.
 - `process_group`: how the processes of a run meet and part.
-- `broadcast`: tensors for processes outside of the run.
 - `fsdp`: tensors that are spread over processes, and the norm of their gradients.
 - `layout`: which processes share a model and which a batch; spreads models over them.
 - `sharded_checkpoint`: sharded tensors in files that all ranks write at once.
 - `heartbeat`: finds a process that died, hangs or lies behind a broken network.
 
-Only this package, and vLLM's plug-in, imports `torch.distributed`.
+Only this package imports `torch.distributed`.
 """

@@ -241,17 +241,33 @@ def part_of(rows: Callable[[slice], Tensor], tensor: Tensor) -> Tensor:
         return rows(slice(0, tensor.shape[0] if tensor.ndim else 1))
     spread = [how for how in tensor.placements if not how.is_replicate()]
     if spread == [Shard(0)]:
-        return rows(_own_rows(tensor))
+        return rows(own_rows(tensor))
     full = rows(slice(0, tensor.shape[0]))
     return distribute_tensor(
         full, tensor.device_mesh, tensor.placements, src_data_rank=None
     ).to_local()
 
 
-def _own_rows(tensor: DTensor) -> slice:
-    """Which rows of the whole tensor this process holds."""
+def own_rows(tensor: Tensor) -> slice:
+    """Which rows of the whole tensor this process holds, where FSDP2 alone shards it."""
+    if not isinstance(tensor, DTensor):
+        return slice(0, tensor.shape[0])
     (place,) = (place for place, how in enumerate(tensor.placements) if how.is_shard())
     shards = tensor.device_mesh.size(place)
     begin = tensor.device_mesh.get_local_rank(place) * -(-tensor.shape[0] // shards)
     begin = min(begin, tensor.shape[0])
     return slice(begin, begin + tensor.to_local().shape[0])
+
+
+def is_first_copy(tensor: Tensor) -> bool:
+    """Return True unless another process with a lower rank holds the same shard of FSDP2, or the
+    same whole tensor.
+    """
+    if not isinstance(tensor, DTensor):
+        return comm.world().first
+    places = tensor.device_mesh.get_coordinate()
+    assert places is not None, "a process outside of the mesh holds no shard"
+    for place, how in zip(places, tensor.placements, strict=True):
+        if place > 0 and not how.is_shard():
+            return False
+    return True

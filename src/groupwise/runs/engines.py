@@ -52,6 +52,8 @@ def _vllm(policy: Policy, settings: RolloutSettings, environment: Environment | 
         in_flight=engine.ahead > 0,
         max_rows=settings.max_rows,
         environment=environment,
+        weights_folder=engine.weights_folder,
+        full_every=engine.full_every,
     )
 
 

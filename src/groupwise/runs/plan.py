@@ -78,7 +78,9 @@ class MemoryPlan:
     reduced.
     """
     whole: int = 0
-    """Sharded weights: all of them, gathered to sample with them or to be sent."""
+    """Sharded weights: all of them, gathered to sample with them in the process."""
+    published: int = 0
+    """On a CPU: the copy of the weights that were published last for servers."""
     host: int = 0
     """Bytes in the memory of the host instead."""
     prepared: int = 0
@@ -101,7 +103,8 @@ class MemoryPlan:
     @property
     def held(self) -> int:
         """Bytes that are held all the time."""
-        return self.weights + self.optimizer + self.reference + self.rewards
+        models = self.weights + self.reference + self.rewards
+        return models + self.optimizer + self.published
 
     @property
     def training(self) -> int:
@@ -147,6 +150,8 @@ class Load:
     """
     vllm: int = 0
     """Bytes of a colocated vLLM."""
+    published: int = 0
+    """Bytes of the weights that are published for servers, on all processes together."""
     cpu: bool = True
     reference: bool = False
     recompute: bool = False
@@ -173,6 +178,8 @@ class Load:
 
 
 ALONE = ParallelSettings(name="ddp")
+WIDTHS = {"float32": 4, "bfloat16": 2, None: None}
+"""Bytes of a number by `rollout.engine.dtype`; None: those of the policy's products."""
 
 
 def process_memory(
@@ -194,6 +201,13 @@ def process_memory(
     need, width = measured(shape), shape.bytes_per_weight
     if parallel.tensor > 1:
         need = _split(need, measured, shape, parallel.tensor)
+    published = -(-load.published // world)
+    host = 0
+    if load.cpu:
+        need = replace(need, published=published)
+    else:
+        host = published
+        need = replace(need, host=host)
     if parallel.name == "ddp":
         return need
     # While it trains: embedding, last norm and head, and the blocks that are gathered (the one at
@@ -203,11 +217,15 @@ def process_memory(
     if parallel.name == "zero3":
         resident = shape.outside + 2 * block
     resident, block = resident // parallel.tensor, block // parallel.tensor
-    shards, host, parts = parallel.shards or workers, 0, {}
+    shards, parts = parallel.shards or workers, {}
     for name in ("weights", "gradients", "optimizer", "reference"):
         parts[name] = -(-getattr(need, name) // shards)
     if parallel.offload:
-        host, parts = sum(parts.values()), dict.fromkeys(parts, 0)
+        host += sum(parts.values())
+        parts = dict.fromkeys(parts, 0)
+    # Servers take shards as they are; an adapter is merged into whole weights for them, and parts
+    # of matrices are joined.
+    by_shards = load.published > 0 and not load.adapter and parallel.tensor == 1
     return replace(
         need,
         **parts,
@@ -215,8 +233,7 @@ def process_memory(
         gathered=need.gathered
         + resident * width
         + max(block, shape.outside // parallel.tensor) * 4,
-        # Sampling in the process, servers and a colocated vLLM alike need them for a moment.
-        whole=shape.parameters * width,
+        whole=0 if by_shards else shape.parameters * width,
         host=host,
     )
 
@@ -447,6 +464,7 @@ def memory_lines(need: MemoryPlan) -> Lines:
         "gathered while training": need.gathered,
         "activations": need.activations,
         "whole weights while sampling": need.whole,
+        "published weights": need.published,
         "prepared weights while sampling": need.prepared,
         "keys and values": need.cache,
         "kept of these while training": need.kept,
@@ -670,6 +688,7 @@ def load_of(
         prepared=prepared_weights(shape, cpu=cpu) if engine.prepares else 0,
         stays=_stays(),
         vllm=_colocated(recipe, blueprint, shape),
+        published=_published(recipe, shape),
         reference=algorithm.needs.reference,
         rewards=_other_models(recipe, algorithm, shape, scorers),
     )
@@ -687,9 +706,17 @@ def _colocated(recipe: Recipe, blueprint: Blueprint, shape: Shape) -> int:
     engine = recipe.rollout.engine
     if not engine.colocated:
         return 0
-    width = {"float32": 4, "bfloat16": 2, None: shape.bytes_per_product}[engine.dtype]
+    width = WIDTHS[engine.dtype] or shape.bytes_per_product
     cache = cache_bytes(shape, blueprint.context, recipe.rollout.max_rows, width)
     return (shape.parameters * width + cache) // engine.tensor_parallel
+
+
+def _published(recipe: Recipe, shape: Shape) -> int:
+    """Return the bytes of the weights that are published for servers; 0 without servers."""
+    engine = recipe.rollout.engine
+    if engine.colocated or not engine_traits(engine.name).beside:
+        return 0
+    return shape.parameters * (WIDTHS[engine.dtype] or shape.bytes_per_product)
 
 
 def _other_models(

@@ -8,20 +8,21 @@ from __future__ import annotations
 import contextlib
 import json
 import select
+import shutil
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Gemma3Config
 
@@ -31,9 +32,10 @@ from groupwise.models.lora import adapt
 from groupwise.models.saving import save
 from groupwise.records import Finish, Prompt, Sampling
 from groupwise.rollout.vllm import engine as vllm
-from groupwise.rollout.vllm import request_pool, weight_sync
+from groupwise.rollout.vllm import published, publisher, request_pool, weight_sync
 from groupwise.rollout.vllm.client import Client
 from groupwise.rollout.vllm.engine import VllmEngine
+from groupwise.rollout.vllm.plugin.groupwise_versions import FORMAT, Mirror, VersionSource, WrongVersion
 from groupwise.rollout.vllm.weight_sync import Servers, buckets
 
 EOS = 1
@@ -49,8 +51,9 @@ class FakeServer:
         self.calls: list[str] = []
         self.paused: list[str] = []
         self.requests: list[dict[str, Any]] = []
-        self.weights: dict[str, torch.Tensor] = {}
-        self.group: Any = None
+        self.mirror = Mirror(Path(tempfile.mkdtemp(prefix="groupwise-mirror-")))
+        self.fetched: dict[str, Any] = {}
+        self.deliveries: list[dict[str, Any]] = []
         self.spoil: Callable[[dict[str, Any]], Any] = lambda answer: answer
         self.hold: Callable[[dict[str, Any]], None] = lambda body: None
         self.status: dict[str, int] = {}
@@ -99,18 +102,18 @@ class FakeServer:
     def facts_of(vocabulary: int) -> dict[str, Any]:
         return {
             "logprobs": "processed_logprobs", "candidates": 256, "dtype": "float32", "context": 64, "vocabulary": vocabulary,
-            "rows": 8, "workers": 1, "device": "cpu", "trainer": None,
+            "rows": 8, "workers": 1, "device": "cpu", "format": FORMAT,
         }  # fmt: skip
 
     def do(self, path: str, body: dict[str, Any]) -> Any:
         match path:
             case "/collective_rpc":
-                return {"results": [self.facts]}
-            case "/init_weight_transfer_engine":
-                self.meet(body["init_info"])
-                self.facts["trainer"] = f"{body['init_info']['host']}:{body['init_info']['port']}"
+                return {"results": [self.call(body["method"], body.get("kwargs", {}))]}
+            case "/weight_info":
+                return {"weight_version": self.label}
             case "/update_weights":
-                self.receive(body["update_info"])
+                held = self.mirror.manifest()
+                assert held is not None and held.label == body["update_info"]["label"]
             case "/finish_weight_update":
                 self.label = body["weight_version"]
             case "/metrics":
@@ -127,19 +130,28 @@ class FakeServer:
         if readable and self._asked.by.recv(1, socket.MSG_PEEK) == b"":
             self.hung_up.set()
 
-    def meet(self, info: dict[str, Any]) -> None:
-        store = dist.TCPStore(info["host"], info["port"], is_master=False, timeout=timedelta(seconds=10))
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        self.group = dist.ProcessGroupGloo(store, info["rank_offset"], info["size"], options)
+    def call(self, method: str, arguments: dict[str, Any]) -> Any:
+        """The plug-in's methods, with the real mirror."""
+        if method == "groupwise_facts":
+            return self.facts
+        if method == "groupwise_fetch":
+            self.fetched = {"done": True, "error": "", "read_bytes": 0, "full": False, "healed": "", "seconds": 0.0}
+            try:
+                found = self.mirror.go_to(VersionSource(arguments["source"], arguments["token"]), arguments["version"])
+                self.fetched |= {"read_bytes": found.read_bytes, "full": found.full, "healed": found.healed}
+            except WrongVersion as error:
+                self.fetched["error"] = str(error)
+            self.deliveries.append(self.fetched)
+        return self.fetched
 
-    def receive(self, info: dict[str, Any]) -> None:
-        types = [getattr(torch, name) for name in info["dtypes"]]
-        sizes = [dtype.itemsize * int(np.prod(shape)) for dtype, shape in zip(types, info["shapes"], strict=True)]
-        flat = torch.empty(sum(sizes), dtype=torch.uint8)
-        self.group.broadcast([flat], dist.BroadcastOptions()).wait()
-        for name, part, dtype, shape in zip(info["names"], flat.split(sizes), types, info["shapes"], strict=True):
-            self.weights[name] = part.view(dtype).view(shape).clone()
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What the mirror holds."""
+        held = self.mirror.manifest()
+        assert held is not None
+        bits = self.mirror.tensors(held)
+        dtype = getattr(torch, held.dtype)
+        return {name: torch.from_numpy(bits[name].copy()).view(dtype).view(shape) for name, shape in held.shapes.items()}
 
     def choice(self, body: dict[str, Any], index: int) -> dict[str, Any]:
         first, length = body["token_ids"][0], min(3 + index, body["sampling_params"]["max_tokens"])
@@ -160,6 +172,7 @@ class FakeServer:
     def close(self) -> None:
         self.http.shutdown()
         self.http.server_close()
+        shutil.rmtree(self.mirror.folder, ignore_errors=True)
 
 
 @pytest.fixture
@@ -414,18 +427,15 @@ def test_an_adapter_travels_inside_the_weights_it_changes(family: str, policy_of
 
 
 @pytest.mark.slow
-def test_weights_arrive_in_the_servers_dtype_between_pause_and_resume(server, engine_of, monkeypatch) -> None:
-    monkeypatch.setattr(weight_sync.buckets, "__defaults__", (10_000,))
+def test_weights_arrive_in_the_servers_dtype_before_the_pause(server, engine_of) -> None:
     server.facts["dtype"] = "bfloat16"
     engine = engine_of(server)
     engine.send_weights(2)
     for name, weight in engine.policy.model.named_parameters():
         assert torch.equal(server.weights[name], weight.detach().to(torch.bfloat16)), name
-    told = [call for call in server.calls if call not in ("/health", "/collective_rpc", "/init_weight_transfer_engine")]
-    middle = told[3:-2]
-    assert told[:3] == ["/pause", "/reset_prefix_cache", "/start_weight_update"]
-    assert told[-2:] == ["/finish_weight_update", "/resume"]
-    assert len(middle) > 1 and set(middle) == {"/update_weights"}
+    last_fetch = len(server.calls) - server.calls[::-1].index("/collective_rpc")
+    told = ["/pause", "/reset_prefix_cache", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
+    assert server.calls[last_fetch:] == told
     assert server.label.endswith(":2")
 
 
@@ -584,7 +594,6 @@ def test_a_min_p_that_was_not_kept_is_found(server, engine_of, prompts_of) -> No
         ({"logprobs": "raw_logprobs"}, SAMPLING, 3, "raw_logprobs, which know no temperature"),
         ({"heads": 2}, SAMPLING, 3, "knows heads of 32, .*, the policy's have 16"),
         ({"vocabulary": 99}, SAMPLING, 3, "a vocabulary of 99, the policy one of 40"),
-        ({"device": "cuda"}, SAMPLING, 3, "runs on a GPU and the policy on a CPU"),
         ({"rows": 2}, SAMPLING, 3, "decodes 2 completions at a time, fewer than a group of 3"),
         ({"context": 12}, SAMPLING, 3, "sequences of 12 tokens, but a prompt and its completion may have 13"),
         ({}, Sampling(top_p=0.9), 3, "need a top_k from 1 to 128"),
@@ -607,9 +616,19 @@ def test_a_mixture_of_experts_is_refused_on_a_cpu(policy_of, server) -> None:
     with pytest.raises(EngineError, match=r"do not all reach its experts"):
         engine.send_weights(0)
     server.facts["device"] = "cuda"
-    with pytest.raises(EngineError, match=r"runs on a GPU and the policy on a CPU"):
-        engine.send_weights(0)
+    engine.send_weights(0)
+    expected = dict(buckets_of(engine.policy))
+    assert server.weights.keys() == expected.keys()
+    assert all(torch.equal(server.weights[name], weight) for name, weight in expected.items())
     engine.close()
+
+
+def buckets_of(policy: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of a float32 policy, as a colocated vLLM gets them."""
+    for names, shapes, flat in buckets(policy, torch.float32):
+        parts = flat.view(torch.float32).split([int(np.prod(shape)) for shape in shapes])
+        for name, shape, part in zip(names, shapes, parts, strict=True):
+            yield name, part.view(shape)
 
 
 def test_a_server_without_the_plug_in_is_refused(server, engine_of) -> None:
@@ -702,29 +721,48 @@ def test_a_server_that_counts_nothing_is_refused(engine_of, server, prompts_of, 
         draw(engine_of(server), prompts_of(4))
 
 
-def test_a_server_that_another_run_has_taken_is_left_to_it(server, engine_of) -> None:
-    """Before anything is paused: it would wait for the other's weights, and this run for a group that is gone."""
+def test_tokens_of_another_run_on_the_same_server_are_refused(server, engine_of, prompts_of) -> None:
     first, second = engine_of(server), engine_of(server)
     first.send_weights(0)
     second.send_weights(0)
-    server.calls.clear()
-    with pytest.raises(EngineError, match=r"takes its weights from another run \(at 127.0.0.1:\d+\): give each run its own"):
-        first.send_weights(1)
-    assert server.calls == ["/collective_rpc"]
-    second.send_weights(1)
+    with pytest.raises(EngineError, match=r"stale or foreign weights .*another run sends weights to it"):
+        draw(first, prompts_of(4))
+    assert len(draw(second, prompts_of(4))) == 1
 
 
-def test_a_server_that_was_started_anew_has_met_nobody(server, engine_of) -> None:
+def test_a_server_that_was_started_anew_gets_all_weights(server, engine_of) -> None:
     engine = engine_of(server)
     engine.send_weights(0)
-    server.facts["trainer"] = None
-    with pytest.raises(EngineError, match="was started anew since this run connected to it: resume the run"):
-        engine.send_weights(1)
+    engine.send_weights(1)
+    shutil.rmtree(server.mirror.folder)
+    server.mirror = Mirror(server.mirror.folder)
+    engine.send_weights(2)
+    assert [one["full"] for one in server.deliveries] == [True, False, True]
+    assert all(torch.equal(server.weights[name], weight) for name, weight in engine.policy.model.named_parameters())
 
 
-def test_a_server_of_an_older_groupwise_is_refused_at_once(server, engine_of) -> None:
-    del server.facts["trainer"]
-    with pytest.raises(EngineError, match="was started by an older Groupwise: start it anew with `groupwise serve MODEL`"):
+def test_a_server_that_reads_only_damaged_patches_is_healed_at_once(server, engine_of, monkeypatch) -> None:
+    """No full version lies behind the patch, so all weights are written for it."""
+    engine = engine_of(server)
+    engine.send_weights(0)
+    with torch.no_grad():
+        engine.policy.model.get_input_embeddings().weight.mul_(1.5)
+    add = publisher.BlockFile.add
+    monkeypatch.setattr(publisher.BlockFile, "add", lambda self, data, *more: add(self, data[:-5] + b"wrong", *more))
+    damaged = engine._delivery._publisher.publish(engine.policy, 1)
+    monkeypatch.undo()
+    assert damaged.patch and not damaged.full
+    monkeypatch.setattr(publisher.Publisher, "publish", lambda *_: damaged)
+    engine.send_weights(1)
+    assert [bool(one["error"]) for one in server.deliveries] == [False, True, False]
+    assert server.deliveries[-1]["full"]
+    assert all(torch.equal(server.weights[name], weight) for name, weight in engine.policy.model.named_parameters())
+    assert server.label == damaged.label
+
+
+def test_a_server_of_another_groupwise_is_refused_at_once(server, engine_of) -> None:
+    del server.facts["format"]
+    with pytest.raises(EngineError, match="started by another version of Groupwise: start it anew with `groupwise serve"):
         engine_of(server).send_weights(0)
 
 
@@ -743,7 +781,7 @@ def test_a_server_of_ones_own_that_ends_between_two_updates_is_named_by_how_it_e
 
 @pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights", "/resume"])
 def test_an_update_that_fails_ends_at_once(path: str, engine_of, server, monkeypatch) -> None:
-    monkeypatch.setattr(weight_sync, "UPDATE_SECONDS", 3600.0)  # whoever waits for the server waits too long for this test
+    monkeypatch.setattr(published, "UPDATE_SECONDS", 3600.0)  # whoever waits for the server waits too long for this test
     server.status[path] = 500
     with pytest.raises((EngineError, PeerError), match=path):
         engine_of(server).send_weights(0)

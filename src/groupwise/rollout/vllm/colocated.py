@@ -121,11 +121,11 @@ class Colocated:
 
             CpuCommunicator._all_group_ranks_share_shm_group_name = lambda _: False
 
-    def send(self, policy: Policy, label: str, *, keep: bool = False) -> None:
+    def send(self, policy: Policy, label: str) -> None:
         """Replace the weights; from now on every token that is drawn carries `label`.  Nothing is
         being sampled meanwhile.
         """
-        assert self._llm is not None and not keep, "connect first; sampling and training take turns"
+        assert self._llm is not None, "connect first"
         from groupwise_vllm import Bucket
 
         name = str(self.facts[0]["dtype"])

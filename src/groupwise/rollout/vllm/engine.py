@@ -38,6 +38,8 @@ from groupwise.rollout.engine import check_request, completion_limit, make_rollo
 from groupwise.rollout.episodes import Conversations, Groups
 from groupwise.rollout.sampling import stream_keys
 from groupwise.rollout.vllm.colocated import Colocated, LocalRequests
+from groupwise.rollout.vllm.delivery import Transport, WeightDelivery
+from groupwise.rollout.vllm.publisher import FULL_EVERY
 from groupwise.rollout.vllm.request_pool import RequestPool
 from groupwise.rollout.vllm.server import MODEL, START_SECONDS, OwnServer, cache_bytes
 from groupwise.rollout.vllm.weight_sync import PATIENCE, Servers
@@ -70,6 +72,8 @@ class VllmEngine:
         colocated: bool = False,
         tensor_parallel: int = 1,
         environment: Environment | None = None,
+        weights_folder: str | None = None,
+        full_every: int = FULL_EVERY,
     ) -> None:
         """servers: `http://host:port` of running ones (`groupwise serve`).  None: one of its own
         starts, and ends with `close`.
@@ -81,6 +85,9 @@ class VllmEngine:
         colocated: no servers, but vLLM in this process.
         tensor_parallel: processes that hold one colocated vLLM together.
         environment: that answers the turns of completions; the caller closes it.
+        weights_folder: that this run and the servers share, for new weights; default: servers
+            fetch them from this process.
+        full_every: versions of the weights from one that is written whole to the next.
         Raises ConfigError if no server can be started.  A server is waited for at the first
         `send_weights` or `generate`.
         """
@@ -91,6 +98,7 @@ class VllmEngine:
         self._held: int | None = None
         """The last version that all servers had."""
         self._sending = False
+        self._delivery: WeightDelivery | None = None
         dtype = dtype or _dtype(policy)
         if colocated:
             self._run, self._alive = secrets.token_hex(4), None
@@ -110,6 +118,8 @@ class VllmEngine:
         )
         self._alive = None if self._own is None else self._own.check
         self.servers = Servers(urls, self._alive)
+        transport = Transport(weights_folder, addressed=bool(servers), full_every=full_every)
+        self._delivery = WeightDelivery(self.servers, self._run, transport)
 
     def _start(self, rows: int, dtype: str) -> str:
         if self.policy.device.type != "cpu":
@@ -169,6 +179,8 @@ class VllmEngine:
         for pool in list(self._pools):
             pool.cancel()
         self.servers.close()
+        if self._delivery is not None:
+            self._delivery.close()
         if self._own is not None:
             self._own.close()
             self._own = None
@@ -184,25 +196,39 @@ class VllmEngine:
             self._push()
 
     def _push(self) -> None:
-        """Send the weights; all processes must call it.  Sharded ones are gathered once, for every
-        process.
-        """
+        """Send the weights; all processes must call it."""
         self._sending = True
         try:
-            with gathered(self.policy) as whole:
-                if isinstance(self.servers, Colocated):
-                    comm.together(lambda: self._send(whole))
-                else:
-                    self.servers.facts = comm.from_first(lambda: self._send(whole))
+            if isinstance(self.servers, Colocated):
+                self._push_colocated(self.servers)
+            else:
+                self._push_to_servers(self.servers)
         finally:
             self._sending = False
         self._held = self.version
 
-    def _send(self, policy: Policy) -> list[Mapping[str, Any]]:
-        if not self.servers.facts:
-            self.servers.connect(policy, START_SECONDS if self._own is not None else PATIENCE)
-        self.servers.send(policy, f"{self._run}:{self.version}", keep=self._in_flight)
-        return self.servers.facts
+    def _push_colocated(self, colocated: Colocated) -> None:
+        """Sharded weights are gathered once, for every process."""
+
+        def send() -> list[None]:
+            if not colocated.facts:
+                colocated.connect(whole)
+            colocated.send(whole, f"{self._run}:{self.version}")
+            return []
+
+        with gathered(self.policy) as whole:
+            comm.together(send)
+
+    def _push_to_servers(self, servers: Servers) -> None:
+        assert self._delivery is not None
+
+        def connect() -> list[Mapping[str, Any]]:
+            if not servers.facts:
+                servers.connect(self.policy, START_SECONDS if self._own is not None else PATIENCE)
+            return servers.facts
+
+        servers.facts = comm.from_first(connect)
+        self._delivery.send(self.policy, self.version, keep=self._in_flight)
 
     def generate(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: Sampling, seed: int

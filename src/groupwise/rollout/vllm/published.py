@@ -1,9 +1,19 @@
-"""A published version of the weights, and what a server is asked about it."""
+"""A published version of the weights, and a server that is brought to it."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
+
+from groupwise.errors import EngineError
+from groupwise.rollout.vllm.client import Client
+
+UPDATE_SECONDS = 120.0
+"""A part of an update of the weights that takes longer has failed."""
+SHORTEST_WAIT, LONGEST_WAIT = 0.002, 0.1
+"""Seconds between two questions whether a version has been fetched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,28 +25,94 @@ class Published:
     """The name of the version among all runs, `RUN:VERSION`: every token that it draws carries it.
     """
     source: str = ""
-    """The folder or address of the version."""
+    """The folder of all versions, or the address of the trainer that hands them out."""
     token: str = ""
     """The secret that the address asks for; empty for a folder."""
 
 
-class VersionedServer(Protocol):
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """How a server came to a version."""
+
+    read_bytes: int
+    full: bool
+    """True if it read the whole weights, and not patches alone."""
+    healed: str = ""
+    """Why it could not use patches that should have been there; empty if nothing was wrong."""
+    seconds: float = 0.0
+    """Time that it took to fetch, apply and check them, while sampling went on."""
+
+
+class VersionUnreadable(EngineError):
+    """A server could read neither the patches to a version nor the last full one before it."""
+
+
+class VersionedServer:
     """One server, and the version of the weights that it samples with."""
+
+    def __init__(self, client: Client) -> None:
+        """client: to the server; one thread at a time uses it."""
+        self.client = client
 
     def version(self) -> str | None:
         """Return the label of the weights that the server has now.
 
         Raises PeerError if the server is gone or silent.
         """
-        ...
+        return self.client.get("/weight_info", timeout=UPDATE_SECONDS)["weight_version"]
 
-    def go_to(self, published: Published, *, keep: bool) -> None:
+    def go_to(self, published: Published, *, keep: bool) -> Delivery:
         """Bring the server to a published version, from whatever version it has; blocks until it
         samples with it.
 
         Safe to call for a server that is late, new or was started anew, in a thread of its own, and
-        again after a failure.
+        again after a failure.  The version is fetched while sampling goes on; then the server
+        pauses, and forgets the keys and values that it keeps.
         keep: completions that are on their way go on with the new weights; else they are aborted.
-        Raises PeerError if the server is gone or silent, EngineError if it does not take them.
+        Raises PeerError if the server is gone or silent, VersionUnreadable if it cannot read the
+        version, EngineError if it does not take it.
         """
-        ...
+        delivery = self._fetch(published)
+        self._post(f"/pause?mode={'keep' if keep else 'abort'}")
+        self._post("/reset_prefix_cache")
+        self._post("/start_weight_update")
+        self._post("/update_weights", {"update_info": {"label": published.label}})
+        self._post("/finish_weight_update", {"weight_version": published.label})
+        self._post("/resume")
+        return delivery
+
+    def _fetch(self, published: Published) -> Delivery:
+        """Have the server fetch a version beside its sampling, and wait until it has."""
+        arguments = {
+            "source": published.source,
+            "token": published.token,
+            "version": published.version,
+        }
+        self._call("groupwise_fetch", arguments)
+        wait = SHORTEST_WAIT
+        while True:
+            workers = self._call("groupwise_fetched", {})
+            for worker in workers:
+                if worker["error"]:
+                    raise VersionUnreadable(
+                        f"{self.client.name} cannot take version {published.version} of the"
+                        f" weights: {worker['error']}"
+                    )
+            if all(worker["done"] for worker in workers):
+                break
+            time.sleep(wait)
+            wait = min(2.0 * wait, LONGEST_WAIT)
+        first = workers[0]
+        return Delivery(
+            read_bytes=sum(int(worker["read_bytes"]) for worker in workers),
+            full=bool(first["full"]),
+            healed=str(first["healed"]),
+            seconds=float(first["seconds"]),
+        )
+
+    def _call(self, method: str, arguments: Mapping[str, Any]) -> list[Any]:
+        """Call a method of our plug-in on all workers of the server."""
+        return self._post("/collective_rpc", {"method": method, "kwargs": arguments})["results"]
+
+    def _post(self, path: str, body: Any = None) -> Any:
+        return self.client.post(path, body, timeout=UPDATE_SECONDS)

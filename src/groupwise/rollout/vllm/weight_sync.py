@@ -1,30 +1,34 @@
-"""The policy's weights, from the trainer into the vLLM servers that sample for it.
-
-Trainer and workers are one torch process group (gloo on a CPU, NCCL on GPUs); vLLM's own routes say
-when.  The weights travel under their checkpoint's names, in the servers' dtype, many at a time.
-"""
+"""The vLLM servers that sample for a policy: whether they can, and how they come to its weights."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from groupwise.distributed.broadcast import BroadcastGroup
 from groupwise.errors import ConfigError, EngineError, PeerError
 from groupwise.models.lora import is_untied
 from groupwise.models.policy import Policy
 from groupwise.models.saving import merged
 from groupwise.models.shape import Shape
 from groupwise.rollout.vllm.client import Client
+from groupwise.rollout.vllm.plugin.groupwise_versions import FORMAT
+from groupwise.rollout.vllm.published import (
+    UPDATE_SECONDS,
+    Delivery,
+    Published,
+    VersionedServer,
+)
 from groupwise.utils import threads
 from groupwise.utils.batching import batch_by_size
 
+Item = TypeVar("Item")
 Alive = Callable[[], None]
 """Raises if a server is known to have ended; it knows better than a broken connection what
 happened.
@@ -36,8 +40,6 @@ Answer = tuple[str, str, Any]
 
 PATIENCE = 8.0
 """Seconds within which a healthy server answers a short question."""
-UPDATE_SECONDS = 120.0
-"""A part of an update of the weights that takes longer has failed."""
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head widths that vLLM's attention knows on a CPU; with another it dies at the first completion.
 """
@@ -66,7 +68,6 @@ class Servers:
             )
         self.alive = alive
         self.facts: list[Facts] = []
-        self._group: BroadcastGroup | None = None
 
     @property
     def names(self) -> list[str]:
@@ -90,39 +91,16 @@ class Servers:
             client.close()
 
     def connect(self, policy: Policy, patience: float = PATIENCE) -> None:
-        """Wait until all answer, see that each can sample for this policy, and join one group with
-        their workers.
+        """Wait until all answer, and see that each can sample for this policy.
 
         patience: seconds that a server may take to appear.  Raises PeerError for one that does not,
             EngineError for an unfit one."""
         self.facts = [
             self._connect(client, policy, time.monotonic() + patience) for client in self.clients
         ]
-        kinds = {(one["device"], one["dtype"]) for one in self.facts}
-        if len(kinds) > 1:
-            raise EngineError(
-                f"the vLLM servers differ in device or dtype: {sorted(kinds)}; start them alike"
-            )
-        workers = [int(one["workers"]) for one in self.facts]
-        on_gpu = self.facts[0]["device"] != "cpu"
-        group = BroadcastGroup(
-            self.clients[0].own_address(), sum(workers), cuda=on_gpu, timeout=UPDATE_SECONDS
-        )
-        meeting = {
-            "host": group.host,
-            "port": group.port,
-            "size": 1 + sum(workers),
-            "seconds": UPDATE_SECONDS,
-        }
-        places = [
-            meeting | {"rank_offset": 1 + sum(workers[:place])} for place in range(len(workers))
-        ]
-        self._tell(
-            "/init_weight_transfer_engine",
-            [{"init_info": place} for place in places],
-            beside=group.meet,
-        )
-        self._group = group
+        types = sorted({str(one["dtype"]) for one in self.facts})
+        if len(types) > 1:
+            raise EngineError(f"the vLLM servers differ in dtype: {types}; start them alike")
 
     def _connect(self, client: Client, policy: Policy, deadline: float) -> Facts:
         while True:
@@ -142,74 +120,31 @@ class Servers:
                 f"the server at {client.url} runs without Groupwise's plug-in for vLLM: start it"
                 " with `groupwise serve MODEL`"
             ) from error
-        if "trainer" not in facts:
+        if facts.get("format") != FORMAT:
             raise EngineError(
-                f"{client.name} was started by an older Groupwise: start it anew with `groupwise"
-                " serve MODEL`"
+                f"{client.name} was started by another version of Groupwise: start it anew with"
+                " `groupwise serve MODEL`"
             )
         if wrong := unfit(facts, policy):
             raise EngineError(f"{client.name} cannot sample for this policy: {wrong}")
         return facts
 
-    def send(self, policy: Policy, label: str, *, keep: bool = False) -> None:
-        """Replace the weights of all servers; from now on every token that they draw carries
-        `label`.
+    def go_to(self, published: Sequence[Published], *, keep: bool = False) -> list[Delivery]:
+        """Bring all servers to a version at the same time; from now on every token that they draw
+        carries its label.
 
-        Pausing throws away the kept keys and values, which are of the old weights, and what is
-        still being sampled.
-        keep: go on with that; the keys and values of the tokens that it has are computed anew.
-        Raises EngineError where a server was started anew since `connect`, or waits for another
-        trainer's weights."""
-        assert self._group is not None, "connect first"
-        group, name = self._group, str(self.facts[0]["dtype"])
-        self._see_that_none_is_taken(f"{group.host}:{group.port}")
-        self._tell(f"/pause?mode={'keep' if keep else 'abort'}")
-        self._tell("/reset_prefix_cache")
-        self._tell("/start_weight_update")
-        for names, shapes, flat in buckets(policy, getattr(torch, name)):
-            flat = flat if group.cuda else flat.cpu()
-            bucket = {"names": names, "shapes": shapes, "dtypes": [name] * len(names)}
-            self._tell(
-                "/update_weights",
-                {"update_info": bucket},
-                beside=lambda flat=flat: group.broadcast(flat),
-            )
-        self._tell("/finish_weight_update", {"weight_version": label})
-        self._tell("/resume")
-
-    def _see_that_none_is_taken(self, here: str) -> None:
-        """here: where they have met this process, `host:port`."""
-
-        def see(client: Client) -> None:
-            trainer = _facts(client)["trainer"]
-            if trainer is None:
-                raise EngineError(
-                    f"{client.name} was started anew since this run connected to it: resume the run"
-                )
-            if trainer != here:
-                raise EngineError(
-                    f"{client.name} takes its weights from another run (at {trainer}): give each"
-                    " run its own"
-                )
-
-        together([lambda client=client: see(client) for client in self.clients], self.alive)
-
-    def _tell(
-        self, path: str, body: Any = None, *, beside: Callable[[], None] | None = None
-    ) -> None:
-        """POST to every server at once (a list: to each its own), and do something beside it."""
-        bodies = body if isinstance(body, list) else [body] * len(self.clients)
-        posts = [
-            lambda client=client, body=body: client.post(path, body, timeout=UPDATE_SECONDS)
-            for client, body in zip(self.clients, bodies, strict=True)
-        ]
-        together([*posts, *([beside] if beside is not None else [])], self.alive)
+        published: the version, for each server as it can reach it.
+        keep: see `VersionedServer.go_to`, which also says what is raised.
+        """
+        tasks = []
+        for client, one in zip(self.clients, published, strict=True):
+            tasks.append(partial(VersionedServer(client).go_to, one, keep=keep))
+        return together(tasks, self.alive)
 
 
 def _facts(client: Client) -> Facts:
-    return client.post("/collective_rpc", {"method": "groupwise_facts"}, timeout=UPDATE_SECONDS)[
-        "results"
-    ][0]
+    body = {"method": "groupwise_facts"}
+    return client.post("/collective_rpc", body, timeout=UPDATE_SECONDS)["results"][0]
 
 
 def unfit(facts: Facts, policy: Policy) -> str | None:
@@ -232,11 +167,6 @@ def unfit(facts: Facts, policy: Policy) -> str | None:
             "its model has one matrix for embedding and head, of which"
             " model.lora.modules_to_save trains a copy; leave it out, or set rollout.engine to"
             " native"
-        )
-    if facts["device"] != "cpu" and policy.device.type != "cuda":
-        return (
-            "it runs on a GPU and the policy on a CPU, so weights cannot travel by NCCL; put both"
-            " on the same kind of device"
         )
     return None
 
@@ -274,9 +204,9 @@ def buckets(
         yield list(names), [list(part.shape) for part in parts], flat.view(torch.uint8)
 
 
-def together(tasks: Sequence[Callable[[], Any]], alive: Alive | None) -> None:
-    """Run all at the same time; the first failure ends the wait, whatever the others still wait
-    for.
+def together(tasks: Sequence[Callable[[], Item]], alive: Alive | None) -> list[Item]:
+    """Run all at the same time, and return what they return, in order; the first failure ends the
+    wait, whatever the others still wait for.
     """
     begun = [threads.begin(task, "servers") for task in tasks]
     for done in as_completed(begun):
@@ -285,6 +215,7 @@ def together(tasks: Sequence[Callable[[], Any]], alive: Alive | None) -> None:
             raise_cause(failure, alive)
         if failure is not None:
             raise failure
+    return [done.result() for done in begun]
 
 
 def raise_cause(failure: Exception, alive: Alive | None) -> NoReturn:
@@ -293,9 +224,4 @@ def raise_cause(failure: Exception, alive: Alive | None) -> NoReturn:
         for _ in range(20):  # a server that ends breaks its connections before it is gone
             alive()
             time.sleep(0.1)
-    if isinstance(failure, RuntimeError):  # torch's, of a broadcast
-        raise PeerError(
-            "a vLLM server was lost while it took new weights:"
-            f" {str(failure).splitlines()[0][:300]}"
-        ) from failure
     raise failure

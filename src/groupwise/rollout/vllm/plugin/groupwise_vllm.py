@@ -1,9 +1,9 @@
-"""What Groupwise adds to vLLM: weights that arrive by broadcast from the trainer, and the command
-that starts a server with it.
+"""What Groupwise adds to vLLM: weights from published versions, and the command that starts a
+server with it.
 
-Runs inside vLLM's own environment, where Groupwise is not installed: it imports torch and vLLM
-only.  Workers import it by its bare name (`--worker-extension-cls groupwise_vllm.Extension`), so
-its folder, which holds nothing else to import, is on PYTHONPATH.
+Runs inside vLLM's own environment, where Groupwise is not installed: it imports torch, numpy, vLLM
+and `groupwise_versions` beside it only.  Workers import it by its bare name
+(`--worker-extension-cls groupwise_vllm.Extension`), so its folder is on PYTHONPATH.
 
     python groupwise_vllm.py MODEL [arguments of `vllm serve`]
 """
@@ -13,20 +13,26 @@ its folder, which holds nothing else to import, is on PYTHONPATH.
 
 from __future__ import annotations
 
+import atexit
+import fcntl
 import importlib.metadata
 import os
+import re
 import runpy
+import shutil
 import signal
-import socket
 import sys
+import tempfile
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from groupwise_versions import FORMAT, Manifest, Mirror, VersionSource, WrongVersion
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -43,30 +49,32 @@ BACKEND = "groupwise"
 """The name in `--weight-transfer-config`."""
 WITH_PARENT = "GROUPWISE_SERVER_WITH_PARENT"
 """Set: the server ends when its standard input does, that is, when whoever started it is gone."""
+MIRROR = "GROUPWISE_MIRROR"
+"""The folder of the mirror, which all workers of a server on one machine share."""
 ON_CPU = ("--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", "512M")
 """Compiling takes minutes there and gains nothing; its default blocks of 128 tokens share no prompt
 shorter than that; its default cache is a share of all memory."""
 GRACE = 5.0
 """Seconds from the request to end to the end."""
+LAYER = re.compile(r"(.*?\.\d+)\.")
+"""The part of a tensor's name that says its layer."""
 
 
 @dataclass
-class Rendezvous(WeightTransferInitInfo):
-    """Where trainer and workers meet: the trainer is rank 0, this server's workers follow from
-    `rank_offset`.
-    """
-
-    host: str
-    port: int
-    rank_offset: int
-    size: int
-    seconds: float
-    """How long one waits for another."""
+class NoIntroduction(WeightTransferInitInfo):
+    """Nobody has to be met before weights can come."""
 
 
 @dataclass
-class Bucket(WeightTransferUpdateInfo):
-    """Weights that travel as one flat run of bytes, under their checkpoint's names."""
+class Label(WeightTransferUpdateInfo):
+    """The label of the version that the mirror is to hold."""
+
+    label: str
+
+
+@dataclass
+class Bucket:
+    """Weights as one flat run of bytes, under their checkpoint's names."""
 
     names: list[str]
     dtypes: list[str]
@@ -81,37 +89,29 @@ class Bucket(WeightTransferUpdateInfo):
         ]
 
 
-class Broadcast(WeightTransferEngine[Rendezvous, Bucket]):
-    """Receives weights over gloo on a CPU, NCCL on GPUs, and loads them layer by layer."""
+class MirroredWeights(WeightTransferEngine[NoIntroduction, Label]):
+    """Loads versions of the weights from the mirror, layer by layer and only what has changed."""
 
-    init_info_cls = Rendezvous
-    update_info_cls = Bucket
-    group: Any = None
-    trainer: str | None = None
-    """Where the trainer was met last, `host:port`."""
+    init_info_cls = NoIntroduction
+    update_info_cls = Label
     needed: frozenset[str] = frozenset()
     """Every parameter of vLLM's model; what an update has not brought yet is `missing`."""
+    missing: frozenset[str] | set[str] = frozenset()
 
-    def init_transfer_engine(self, init_info: Rendezvous) -> None:
-        """Meet the trainer; a trainer before it is forgotten."""
-        self.shutdown()
-        config = self.parallel_config
-        rank = init_info.rank_offset + config.data_parallel_index * config.world_size + config.rank
-        seconds = timedelta(seconds=init_info.seconds)
-        store = dist.TCPStore(init_info.host, init_info.port, is_master=False, timeout=seconds)
-        if self.device.type == "cpu":
-            options = dist.ProcessGroupGloo._Options()
-            own = own_address(init_info.host, init_info.port)
-            options._devices, options._timeout = (
-                [dist.ProcessGroupGloo.create_device(hostname=own)],
-                seconds,
-            )
-            self.group = dist.ProcessGroupGloo(store, rank, init_info.size, options)
-        else:
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = seconds
-            self.group = dist.ProcessGroupNCCL(store, rank, init_info.size, options)
-        self.trainer = f"{init_info.host}:{init_info.port}"
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.digests: dict[str, list[str]] = {}
+        """What the model holds of each layer: the digests of its ranges in the mirror."""
+        self.brought: dict[str, set[str]] = {}
+        """Parameters of the model that each layer's tensors were loaded into."""
+
+    @cached_property
+    def mirror(self) -> Mirror:
+        """The mirror of this server; a vLLM in the trainer's own process has none."""
+        return Mirror(mirror_folder())
+
+    def init_transfer_engine(self, init_info: NoIntroduction) -> None:
+        """See `NoIntroduction`."""
 
     def start_weight_update(self) -> None:
         """Open the model's layers for new weights."""
@@ -122,38 +122,74 @@ class Broadcast(WeightTransferEngine[Rendezvous, Bucket]):
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive a bucket.  Overridden because the base class waits for an accelerator, which a
-        CPU has not.
+        """Load from the mirror.  Overridden because the base class waits for an accelerator, which
+        a CPU has not.
         """
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: Bucket) -> None:
+    def receive_weights(self, update_info: Label) -> None:
         """See `update_weights`."""
-        if self.group is None:
-            raise RuntimeError("no trainer has been met: /init_weight_transfer_engine comes first")
-        flat = torch.empty(sum(update_info.sizes), dtype=torch.uint8, device=self.device)
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        self.group.broadcast([flat], options).wait()
-        self.load(update_info, flat)
+        with self.mirror.locked(write=False):
+            manifest = self.mirror.manifest()
+            if manifest is None or manifest.label != update_info.label:
+                holds = "nothing" if manifest is None else manifest.label
+                raise RuntimeError(f"the mirror holds {holds}, not {update_info.label}")
+            self._load_changed(manifest)
+
+    def _load_changed(self, manifest: Manifest) -> None:
+        """Load the layers in which a range has another digest than in the model."""
+        before, self.digests = self.digests, {}  # until all of it is loaded nothing is known
+        digests: dict[str, list[str]] = {}
+        for one in manifest.ranges:
+            digests.setdefault(layer_of(one.tensor), []).append(one.digest)
+        names: dict[str, list[str]] = {}
+        for name in manifest.shapes:
+            names.setdefault(layer_of(name), []).append(name)
+        bits = self.mirror.tensors(manifest)
+        dtype = getattr(torch, manifest.dtype)
+        for layer, inside in names.items():
+            if before and before.get(layer) == digests.get(layer):
+                self.missing -= self.brought[layer]
+                continue
+            weights = []
+            for name in inside:
+                tensor = torch.from_numpy(bits[name]).view(dtype)
+                weights.append((name, tensor.view(manifest.shapes[name])))
+            self.brought[layer] = self._load(weights)
+        self._demand_all()
+        self.digests = digests
+
+    def _load(self, weights: list[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load tensors by their checkpoint's names; returns the parameters that they went into."""
+        loaded = self.model.load_weights(weights)
+        brought = set(self.missing) if loaded is None else set(loaded)
+        self.missing -= brought
+        return brought
 
     def load(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        """Load a bucket of weights, the bytes of which are here."""
+        """Load a bucket of weights, the bytes of which are here: of a vLLM in the trainer's own
+        process.
+        """
         weights = [
             (name, part.view(getattr(torch, dtype)).view(shape))
             for name, part, dtype, shape in zip(
                 bucket.names, flat.split(bucket.sizes), bucket.dtypes, bucket.shapes, strict=True
             )
         ]
-        loaded = self.model.load_weights(weights)
-        self.missing -= self.missing if loaded is None else set(loaded)
+        self._load(weights)
+
+    def _demand_all(self) -> None:
+        """A server that would go on with a part of the old weights is an error."""
+        if self.missing:
+            raise RuntimeError(
+                f"the trainer sent no weights for {len(self.missing)} parameters:"
+                f" {sorted(self.missing)[:5]} ..."
+            )
 
     def finish_weight_update(self) -> None:
-        """Put the new weights into use; a server that would go on with a part of the old ones is an
-        error.
-        """
+        """Put the new weights into use."""
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             # A tied head multiplies by a packed copy of its own, which the reload of the embedding
@@ -161,15 +197,51 @@ class Broadcast(WeightTransferEngine[Rendezvous, Bucket]):
             for module in self.model.modules():
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
-        if self.missing:
-            raise RuntimeError(
-                f"the trainer sent no weights for {len(self.missing)} parameters:"
-                f" {sorted(self.missing)[:5]} ..."
-            )
+        self._demand_all()
 
     def shutdown(self) -> None:
-        """Part from the trainer."""
-        self.group = None
+        """Nothing is held open."""
+
+
+def layer_of(name: str) -> str:
+    """The layer of a tensor: everything up to the first number, or the module.
+
+    vLLM computes several tensors of a layer as one, so that a layer is loaded as a whole.
+    """
+    match = LAYER.match(name)
+    return match[1] if match else name.rpartition(".")[0]
+
+
+class Fetch:
+    """A version on its way into the mirror, in a thread beside sampling."""
+
+    def __init__(self, mirror: Mirror, source: VersionSource, version: int) -> None:
+        self.state: dict[str, Any] = {
+            "done": False,
+            "error": "",
+            "read_bytes": 0,
+            "full": False,
+            "healed": "",
+            "seconds": 0.0,
+        }
+        self._mirror, self._source, self._version = mirror, source, version
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        begin = time.perf_counter()
+        try:
+            fetched = self._mirror.go_to(self._source, self._version)
+            self.state |= {
+                "read_bytes": fetched.read_bytes,
+                "full": fetched.full,
+                "healed": fetched.healed,
+            }
+        except WrongVersion as error:
+            self.state["error"] = str(error)
+        except Exception as error:  # the trainer is told, whatever it is
+            self.state["error"] = f"{type(error).__name__}: {error}"
+        self.state["seconds"] = time.perf_counter() - begin
+        self.state["done"] = True
 
 
 class Extension:
@@ -177,6 +249,17 @@ class Extension:
 
     vllm_config: Any
     weight_transfer_engine: Any
+    groupwise_now: Fetch
+    """The version that is fetched, or was last."""
+
+    def groupwise_fetch(self, source: str, token: str, version: int) -> None:
+        """Begin to fetch a version into the mirror; `groupwise_fetched` says when it is there."""
+        mirror = self.weight_transfer_engine.mirror
+        self.groupwise_now = Fetch(mirror, VersionSource(source, token), version)
+
+    def groupwise_fetched(self) -> dict[str, Any]:
+        """How far the version is that `groupwise_fetch` was asked for."""
+        return self.groupwise_now.state
 
     def groupwise_facts(self) -> dict[str, Any]:
         """What a trainer must know of a server before it trusts it (`/collective_rpc`)."""
@@ -190,19 +273,49 @@ class Extension:
             "rows": config.scheduler_config.max_num_seqs,
             "workers": config.parallel_config.world_size_across_dp,
             "device": config.device_config.device_type,
-            "trainer": getattr(self.weight_transfer_engine, "trainer", None),
+            "format": FORMAT,
         }
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BACKEND, Broadcast)
+    WeightTransferEngineFactory.register_engine(BACKEND, MirroredWeights)
 
 
-def own_address(host: str, port: int) -> str:
-    """The address by which this machine reaches another; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        return probe.getsockname()[0]
+def mirror_folder() -> Path:
+    """The folder of this server's mirror; of a worker on another machine than the server's, its
+    own.
+    """
+    if MIRROR not in os.environ:
+        os.environ[MIRROR] = str(new_mirror_folder())
+    return Path(os.environ[MIRROR])
+
+
+def new_mirror_folder() -> Path:
+    """A new folder in shared memory, which goes with this process; those that killed servers have
+    left go now.
+    """
+    shared = Path("/dev/shm")
+    root = shared if shared.is_dir() else Path(tempfile.gettempdir())
+    for left in root.glob("groupwise-mirror-*"):
+        with suppress(OSError):  # another server removes it at the same time
+            if left.stat().st_uid == os.getuid() and lock(left) is not None:
+                shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=".groupwise-mirror-", dir=root))
+    lock(folder)  # held until this process and all that it has started are gone
+    folder = folder.rename(folder.with_name(folder.name[1:]))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def lock(folder: Path) -> int | None:
+    """A descriptor that holds the lock of a folder; None if another process holds it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def end_with_parent() -> None:
@@ -216,6 +329,7 @@ def end_with_parent() -> None:
 
 def main(model: str, arguments: list[str]) -> None:
     """Serve a model, by whatever command this vLLM has."""
+    os.environ[MIRROR] = str(new_mirror_folder())
     if os.environ.get(WITH_PARENT):
         threading.Thread(target=end_with_parent, daemon=True).start()
     if not torch.cuda.is_available():
