@@ -56,8 +56,10 @@ def run_folder(path: str) -> Path:
 
 
 def lines(path: str) -> list[dict[str, Any]]:
+    """The steps of a run's log, without its evaluations."""
     file = run_folder(path) / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [line for line in found if "reward" in line]
 
 
 def weights(path: str) -> dict[str, torch.Tensor]:

@@ -80,9 +80,8 @@ def test_a_server_gets_the_plug_ins_folder_and_nothing_of_the_trainers(monkeypat
     found = environment()
     assert found["PYTHONPATH"] == str(PLUGIN)
     assert (found["VLLM_SERVER_DEV_MODE"], found["VLLM_NO_USAGE_STATS"]) == ("1", "1")
-    assert {path.name for path in PLUGIN.iterdir() if path.suffix == ".py"} == {"__init__.py", "groupwise_vllm.py"}, (
-        "it would shadow"
-    )
+    modules = {path.name for path in PLUGIN.iterdir() if path.suffix == ".py"}
+    assert modules == {"__init__.py", "groupwise_versions.py", "groupwise_vllm.py"}, "it would shadow"
 
 
 def test_float32_checkpoints_are_served_in_float32(tmp_path: Path) -> None:
