@@ -285,6 +285,7 @@ PLUGIN = ("rollout.vllm.plugin.groupwise_versions", "rollout.vllm.plugin.groupwi
 """Run inside vLLM's processes, where Groupwise is not installed: they can import no part of it."""
 DISTRIBUTED = (
     "distributed.comm", "distributed.fsdp", "distributed.layout", "distributed.process_group", "distributed.sharded_checkpoint",
+    "distributed.ulysses",
 )  # fmt: skip
 """What imports torch.distributed."""
 

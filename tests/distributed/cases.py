@@ -8,8 +8,10 @@ import sys
 import threading
 import zlib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -33,7 +35,7 @@ from groupwise.config.settings import (
 )
 from groupwise.data.order import Order
 from groupwise.data.tokenizers import make_tokenizer
-from groupwise.distributed import comm, fsdp, layout, sharded_checkpoint
+from groupwise.distributed import comm, fsdp, layout, sharded_checkpoint, ulysses
 from groupwise.errors import ConfigError, StorageError
 from groupwise.models import backbone, saving, sharded
 from groupwise.models.attention import PackedAttention
@@ -43,7 +45,7 @@ from groupwise.models.passes import reshard
 from groupwise.models.policy import Policy, without_adapter
 from groupwise.models.reward_head import add_head, wrap_scorer
 from groupwise.models.scratch import scratch_model
-from groupwise.models.sharded import frozen_copy, gathered, own_parts, shard
+from groupwise.models.sharded import frozen_copy, gathered, in_context, own_parts, shard
 from groupwise.models.streaming import CheckpointReader
 from groupwise.ops.linear_cross_entropy import head_logits
 from groupwise.ops.query import Query
@@ -107,7 +109,9 @@ def spread(policy: Policy, mode: str | dict[str, Any]) -> Policy:
     """The policy as these processes hold it."""
     parallel = layout.decided(parallel_of(mode), 0, comm.world().size)
     layout.use(parallel, policy.device)
-    return shard(policy, parallel, policy.device) if layout.spreads(parallel) and comm.world().size > 1 else policy
+    if layout.spreads(parallel) and comm.world().size > 1:
+        policy = shard(policy, parallel, policy.device)
+    return in_context(policy, parallel, policy.device)
 
 
 def prompts(count: int = 13) -> list[Prompt]:
@@ -455,12 +459,14 @@ def proven(mode: Any, family: str, fault: str = "", dtype: str = "float32") -> s
     """What the proof says of a policy as these processes hold it, with a fault planted in it on every process."""
     policy = spread(make(family, dtype), mode)
     block = policy.model.model.layers[0]
-    if fault:
+    if fault in FAULTS:
         FAULTS[fault](block)
-    try:
-        return prove(policy, longest=40).line[1]
-    except ConfigError as error:
-        return f"refused: {error}"
+    place, name, wrong = FAULTS_OF_EXCHANGE.get(fault, (ulysses.ContextGroup, "", None))
+    with patch.object(place, name, wrong) if name else nullcontext():
+        try:
+            return prove(policy, longest=40).line[1]
+        except ConfigError as error:
+            return f"refused: {error}"
 
 
 def without_all_reduce(block: Any) -> None:
@@ -559,3 +565,34 @@ def gathers_of_publishing(folder: str) -> int:
     finally:
         torch.distributed.tensor.DTensor.full_tensor = whole  # type: ignore[method-assign]
     return count
+
+
+ALL_HEADS, BEGUN = ulysses.ExchangedHeads._all_heads, ulysses.StreamPart.__init__
+
+
+def heads_turned(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return ALL_HEADS(self, x).flip(1)
+
+
+def later_positions(self: Any, context: Any, *columns: Any) -> None:
+    """The second process's positions are one too high."""
+    BEGUN(self, context, *columns)
+    self.position_T = self.position_T + context.rank
+
+
+FAULTS_OF_EXCHANGE = {
+    "no exchange": (ulysses, "_exchanged", lambda parts, group: parts.clone()),
+    "heads turned": (ulysses.ExchangedHeads, "_all_heads", heads_turned),
+    "positions off": (ulysses.StreamPart, "__init__", later_positions),
+    "counted twice": (ulysses.ContextGroup, "own_share", lambda self, loss: loss),
+    "not summed": (ulysses.ContextGroup, "sum", lambda self, tensor: None),
+}
+
+
+def refused(mode: Any, family: str) -> str:
+    """Why these processes cannot hold a policy."""
+    try:
+        spread(make(family, "float32"), mode)
+    except ConfigError as error:
+        return str(error)
+    return ""

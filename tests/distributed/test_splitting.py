@@ -35,6 +35,18 @@ def test_models_that_cannot_be_split_are_refused(family: str) -> None:
     demand_split(config, ParallelSettings())
 
 
+@pytest.mark.parametrize(
+    ("family", "fields", "said"),
+    [
+        ("qwen3_5_text", {}, "a 'qwen3_5_text' model has layers of 'linear_attention', whose states"),
+        ("llama", LLAMA | {"num_attention_heads": 3}, "2 processes cannot share 3 attention heads evenly"),
+    ],
+)
+def test_streams_that_cannot_be_split_are_refused(family: str, fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"parallel.context: {said}.*leave (parallel.)?context out"):
+        demand_split(AutoConfig.for_model(family, **fields).to_dict(), ParallelSettings(context=2))
+
+
 def test_an_older_transformers_is_refused_with_the_version_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers, "__version__", "5.17.1")
     with pytest.raises(ConfigError, match=r"needs transformers 5.23 or newer, and 5.17.1 is installed: pip install"):
@@ -53,6 +65,12 @@ def test_the_processes_must_divide() -> None:
     [
         ({"parallel": {"tensor": 2, "name": "zero3", "offload": True}}, "shards and offload are not for models that are split"),
         ({"parallel": {"tensor": 2}, "model": {"attention": "single"}}, "model.attention 'single' runs each model as it is"),
+        ({"parallel": {"tensor": 2, "context": 2}}, "tensor and context are not combined"),
+        ({"parallel": {"context": 2}, "model": {"attention": "single"}}, "'single' packs no streams"),
+        (
+            {"parallel": {"context": 2}, "model": {"path": "x/y", "scratch": None, "lora": {"dropout": 0.1}}},
+            "model.lora.dropout: its masks",
+        ),
         ({"parallel": {"tensor": 2}, "model": {"path": "x/y", "scratch": None, "lora": {}}}, "an adapter's factors are not split"),
     ],
 )
@@ -80,3 +98,17 @@ def test_the_plan_of_a_split_model_counts_its_parts() -> None:
     assert both.weights == alone.weights // 8
     lines = dict(process_lines(shape, load, decided(ParallelSettings(tensor=4), 10, 4), 4))
     assert "each matrix of them split over 4 (tensor)" in lines["processes"]
+
+
+def test_the_plan_of_split_streams_counts_their_activations_once() -> None:
+    shape = Shape(
+        parameters=8_000_000_000, layers=32, hidden=4096, intermediate=14336, heads=32, kv_heads=8, head_width=128,
+        vocabulary=128_256, bytes_per_weight=2, bytes_per_product=2,
+    )  # fmt: skip
+    load = Load(prompts=4, group=1, prompt_tokens=30_000, completion_tokens=2_000, max_tokens_per_microbatch=32_000)
+    alone = process_memory(shape, load, decided(ParallelSettings(name="zero3"), 10, 4), prompts=1, world=4)
+    split = process_memory(shape, load, decided(ParallelSettings(name="zero3", context=4), 10, 4), prompts=1, world=4)
+    assert split.weights == alone.weights
+    assert alone.activations / 4 <= split.activations < alone.activations / 3
+    lines = dict(process_lines(shape, load, decided(ParallelSettings(context=4), 10, 4), 4))
+    assert "4 split the positions of a micro-batch (context)" in lines["processes"]

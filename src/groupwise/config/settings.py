@@ -655,6 +655,9 @@ class ParallelSettings:
     tensor: Annotated[int, Ge(1)] = 1
     """Processes that split every matrix of a model between them (tensor parallelism), each with its
     attention heads.  They compute the same batches."""
+    context: Annotated[int, Ge(1)] = 1
+    """Processes that split the positions of every micro-batch between them (context parallelism, by
+    Ulysses)."""
 
 
 BY_NAME = (EngineSettings, ParallelSettings)

@@ -116,6 +116,29 @@ def _objective(recipe: Recipe, _: Sequence[str]) -> Findings:
         )
     if recipe.parallel.tensor > 1:
         yield from _split(recipe)
+    if recipe.parallel.context > 1:
+        yield from _split_streams(recipe)
+
+
+def _split_streams(recipe: Recipe) -> Findings:
+    """What streams that processes split between them cannot do."""
+    if recipe.parallel.tensor > 1:
+        yield (
+            ("parallel.context", "parallel.tensor"),
+            "parallel: tensor and context are not combined: leave one of them out (zero3 goes with"
+            " both)",
+        )
+    if recipe.model.lora is not None and recipe.model.lora.dropout:
+        yield (
+            ("parallel.context", "model.lora.dropout"),
+            "model.lora.dropout: its masks are drawn for whole streams: set it to 0, or leave"
+            " parallel.context out",
+        )
+    if recipe.model.attention == "single":
+        yield (
+            ("parallel.context", "model.attention"),
+            "model.attention 'single' packs no streams: leave parallel.context out",
+        )
 
 
 def _split(recipe: Recipe) -> Findings:

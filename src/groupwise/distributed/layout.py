@@ -41,14 +41,17 @@ def decided(parallel: ParallelSettings, parameters: int, size: int) -> ParallelS
     """`auto` decided by the number of parameters, for so many processes.  Raises ConfigError if
     they do not divide.
     """
-    workers, rest = divmod(size, parallel.tensor)
-    if rest:
-        raise ConfigError(
-            f"parallel.tensor: {parallel.tensor} processes hold a model together, and the run has"
-            f" {size}: start a multiple of {parallel.tensor} (--nproc), or leave tensor out"
-        )
-    shards = parallel.shards or workers
-    if workers % shards:
+    together = "hold a model", "compute a batch"
+    for key, what in zip(("tensor", "context"), together, strict=True):
+        count = getattr(parallel, key)
+        if size % count:
+            raise ConfigError(
+                f"parallel.{key}: {count} processes {what} together, and the run has {size}: start"
+                f" a multiple of {count} (--nproc), or leave {key} out"
+            )
+    copies = size // parallel.tensor
+    shards = parallel.shards or copies
+    if copies % shards:
         raise ConfigError(
             f"parallel.shards is {shards}, which does not divide the {size} processes: copies would"
             " be of different sizes"
@@ -57,8 +60,8 @@ def decided(parallel: ParallelSettings, parameters: int, size: int) -> ParallelS
     if name == "auto":
         large = parameters // parallel.tensor >= SHARDED_FROM
         name = "zero3" if large else "ddp"
-    if workers == 1 and parallel.tensor > 1:
-        name = "ddp"  # there is nobody to share a worker's part with
+    if copies == 1 and parallel.tensor > 1:
+        name = "ddp"  # there is nobody to share a process's part with
     return replace(parallel, name=name, shards=shards)
 
 
@@ -69,29 +72,30 @@ def spreads(parallel: ParallelSettings) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SplitGrid(comm.Grid):
-    """Processes that split models between them.
+    """Processes that split models or streams between them.
 
     Ranks that follow one another are one worker: a node's, whose links are fast.
     """
 
-    tensor: int
-    mesh: DeviceMesh
-    """(data, tensor)."""
+    together: int
+    """Processes of a worker."""
+    summing: Any
+    """The process group that has the parts of a gradient; None for all."""
 
     def workers(self) -> comm.World:
         """See `comm.Grid`."""
         here = comm.world()
-        return comm.World(here.rank // self.tensor, here.size // self.tensor)
+        return comm.World(here.rank // self.together, here.size // self.together)
 
     def leads(self) -> bool:
         """See `comm.Grid`."""
-        return comm.world().rank % self.tensor == 0
+        return comm.world().rank % self.together == 0
 
     def summed(self, parameters: Sequence[Tensor]) -> list[tuple[list[Tensor], Any]]:
         """See `comm.Grid`: every part, and what each process holds whole, over the workers."""
         fsdp.align_gradients(list(parameters))
         held = [parameter for parameter in parameters if not _sharded_over_workers(parameter)]
-        return [(held, self.mesh["data"].get_group())] if self.workers().size > 1 else []
+        return [(held, self.summing)]
 
 
 def _sharded_over_workers(parameter: Tensor) -> bool:
@@ -103,16 +107,24 @@ def use(parallel: ParallelSettings, device: torch.device) -> None:
     """Have the processes share batches as they share models.   parallel: decided."""
     comm.CHANNELS.grid = comm.Grid()
     if parallel.tensor > 1:
-        mesh = _mesh(device.type, parallel.tensor)
-        comm.CHANNELS.grid = SplitGrid(parallel.tensor, mesh)
+        workers = mesh_of(parallel, device)["data"].get_group()
+        comm.CHANNELS.grid = SplitGrid(parallel.tensor, workers)
+    if parallel.context > 1:
+        comm.CHANNELS.grid = SplitGrid(parallel.context, None)
+
+
+def mesh_of(parallel: ParallelSettings, device: torch.device) -> DeviceMesh:
+    """Return the mesh of workers and of the processes of one: (data, tensor) or (data, context)."""
+    if parallel.tensor > 1:
+        return _mesh(device.type, parallel.tensor, "tensor")
+    return _mesh(device.type, parallel.context, "context")
 
 
 @cache
-def _mesh(kind: str, tensor: int) -> DeviceMesh:
-    """(data, tensor)."""
-    shape = (comm.world().size // tensor, tensor)
+def _mesh(kind: str, count: int, name: str) -> DeviceMesh:
     with comm.peers():
-        return init_device_mesh(kind, shape, mesh_dim_names=("data", "tensor"))
+        shape = (comm.world().size // count, count)
+        return init_device_mesh(kind, shape, mesh_dim_names=("data", name))
 
 
 def split(model: Any, parallel: ParallelSettings, device: torch.device) -> None:
@@ -133,7 +145,7 @@ def split(model: Any, parallel: ParallelSettings, device: torch.device) -> None:
     partial_names = [name for name, style in plan.items() if style == PARTIAL]
     for name in partial_names:
         del plan[name]
-    mesh = _mesh(device.type, parallel.tensor)["tensor"]
+    mesh = mesh_of(parallel, device)["tensor"]
     apply_tensor_parallelism(model, mesh, plan)
     modules = dict(model.named_modules())
     for name in partial_names:
@@ -197,7 +209,7 @@ def shard(
     weight = next(model.parameters())
     lower = weight.dtype in (torch.bfloat16, torch.float16)
     if parallel.tensor > 1:
-        mesh = _mesh(device.type, parallel.tensor)["data"]
+        mesh = mesh_of(parallel, device)["data"]
     else:
         mesh = _copies(device.type, parallel.shards or comm.world().size)
     spread = partial(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import copy_context
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,12 @@ def run_backbone(
     policy: Policy, tokens_T: Tensor, position_T: Tensor, attend: Attend, **options: Any
 ) -> Any:
     """What the model without its head gives for a flat stream."""
+    if policy.context_group is not None:
+        part = policy.context_group.part(tokens_T, position_T, attend)
+        alone = replace(policy, context_group=None)
+        return part.whole(
+            run_backbone(alone, part.tokens_T, part.position_T, part.attend, **options)
+        )
     with computing(policy), attending(attend, position_T):
         return policy.backbone(
             input_ids=tokens_T[None], position_ids=position_T[None], use_cache=False, **options

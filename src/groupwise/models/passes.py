@@ -190,12 +190,15 @@ def packed_pass(
     with (
         torch.set_grad_enabled(learn),  # whatever the program around has set
         operations().fused_modules(policy.model, keep=not policy.sharded),
-        summed_in_place(learn and not policy.sharded),
+        summed_in_place(learn and not policy.sharded and policy.context_group is None),
     ):
         for batch in batches:
             value, seen_M = loss(BatchPass(policy, batch))
             if learn:
-                value.backward()
+                share = value
+                if policy.context_group is not None:
+                    share = policy.context_group.own_share(value)
+                share.backward()
             total += value.detach()
             seen_P = seen_M.new_zeros(batch.layout.total, *seen_M.shape[1:])
             seen_P[batch.trained_M] = seen_M.detach()

@@ -14,7 +14,7 @@ import contextlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from groupwise.models.output_head import backbone_of
 from groupwise.ops.linear_cross_entropy import Head
 from groupwise.ops.onednn_shapes import tiled
 from groupwise.records import Sample
+
+if TYPE_CHECKING:
+    from groupwise.distributed.ulysses import ContextGroup
 
 METHOD = "run_backbone"
 """Attribute of a sharded model that runs its backbone with weights gathered."""
@@ -127,6 +130,8 @@ class Policy:
     memory.
     """
     shards: Shards | None = None
+    context_group: ContextGroup | None = None
+    """The processes that hold positions of its streams (context parallelism)."""
 
     @property
     def device(self) -> torch.device:

@@ -26,6 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from groupwise.config.settings import ParallelSettings
 from groupwise.distributed import comm, fsdp, layout
+from groupwise.distributed.ulysses import ContextGroup
 from groupwise.errors import ConfigError
 from groupwise.models.attention import NAME, set_attention
 from groupwise.models.loading import with_facts
@@ -34,6 +35,7 @@ from groupwise.models.output_head import backbone_of
 from groupwise.models.policy import METHOD, Policy, Shards, without_adapter
 from groupwise.models.reach import copy_reach
 from groupwise.models.recurrence import use_packed_recurrence
+from groupwise.models.splitting import demand_no_recurrence
 from groupwise.models.streaming import INDEX, SINGLE, CheckpointReader, check_finite, saved_names
 
 SINGLE_FILE = 1 << 30
@@ -41,12 +43,13 @@ SINGLE_FILE = 1 << 30
 
 
 def whole_policy(policy: Policy) -> Policy:
-    """The policy without shards; of a sharded one, its weights are there only while they are
-    `gathered`.
+    """The policy as one process computes it; of a sharded one, its weights are there only while
+    they are `gathered`.
     """
-    return (
-        policy if policy.shards is None else replace(policy, model=policy.shards.whole, shards=None)
-    )
+    model = policy.model
+    if policy.shards is not None:
+        model = policy.shards.whole
+    return replace(policy, model=model, shards=None, context_group=None)
 
 
 @contextmanager
@@ -205,6 +208,18 @@ def _files(policy: Policy) -> dict[str, int]:
         load[writer[name]] += tensor.nbytes
     used = sorted(set(writer.values()))  # fewer than processes, of a model with fewer tensors
     return {name: used.index(writer[name]) for name in tensors}
+
+
+def in_context(policy: Policy, parallel: ParallelSettings, device: torch.device) -> Policy:
+    """The policy, whose streams are split over processes where `parallel` says so.
+
+    parallel: decided.   device: what computes.
+    """
+    if parallel.context == 1:
+        return policy
+    demand_no_recurrence(policy.model)
+    group = layout.mesh_of(parallel, device)["context"].get_group()
+    return replace(policy, context_group=ContextGroup(group))
 
 
 def shard(policy: Policy, parallel: ParallelSettings, device: torch.device) -> Policy:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.distributed import comm, fsdp, layout
+from groupwise.distributed.ulysses import ContextGroup
 from groupwise.models.attention import PackedAttention, plain_attention
 from groupwise.models.backbone import layers
 from groupwise.models.layers import MODELS, class_name, stack_of
@@ -55,6 +56,8 @@ def model_pass(policy: Policy, samples: Sequence[Sample], *, gradients: bool) ->
     """
     if policy.split:
         return _whole_pass(policy, samples, gradients=gradients)
+    if policy.context_group is not None:
+        return _alone_pass(policy, policy.context_group, samples, gradients=gradients)
     model, scores, values = policy.model, reads_tokens(policy), list[np.ndarray]()
     few = "logits_to_keep" in inspect.signature(model.forward).parameters
     with plain_attention(model), torch.set_grad_enabled(gradients):
@@ -97,6 +100,18 @@ def _whole_pass(policy: Policy, samples: Sequence[Sample], *, gradients: bool) -
     return PassResults(results.values, parts)
 
 
+def _alone_pass(
+    policy: Policy, context: ContextGroup, samples: Sequence[Sample], *, gradients: bool
+) -> PassResults:
+    """Compute `model_pass` on each process by itself, where a run's pass computes it together."""
+    results = model_pass(replace(policy, context_group=None), samples, gradients=gradients)
+    if not policy.sharded:
+        return results
+    # FSDP sums over all processes: a run's pass in shares, this one whole.
+    shares = {name: gradient / context.size for name, gradient in results.gradient.items()}
+    return PassResults(results.values, shares)
+
+
 def _log_probs(sample: Sample, begin: int, logits_NV: Tensor) -> Tensor:
     """Log-probs of a completion's tokens from `begin` on (n,)."""
     logits_NV = logits_NV / sample.temperature
@@ -121,7 +136,11 @@ def run_pass(policy: Policy, samples: Sequence[Sample], *, gradients: bool) -> P
     _, columns = result.read(samples)
     for index, column in columns:
         values[index] = column[samples[index].weight > 0].astype(np.float64)
-    return PassResults(values, take_gradients(policy) if gradients else {})
+    shares = take_gradients(policy) if gradients else {}
+    if policy.context_group is not None and not policy.sharded:
+        for gradient in shares.values():
+            policy.context_group.sum(gradient)
+    return PassResults(values, shares)
 
 
 def _squares(passed: BatchPass) -> tuple[Tensor, Tensor]:

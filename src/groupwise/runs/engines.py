@@ -16,6 +16,7 @@ from groupwise.environments.conversation import Environment
 from groupwise.errors import ConfigError, EngineError
 from groupwise.models.policy import Policy
 from groupwise.models.shape import Shape
+from groupwise.models.sharded import whole_policy
 from groupwise.proof.texts import NATIVE, TRANSFORMERS, Sampler
 from groupwise.records import Prompt, Step
 from groupwise.rollout.engine import Engine
@@ -36,7 +37,7 @@ def _in_process(engine: Callable[..., Engine]) -> Make:
     def make(policy: Policy, settings: RolloutSettings, environment: Environment | None) -> Engine:
         if policy.sharded:
             return GatheredEngine(policy, lambda plain: make(plain, settings, environment))
-        return engine(policy, max_rows=settings.max_rows, environment=environment)
+        return engine(whole_policy(policy), max_rows=settings.max_rows, environment=environment)
 
     return make
 

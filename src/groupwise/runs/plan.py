@@ -190,13 +190,14 @@ def process_memory(
     The update is dealt out evenly, by positions.   parallel: decided.
     """
     samples = load.rows > 0
-    workers = world // parallel.tensor
+    workers = world // (parallel.tensor * parallel.context)
     measured = partial(
         memory,
         load=load,
         microbatch=load.fullest(-(-load.prompts // workers)),
         rows=min(load.rows, prompts * load.group),
         prompts=prompts if samples else 0,
+        parts=parallel.context,
     )
     need, width = measured(shape), shape.bytes_per_weight
     if parallel.tensor > 1:
@@ -217,7 +218,7 @@ def process_memory(
     if parallel.name == "zero3":
         resident = shape.outside + 2 * block
     resident, block = resident // parallel.tensor, block // parallel.tensor
-    shards, parts = parallel.shards or workers, {}
+    shards, parts = parallel.shards or world // parallel.tensor, {}
     for name in ("weights", "gradients", "optimizer", "reference"):
         parts[name] = -(-getattr(need, name) // shards)
     if parallel.offload:
@@ -282,13 +283,20 @@ def prepared_weights(shape: Shape, *, cpu: bool) -> int:
 
 
 def memory(
-    shape: Shape, load: Load, *, microbatch: int, rows: int = 0, prompts: int = 0
+    shape: Shape,
+    load: Load,
+    *,
+    microbatch: int,
+    rows: int = 0,
+    prompts: int = 0,
+    parts: int = 1,
 ) -> MemoryPlan:
     """Bytes of a step of one process.
 
     microbatch: positions of the largest forward and backward.   rows: completions decoded at the
         same time.
     prompts: of a rollout; the prompt's keys and values exist once per prompt.
+    parts: processes that split a micro-batch's positions; the head is computed of all of them.
     """
     adapter = load.adapter
     trained = adapter or shape.parameters
@@ -304,6 +312,7 @@ def memory(
     # Behind dropout an adapter keeps its input once more, and a mask of a byte a number.
     dropped = load.dropped * (shape.layers - recomputed) // shape.layers
     per_position += dropped * (shape.bytes_per_product + 1)
+    own = -(-microbatch // parts)
     # While a block goes backward: its MLP's activations and the gradients of its two inner
     # products.
     working = 3 * shape.intermediate * shape.bytes_per_product + 2 * shape.hidden * stream
@@ -340,7 +349,7 @@ def memory(
         gradients=trained * 4,
         optimizer=trained * (12 if lower else 8),
         reference=reference,
-        activations=microbatch * per_position + max(microbatch * working, head) + again + cast,
+        activations=own * per_position + max(own * working, head) + again + cast,
         cache=keys + drawn * shape.vocabulary * 4 * 3,
         rewards=load.rewards,
         prepared=prepared,
@@ -478,9 +487,9 @@ def memory_lines(need: MemoryPlan) -> Lines:
 
 def process_lines(shape: Shape, load: Load, parallel: ParallelSettings, world: int) -> Lines:
     """What each of `world` processes holds and does, as it is printed."""
-    workers = world // parallel.tensor
-    shards = parallel.shards or workers
-    copies = workers // shards
+    workers = world // (parallel.tensor * parallel.context)
+    shards = parallel.shards or world // parallel.tensor
+    copies = world // parallel.tensor // shards
     if parallel.name == "ddp":
         held = "all weights on each"
     else:
@@ -491,6 +500,8 @@ def process_lines(shape: Shape, load: Load, parallel: ParallelSettings, world: i
             held += ", in host memory"
     if parallel.tensor > 1:
         held += f", each matrix of them split over {parallel.tensor} (tensor)"
+    if parallel.context > 1:
+        held += f"; {parallel.context} split the positions of a micro-batch (context)"
     lines = [("processes", f"{world}, {held}; gradients are summed")]
     positions = -(-load.positions(load.prompts) // workers)
     training = (

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from groupwise.config.settings import ModelSettings, Recipe
+from groupwise.config.settings import ModelSettings, ParallelSettings, Recipe
 from groupwise.config.validation import STAGE
 from groupwise.data.load import load_texts
 from groupwise.data.tokenizers import check_same_tokens, make_tokenizer, with_chat_template
@@ -36,7 +36,7 @@ from groupwise.models.policy import Policy
 from groupwise.models.reward_head import make_scorer
 from groupwise.models.scratch import scratch_model
 from groupwise.models.shape import Shape
-from groupwise.models.sharded import frozen_copy, shard, shard_from_checkpoint
+from groupwise.models.sharded import frozen_copy, in_context, shard, shard_from_checkpoint
 from groupwise.models.splitting import demand_split
 from groupwise.models.streaming import modules_of
 from groupwise.records import Prompt
@@ -149,8 +149,20 @@ def hold(
     resume: where an adapter continues from; other policies come from there by their blueprint.
     """
     parallel = layout.decided(recipe.parallel, parameter_count(blueprint), comm.world().size)
+    device = resolve_device(recipe.model)
     demand_split(blueprint.config, parallel)
-    layout.use(parallel, resolve_device(recipe.model))
+    layout.use(parallel, device)
+    return in_context(_held(recipe, blueprint, make, resume, parallel), parallel, device)
+
+
+def _held(
+    recipe: Recipe,
+    blueprint: Blueprint,
+    make: Callable[[Recipe, Blueprint], Policy],
+    resume: Path | None,
+    parallel: ParallelSettings,
+) -> Policy:
+    """The policy with the weights that this process holds.   parallel: decided."""
     if comm.world().size == 1 or not layout.spreads(parallel):
         return _resumed(make(recipe, blueprint), resume)
     device, reader = resolve_device(recipe.model), blueprint.reader()
