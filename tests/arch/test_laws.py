@@ -312,7 +312,7 @@ PROGRAMS = {
 }
 """Modules that start programs which are not this library's workers, and what they start."""
 INSIDE_VLLM = "rollout.vllm.plugin.groupwise_vllm"
-INSIDE_SANDBOX = ("sandbox.runner", "sandbox.attacks")
+INSIDE_SANDBOX = ("sandbox.runner", "sandbox.workspace_runner", "sandbox.attacks")
 """What runs in a sandbox, and the programs that try to break out."""
 
 

@@ -63,6 +63,10 @@ SAFE = [
     "processes: another program",
     "processes: the raw call clone",
     "processes: a signal to the trainer",
+    "processes: limits of the canary",
+    "processes: the priority of the canary",
+    "processes: the scheduler of the canary",
+    "processes: the processors of the canary",
     "processes: System V memory",
     "processes: memory without a limit",
 ]
@@ -366,7 +370,9 @@ def test_an_isolation_that_is_not_there_is_not_proved(monkeypatch: pytest.Monkey
 
 
 def test_a_sandbox_that_does_not_start_says_why(isolation: Isolation, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(isolation), "command", lambda self, argv, folder, limits: ["/bin/sh", "-c", "echo no room >&2"])
+    monkeypatch.setattr(
+        type(isolation), "command", lambda self, argv, folder, limits, memory: ["/bin/sh", "-c", "echo no room >&2"]
+    )
     with pytest.raises(SandboxFailed, match="does not start here: no room"):
         Sandbox(isolation, Limits()).run("print(1)")
 

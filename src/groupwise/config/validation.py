@@ -39,6 +39,7 @@ from groupwise.config.settings import (
     OBJECTIVES,
     OWNERS,
     REWARDS,
+    SANDBOX_TOOLS,
     TASKS,
     CriticSettings,
     EngineSettings,
@@ -596,8 +597,15 @@ def _wrong_name(function: str, kind: str = "function") -> str | None:
 def _environment_alone(environment: EnvironmentSettings) -> Findings:
     at, factory = "environment", environment.factory
     for place, tool in enumerate(environment.tools):
-        if wrong := _wrong_name(tool):
-            yield f"{at}.tools.{place}: {wrong}"
+        if tool not in SANDBOX_TOOLS and (wrong := _wrong_name(tool)):
+            near = nearest(tool, SANDBOX_TOOLS)
+            hint = "" if near is None else f" (did you mean {near}?)"
+            yield f"{at}.tools.{place}: {wrong}{hint}"
+    if environment.sandbox.seconds > environment.tool_timeout:
+        yield (
+            f"{at}.sandbox.seconds is {environment.sandbox.seconds:g}, and {at}.tool_timeout"
+            f" {environment.tool_timeout:g}: a call of `python` or `shell` ends by the first"
+        )
     names = [tool.rpartition(":")[2] for tool in environment.tools]
     repeated = [name for name in names if names.count(name) > 1]
     if repeated:

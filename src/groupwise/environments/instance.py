@@ -18,10 +18,15 @@ import random
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from groupwise.errors import ConfigError, EnvironmentFailure
 from groupwise.rewards.user_functions import asynchronous
+from groupwise.sandbox.limits import Limits
+from groupwise.sandbox.server import SandboxFailed
+from groupwise.sandbox.tools import SandboxTools, isolation_of_tools
+from groupwise.utils.built_in import built_ins
 from groupwise.utils.imports import imported
 from groupwise.utils.process_main import described
 
@@ -43,8 +48,11 @@ class Instance:
         tools: Mapping[str, Callable[..., Any]],
         factory: Callable[..., Any] | None,
         args: Mapping[str, Any],
+        sandbox: Any = None,
     ) -> None:
+        """sandbox: the object whose methods some of the tools are; it ends with the episode."""
         self._functions, self._factory, self._args = dict(tools), factory, args
+        self._sandbox = sandbox
         self.home: str | None = None
         """Where every turn's calls begin; None: where the process is."""
         self._object: Any = None
@@ -68,8 +76,8 @@ class Instance:
         facts: dict[str, Any] = {
             "steps": False,
             "rewarded": False,
-            "resets": self._factory is not None,
-            "title": name,
+            "resets": self._factory is not None or self._sandbox is not None,
+            "title": "tools",
         }
         if self._factory is not None:
             made = self._object = self._factory(**self._args)
@@ -101,7 +109,8 @@ class Instance:
 
     def reset(self, row: Mapping[str, Any], seed: int) -> str | None:
         """Make the environment and begin its episode; return its observation, or None."""
-        assert self._factory is not None, "there are tools only"
+        if self._factory is None:
+            return None
         self._object = self._factory(**self._args)
         row = copy.deepcopy(dict(row))  # in a thread it is the caller's
         observation = self._awaited(self._object.reset(**_arguments(self._object.reset, row, seed)))
@@ -167,6 +176,8 @@ class Instance:
                     self._awaited(made.close())
                 except BaseException as error:  # everything has been said by then
                     unclosed = described(error)
+            if self._sandbox is not None:
+                self._sandbox.close()
         return reward, state, unclosed
 
     # ---- inside
@@ -182,6 +193,8 @@ class Instance:
     def _plainly(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         try:
             return {"result": result_text(self._awaited(self._tool(name)(**arguments)))}
+        except SandboxFailed:  # a fault of the machine: the policy has nothing to learn from it
+            raise
         except BaseException as error:  # whatever a tool raises, the policy is told
             return described(error)
 
@@ -340,13 +353,22 @@ class Instances:
         tools: Sequence[str],
         factories: Mapping[str, str],
         args: Mapping[str, Any],
+        sandbox: Mapping[str, Any],
         objects: Mapping[str, Any] | None = None,
     ) -> None:
-        """objects: functions and classes that are not found by name.   Raises ConfigError."""
+        """sandbox: see `SandboxSettings`.   objects: functions and classes that are not found by
+        name.   Raises ConfigError, also where no sandbox holds for a tool that needs one.
+        """
         self._args = dict(args)
-
         self._objects = objects or {}
-        self.functions = {spec.rpartition(":")[2]: self._named(spec, "tool") for spec in tools}
+        self._tools = tools
+        self.functions = {}
+        for spec in tools:
+            if spec not in built_ins("sandbox"):
+                self.functions[spec.rpartition(":")[2]] = self._named(spec, "tool")
+        self._make_sandbox: Callable[[], Any] | None = None
+        if len(self.functions) < len(tools):
+            self._make_sandbox = _sandbox_tools(**sandbox)
         self.factories = {}
         for name, spec in factories.items():
             self.factories[name] = self._named(spec, "environment")
@@ -358,7 +380,37 @@ class Instances:
 
     def make(self, name: str) -> Instance:
         """Make the instance of an environment; of tools alone if there is none of that name."""
-        return Instance(self.functions, self.factories.get(name), self._args)
+        factory = self.factories.get(name)
+        if self._make_sandbox is None:
+            return Instance(self.functions, factory, self._args)
+        sandbox = self._make_sandbox()
+        functions = {}
+        for spec in self._tools:
+            tool = spec.rpartition(":")[2]
+            functions[tool] = self.functions.get(tool) or getattr(sandbox, tool)
+        return Instance(functions, factory, self._args, sandbox)
+
+
+def _sandbox_tools(
+    isolation: str,
+    seconds: float,
+    cpu_seconds: float,
+    memory_mb: int,
+    disk_mb: int,
+    output_kb: int,
+    processes: int,
+) -> Callable[[], SandboxTools]:
+    """Return what makes the built-in tools of an episode.  Raises ConfigError without a sandbox."""
+    proved = isolation_of_tools(isolation)
+    limits = Limits(
+        seconds=seconds,
+        cpu_seconds=cpu_seconds,
+        memory=memory_mb << 20,
+        disk=disk_mb << 20,
+        output=output_kb << 10,
+        processes=processes,
+    )
+    return partial(SandboxTools, proved, limits)
 
 
 def serve_environments(*setup: Any, objects: Mapping[str, Any] | None = None) -> Callable[..., Any]:

@@ -16,10 +16,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+from groupwise.config.settings import SandboxSettings
 from groupwise.environments.instance import Instance, Instances, MissingColumn, serve_environments
 from groupwise.environments.schemas import Schema
 from groupwise.errors import ConfigError, DataError, EnvironmentFailure
@@ -146,6 +147,7 @@ class ToolRuntime:
         factories: Mapping[str, str],
         args: Mapping[str, Any],
         *,
+        sandbox: SandboxSettings | None = None,
         runs: str = "process",
         objects: Mapping[str, Any] | None = None,
     ) -> None:
@@ -164,6 +166,7 @@ class ToolRuntime:
             tuple(map(str, tools)),
             {name: str(spec) for name, spec in factories.items()},
             dict(args),
+            asdict(sandbox or SandboxSettings()),
         )
         self._objects = dict(objects or {})
         self._instances = (

@@ -19,7 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from groupwise.config.settings import VERDICTS, Recipe, is_online, positions_of
+from groupwise.config.settings import (
+    SANDBOX_TOOLS,
+    VERDICTS,
+    Recipe,
+    is_online,
+    positions_of,
+)
 from groupwise.data.encoding import visit
 from groupwise.data.order import Order
 from groupwise.data.templates import Template
@@ -50,8 +56,8 @@ from groupwise.runs.job import Job, make_job
 from groupwise.runs.plan import prepared_weights
 from groupwise.runs.prepared import sampling_of
 from groupwise.runs.run_models import fit_threads
-from groupwise.sandbox.attacks import prove
-from groupwise.sandbox.isolation import ISOLATIONS
+from groupwise.sandbox.attacks import Verdict, prove, prove_tools
+from groupwise.sandbox.isolation import ISOLATIONS, Isolation
 from groupwise.training.branches import unbranched
 from groupwise.training.passes import score
 from groupwise.training.samples import sample_of
@@ -158,16 +164,18 @@ def _check_job(job: Job) -> Iterator[Finding]:
         yield from _golds(rewards, graded, job.prompts)
         yield _restated(rewards, job.prompts)
     if any(reward.function == CODE for reward in recipe.rewards):
-        yield from _sandboxes()
+        yield from _sandboxes(prove)
+    if set(recipe.environment.tools) & set(SANDBOX_TOOLS):
+        yield from _sandboxes(prove_tools)
     order = Order(len(job.prompts), recipe.seed, recipe.data.shuffle)
     prompts = [visit(job.prompts[row], epoch) for epoch, row in order.take(PROMPTS)]
     yield from _samples(recipe, job, rewards, prompts)
 
 
-def _sandboxes() -> Iterator[Finding]:
+def _sandboxes(prove_one: Callable[[Isolation], Verdict]) -> Iterator[Finding]:
     """Run all attacks on the sandboxes of this machine."""
     for isolation in ISOLATIONS:
-        verdict = prove(isolation)
+        verdict = prove_one(isolation)
         if verdict.broken:
             yield _wrong("sandbox", str(verdict))
         elif verdict.holds:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache
 from typing import Any, Literal
 
 from groupwise.errors import ConfigError, RewardError
@@ -19,15 +18,12 @@ from groupwise.rewards.grading import (
     cores,
 )
 from groupwise.rewards.program_tests import Tests, read_tests
-from groupwise.sandbox.attacks import ATTACKS, Verdict, prove
-from groupwise.sandbox.isolation import ISOLATIONS, Isolation
+from groupwise.sandbox.attacks import proved_isolation
 from groupwise.sandbox.limits import Limits
 from groupwise.sandbox.remote import SandboxFusion
 from groupwise.utils.built_in import built_in
 from groupwise.utils.imports import imported
-from groupwise.utils.terminal import escaped, logger
-
-log = logger(__name__)
+from groupwise.utils.terminal import escaped
 
 TEST_COLUMNS = ("tests", "test", "test_list", "input_output", "private_test_cases")
 """Columns that hold tests, unless a recipe names another: the first that the data have."""
@@ -38,8 +34,6 @@ PYTHON = ("", "python", "py", "python3")
 TRIES = 100
 """Times that a program without a block is cut: each one reads all of it."""
 _BLOCK = re.compile(r"```[ \t]*+([\w+#.-]*+)[^\n]*+\n(.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
-_QUICK = {name: attack for name, attack in ATTACKS.items() if not name.startswith("limits: ")}
-"""The attacks that are run before a run; `groupwise check` runs all."""
 
 
 @built_in("code")
@@ -149,32 +143,6 @@ def _graders(sandbox: str, language: str, limits: Limits) -> Callable[[], Progra
         )
     isolation = proved_isolation(sandbox)
     return lambda: LocalGrader(isolation, limits)
-
-
-@cache
-def proved_isolation(name: str = "auto") -> Isolation:
-    """Return the isolation that programs run in, after attacks on it on this machine.
-
-    Raises ConfigError where none holds: programs of a model never run without one.
-    """
-    known = {isolation.name: isolation for isolation in ISOLATIONS}
-    if name != "auto" and name not in known:
-        raise ConfigError(
-            f"the reward 'code' has sandbox: {name!r}; it takes auto, {', '.join(known)}, the"
-            " address of a SandboxFusion service, or module:function"
-        )
-    tried: list[Verdict] = []
-    for isolation in ISOLATIONS if name == "auto" else (known[name],):
-        verdict = prove(isolation, _QUICK)
-        if verdict.holds:
-            log.info("programs run in %s", verdict)
-            return isolation
-        tried.append(verdict)
-    raise ConfigError(
-        "no sandbox holds on this machine, and programs never run without one: "
-        + "; ".join(map(str, tried))
-        + ".  Or give sandbox: the address of a SandboxFusion service"
-    )
 
 
 class CodeReward:

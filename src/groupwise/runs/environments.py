@@ -92,6 +92,7 @@ def make_runtime(settings: EnvironmentSettings) -> ToolRuntime | None:
         settings.tools,
         factories,
         arguments if factories else {},
+        sandbox=settings.sandbox,
         runs=settings.runs or ("thread" if objects else "process"),
         objects=objects,
     )

@@ -12,15 +12,25 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
+from typing import Protocol
 
+from groupwise.errors import ConfigError
 from groupwise.sandbox.isolation import ISOLATIONS, Isolation
 from groupwise.sandbox.limits import Limits
 from groupwise.sandbox.server import Sandbox, SandboxFailed
+from groupwise.sandbox.workspace import EpisodeSandbox
+from groupwise.utils.terminal import logger
 
+log = logger(__name__)
+
+TRIES, PAUSE = 10, 0.1
+"""Times that a sandbox is asked again whether it serves, and seconds between them."""
 _HELPERS = """
 import ctypes, os, platform, signal, socket, sys, time
 libc = ctypes.CDLL(None, use_errno=True)
@@ -105,6 +115,13 @@ PROCESSES: Mapping[str, str] = {
     "a signal to the canary": "os.kill(CANARY, 9); broke(True)",
     "a signal to all": "os.kill(-1, 9); broke(True)",
     "a signal by a file descriptor": "broke(os.pidfd_open(os.getppid()) >= 0)",
+    "limits of the canary": "import resource\n"
+    "resource.prlimit(CANARY, resource.RLIMIT_CORE, (0, 0)); broke(True)",
+    "the priority of the canary": "os.setpriority(os.PRIO_PROCESS, CANARY, 19); broke(True)",
+    "the scheduler of the canary": """
+os.sched_setscheduler(CANARY, os.SCHED_IDLE, os.sched_param(0)); broke(True)
+""",
+    "the processors of the canary": "os.sched_setaffinity(CANARY, {0}); broke(True)",
     "tracing its parent": "broke(call(101, 117, 16, os.getppid(), 0, 0) == 0)",
     "a session of its own": "os.setsid(); broke(True)",
     "a namespace of its own": "broke(libc.unshare(0x10000000) == 0)",
@@ -197,6 +214,34 @@ ATTACKS: Mapping[str, str] = (
     | _named("limits:", RESOURCES)
 )
 
+OF_A_SHELL = (
+    "reads the memory of its parent",
+    "reads the pipes of its parent",
+    "processes: fork",
+    "processes: another program",
+    "processes: the raw call clone",
+    "processes: a signal to its parent",
+    "processes: a signal to all",
+    "processes: a session of its own",
+)
+"""What a shell may do: it reaches the processes of its own call."""
+SHELL: Mapping[str, str] = {
+    "processes: a namespace by clone": "broke(call(56, 220, 0x10000011, 0, 0, 0, 0) > 0)",
+    "processes: the memory of the runner": "broke(open('/proc/2/mem', 'rb'))",
+    "processes: the pipes of the runner": "broke(os.open('/proc/2/fd/1', os.O_WRONLY))",
+    "processes: a signal to the runner": """
+if os.path.exists('/proc/2/stat'):
+    os.kill(2, 9)
+    broke(True)
+""",
+    "processes: limits of the runner": """
+import resource
+if os.path.exists('/proc/2/stat'):
+    broke(resource.prlimit(2, resource.RLIMIT_CORE, (0, 0)))
+""",
+}
+"""Attempts on the process that a shell's calls come from."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
@@ -223,14 +268,29 @@ class Verdict:
 
 
 def prove(isolation: Isolation, attacks: Mapping[str, str] = ATTACKS) -> Verdict:
-    """Run attacks in a sandbox of this machine."""
+    """Run attacks on this machine, each as a program in a sandbox."""
+    return _proved(isolation, attacks, _Programs)
+
+
+def prove_tools(isolation: Isolation, attacks: Mapping[str, str] = ATTACKS) -> Verdict:
+    """Run attacks on this machine, each as a call of Python and as one of a shell."""
+    by_python = _proved(isolation, attacks, _Calls)
+    if not by_python.holds:
+        return by_python
+    rest = {name: attack for name, attack in attacks.items() if name not in OF_A_SHELL}
+    by_shell = _proved(isolation, {**rest, **SHELL}, _Shells)
+    count = by_python.count + by_shell.count
+    return replace(by_shell, count=count)
+
+
+def _proved(isolation: Isolation, attacks: Mapping[str, str], way: type[_Way]) -> Verdict:
     name = isolation.name
     if not isolation.installed():
         return Verdict(isolation=name, broken=(), count=0, why=f"not here: {isolation.remedy}")
     limits = Limits(seconds=1.5, cpu_seconds=1.0, memory=256 << 20, disk=4 << 20, output=1 << 16)
     broken = []
     with _targets() as targets:
-        server = Sandbox(isolation, limits)
+        server = way(isolation, limits)
         try:
             for attack, program in attacks.items():
                 if not _held(server, targets, program):
@@ -242,15 +302,38 @@ def prove(isolation: Isolation, attacks: Mapping[str, str] = ATTACKS) -> Verdict
     return Verdict(isolation=name, broken=tuple(broken), count=len(attacks))
 
 
-def first_that_holds() -> tuple[Isolation | None, list[Verdict]]:
-    """Return the first isolation that holds on this machine, and what was tried."""
-    verdicts = []
-    for isolation in ISOLATIONS:
-        verdict = prove(isolation)
-        verdicts.append(verdict)
+QUICK = {name: attack for name, attack in ATTACKS.items() if not name.startswith("limits: ")}
+"""The attacks that are run before a run; `groupwise check` runs all."""
+
+
+@cache
+def proved_isolation(
+    name: str = "auto", *, tools: bool = False, asks: str = "the reward 'code'"
+) -> Isolation:
+    """Return the isolation that programs run in, after attacks on it on this machine.
+
+    tools: whether calls of tools run in it.   asks: who needs it, for messages.
+    Raises ConfigError where none holds: programs of a model never run without one.
+    """
+    known = {isolation.name: isolation for isolation in ISOLATIONS}
+    elsewhere = "" if tools else ", the address of a SandboxFusion service, or module:function"
+    if name != "auto" and name not in known:
+        raise ConfigError(
+            f"{asks} has sandbox: {name!r}; it takes auto, {', '.join(known)}{elsewhere}"
+        )
+    tried: list[Verdict] = []
+    for isolation in ISOLATIONS if name == "auto" else (known[name],):
+        verdict = prove_tools(isolation, QUICK) if tools else prove(isolation, QUICK)
         if verdict.holds:
-            return isolation, verdicts
-    return None, verdicts
+            log.info("programs run in %s", verdict)
+            return isolation
+        tried.append(verdict)
+    remedy = "" if tools else ".  Or give sandbox: the address of a SandboxFusion service"
+    raise ConfigError(
+        "no sandbox holds on this machine, and programs never run without one: "
+        + "; ".join(map(str, tried))
+        + remedy
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -319,7 +402,39 @@ def _targets() -> Iterator[_Targets]:
         yield _Targets(variables=variables, folder=folder, canary=canary, listening=listening)
 
 
-def _held(server: Sandbox, targets: _Targets, program: str) -> bool:
+class _Way(Protocol):
+    """A way to run a program."""
+
+    limits: Limits
+
+    def __init__(self, isolation: Isolation, limits: Limits) -> None: ...
+
+    def printed(self, program: str) -> bytes:
+        """Run a program, and return what it printed."""
+        ...
+
+    def kill(self) -> None:
+        """End the sandbox."""
+        ...
+
+
+class _Programs(Sandbox):
+    def printed(self, program: str) -> bytes:
+        return self.run(program).output
+
+
+class _Calls(EpisodeSandbox):
+    def printed(self, program: str) -> bytes:
+        return self.call("python", program).output.encode()
+
+
+class _Shells(EpisodeSandbox):
+    def printed(self, program: str) -> bytes:
+        command = f"python3 -I -S -B - <<'END_OF_ATTACK'\n{program}\nEND_OF_ATTACK"
+        return self.call("shell", command).output.encode()
+
+
+def _held(server: _Way, targets: _Targets, program: str) -> bool:
     """Run one attack; return whether it came to nothing."""
     limits = server.limits
     neighbour = secrets.token_hex(16)
@@ -330,10 +445,20 @@ def _held(server: Sandbox, targets: _Targets, program: str) -> bool:
         "NEIGHBOUR": neighbour[::-1],
     }
     if "NEIGHBOUR" in program:
-        server.run(f"neighbour = {neighbour!r}")
+        server.printed(f"neighbour = {neighbour!r}")
     given = "".join(f"{name} = {value!r}\n" for name, value in variables.items())
-    ran = server.run(given + _HELPERS + program)
-    within = len(ran.output) <= limits.output + (1 << 16)
-    # the same sandbox, or its successor, still serves
-    serves = server.run("print(6 * 7)").output == b"42\n"
-    return b"BROKE" not in ran.output and within and serves and targets.untouched()
+    printed = server.printed(given + _HELPERS + program)
+    within = len(printed) <= limits.output + (1 << 16)
+    return b"BROKE" not in printed and within and _serves(server) and targets.untouched()
+
+
+def _serves(server: _Way) -> bool:
+    """Return whether the same sandbox, or its successor, still runs programs.
+
+    sandlock frees the memory of an ended process only after a while, and the machine may be busy.
+    """
+    for _ in range(TRIES):
+        if server.printed("print(6 * 7)") == b"42\n":
+            return True
+        time.sleep(PAUSE)
+    return False

@@ -45,10 +45,13 @@ class Isolation(ABC):
         """Return whether the tool is on this machine."""
 
     @abstractmethod
-    def command(self, argv: Sequence[str], folder: Path, limits: Limits) -> list[str]:
+    def command(
+        self, argv: Sequence[str], folder: Path, limits: Limits, *, memory: int = 0
+    ) -> list[str]:
         """Return the command that runs another one in isolation.
 
-        folder: an empty folder of this machine, where the tool needs one.
+        folder: an empty folder of this machine, where the tool needs one.   memory: bytes of all
+        processes together, where the tool can limit them; 0: no limit.
         """
 
     @abstractmethod
@@ -71,7 +74,9 @@ class Bubblewrap(Isolation):
         """Return the sandbox's own /tmp."""
         return TEMPORARY
 
-    def command(self, argv: Sequence[str], folder: Path, limits: Limits) -> list[str]:
+    def command(
+        self, argv: Sequence[str], folder: Path, limits: Limits, *, memory: int = 0
+    ) -> list[str]:
         """Return the call of `bwrap`."""
         words = [
             shutil.which("bwrap") or "bwrap",
@@ -106,7 +111,9 @@ class Sandlock(Isolation):
         """Return the folder itself."""
         return str(folder)
 
-    def command(self, argv: Sequence[str], folder: Path, limits: Limits) -> list[str]:
+    def command(
+        self, argv: Sequence[str], folder: Path, limits: Limits, *, memory: int = 0
+    ) -> list[str]:
         """Return the call of the launcher, a process that watches the sandbox."""
         launcher = Path(__file__).with_name("sandlock_launcher.py")
         _, base = python()
@@ -117,6 +124,8 @@ class Sandlock(Isolation):
             str(folder),
             _sandlock() or "",
             os.pathsep.join(readable),
+            str(limits.processes),
+            str(memory),
             *argv,
         ]
 

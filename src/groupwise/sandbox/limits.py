@@ -20,6 +20,8 @@ class Limits:
     """Bytes in its folder."""
     output: int = 1 << 20
     """Bytes that it may print or answer."""
+    processes: int = 64
+    """Processes at once, where it may make any."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the limits for the runner."""

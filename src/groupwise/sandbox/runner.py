@@ -14,7 +14,10 @@ reads it takes it as data.  A child cannot make processes, so it ends without de
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import json
+import math
 import os
 import platform
 import resource
@@ -192,7 +195,7 @@ def write_frame(pipe: int, message: Any) -> None:
 # --- what a child may do --------------------------------------------------------------------------
 
 _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP = 4, 24, 38, 22
-_PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
 
 _FORBIDDEN = {
@@ -215,6 +218,14 @@ _FORBIDDEN = {
     "setsid": (112, 157),
     "setpriority": (141, 140),
     "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+    "ioprio_set": (251, 30),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    "kcmp": (312, 272),
+    "process_mrelease": (448, 448),
     "prlimit64": (302, 261),
     "setrlimit": (160, 164),
     # namespaces, mounts, privileges
@@ -245,12 +256,28 @@ _FORBIDDEN = {
     "mq_open": (240, 180),
 }
 """System calls that fail with EPERM, with their numbers on x86-64 and on arm64."""
+_MAKES_PROCESSES = (
+    "fork",
+    "vfork",
+    "execve",
+    "setpgid",
+    "setsid",
+    "prlimit64",
+    "setrlimit",
+)
+"""The ones that a shell needs.  Limits are those of the caller alone, and hard ones cannot be
+raised without capabilities.
+"""
 _CLONE, _CLONE3, _KILL, _TGKILL = (56, 220), (435, 435), (62, 129), (234, 131)
 _CLONE_THREAD = 0x00010000
+_CLONE_NAMESPACE = 0x7E020000
+"""All flags of namespaces."""
 _OPEN, _OPENAT, _OPENAT2 = (2, None), (257, 56), (437, 437)
 _O_TMPFILE = 0x00400000
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-_ALLOW, _EPERM, _ENOSYS = 0x7FFF0000, 0x00050001, 0x00050026
+_ALLOW, _EPERM, _ENOSYS, _ASK = 0x7FFF0000, 0x00050001, 0x00050026, 0x7FC00000
+_SECCOMP, _NEW_LISTENER = (317, 277), 1 << 3
+_NOTIF_RECV, _NOTIF_SEND = 0xC0502100, 0xC0182101
 
 
 class _Instruction(ctypes.Structure):
@@ -270,9 +297,17 @@ _LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, (16, 24, 32)
 
 
-def _seccomp_filter(own: int) -> list[tuple[int, int, int, int]]:
-    """Return the instructions of the filter.   own: the process that may get its own signals."""
+def _seccomp_filter(own: int | None, fork: int = _ALLOW) -> list[tuple[int, int, int, int]]:
+    """Return the instructions of the filter.
+
+    own: the process that may get its own signals; None: processes may be made, and signalled.
+    fork: what becomes of a call that makes a process.
+    """
     column, architecture = _MACHINES[platform.machine()]
+    forbidden = dict(_FORBIDDEN)
+    if own is None:
+        for name in _MAKES_PROCESSES:
+            del forbidden[name]
     code = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, architecture),
@@ -281,7 +316,7 @@ def _seccomp_filter(own: int) -> list[tuple[int, int, int, int]]:
     ]
     if column == 0:  # the second numbering of x86-64
         code += [(_ANY_BIT, 0, 1, 0x40000000), (_RETURN, 0, 0, _EPERM)]
-    for numbers in _FORBIDDEN.values():
+    for numbers in forbidden.values():
         if numbers[column] is not None:
             code += [(_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _EPERM)]
     for numbers in (_CLONE3, _OPENAT2):
@@ -295,6 +330,25 @@ def _seccomp_filter(own: int) -> list[tuple[int, int, int, int]]:
                 (_RETURN, 0, 0, _EPERM),
                 (_RETURN, 0, 0, _ALLOW),
             ]
+    if own is None:
+        for number in (_FORBIDDEN["fork"][column], _FORBIDDEN["vfork"][column]):
+            if number is not None:
+                code += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, fork)]
+        return [
+            *code,
+            (_EQUAL, 0, 4, _FORBIDDEN["prlimit64"][column]),
+            (_LOAD, 0, 0, _ARGUMENTS[0]),
+            (_EQUAL, 1, 0, 0),
+            (_RETURN, 0, 0, _EPERM),
+            (_RETURN, 0, 0, _ALLOW),
+            (_EQUAL, 0, 5, _CLONE[column]),
+            (_LOAD, 0, 0, _ARGUMENTS[0]),
+            (_ANY_BIT, 0, 1, _CLONE_NAMESPACE),
+            (_RETURN, 0, 0, _EPERM),
+            (_ANY_BIT, 1, 0, _CLONE_THREAD),
+            (_RETURN, 0, 0, fork),
+            (_RETURN, 0, 0, _ALLOW),
+        ]
     for number in (_KILL[column], _TGKILL[column]):  # to itself alone
         code += [
             (_EQUAL, 0, 4, number),
@@ -318,12 +372,13 @@ def _libc() -> Any:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def _prctl(option: int, *arguments: Any) -> None:
+def prctl(option: int, *arguments: Any) -> None:
+    """Set an attribute of this process.  Raises OSError."""
     if _libc().prctl(option, *arguments) != 0:
         raise OSError(ctypes.get_errno(), f"prctl {option}")
 
 
-def _drop_privileges() -> None:
+def drop_privileges() -> None:
     """Give up all capabilities, also those of programs that are executed."""
     libc = _libc()
     for capability in range(64):
@@ -332,15 +387,47 @@ def _drop_privileges() -> None:
     nothing = (ctypes.c_uint32 * 6)()
     if libc.capset(ctypes.byref(header), ctypes.byref(nothing)) != 0:
         raise OSError(ctypes.get_errno(), "capset")
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
-def _filter_calls() -> None:
+def filter_calls() -> None:
     """Forbid the system calls of `_FORBIDDEN`."""
-    code = _seccomp_filter(os.getpid())
+    program, _ = _program(_seccomp_filter(os.getpid()))
+    prctl(_PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0)
+
+
+def filter_calls_of_a_shell(*, asks: bool) -> int | None:
+    """Forbid the system calls of `_FORBIDDEN`, but those that make processes.
+
+    asks: whether each call that makes a process waits for an answer on the file that is returned.
+    """
+    if not asks:
+        program, _ = _program(_seccomp_filter(None))
+        prctl(_PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0)
+        return None
+    program, _ = _program(_seccomp_filter(None, _ASK))
+    libc, number = _libc(), _SECCOMP[_MACHINES[platform.machine()][0]]
+    listener = libc.syscall(number, 1, _NEW_LISTENER, ctypes.byref(program))
+    if listener < 0:
+        raise OSError(ctypes.get_errno(), "seccomp")
+    return int(listener)
+
+
+def _program(code: list[tuple[int, int, int, int]]) -> tuple[_Filter, Any]:
+    """Return a filter, and the instructions that it points to."""
     instructions = (_Instruction * len(code))(*code)
-    program = _Filter(len(code), instructions)
-    _prctl(_PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0)
+    return _Filter(len(code), instructions), instructions
+
+
+def answer_fork(listener: int, allowed: bool) -> None:
+    """Let a call that waits on a filter's file make its process, or fail with EAGAIN."""
+    try:
+        asked = fcntl.ioctl(listener, _NOTIF_RECV, bytes(80))
+        (identity,) = struct.unpack_from("=Q", asked)
+        error, flags = (0, 1) if allowed else (-errno.EAGAIN, 0)
+        fcntl.ioctl(listener, _NOTIF_SEND, struct.pack("=QqiI", identity, 0, error, flags))
+    except FileNotFoundError:  # who asked was killed meanwhile
+        return
 
 
 def _landlock_version(libc: Any) -> int:
@@ -348,18 +435,19 @@ def _landlock_version(libc: Any) -> int:
     return int(libc.syscall(_LANDLOCK_CREATE_RULESET, None, 0, 1))
 
 
-def _landlock(folder: str) -> None:
+def landlock(folder: str, *, removes: bool = False) -> None:
     """Let a process write below a folder alone, and reach no other process, where the kernel has
     Landlock.
 
-    It cannot remove files: a file that is removed while it is mapped escapes the limit on files.
+    removes: whether it can remove files.  One that is removed while it is mapped escapes a limit on
+    files that is not the file system's own.
     """
     libc = _libc()
     version = _landlock_version(libc)
     if version < 1:
         return
     write_file, read_rights = 1 << 1, (1 << 0) | (1 << 2) | (1 << 3)
-    remove_file = 1 << 5
+    remove_file = 0 if removes else 1 << 5
     handled = (1 << 13) - 1
     handled |= (1 << 13) if version >= 2 else 0
     handled |= (1 << 14) if version >= 3 else 0
@@ -390,7 +478,8 @@ def _allow_below(libc: Any, ruleset: int, path: str, rights: int) -> None:
     os.close(opened)
 
 
-def _limit(limits: dict[str, Any]) -> None:
+def set_limits(limits: dict[str, Any]) -> None:
+    """Hold this process, and those that it makes, to limits."""
     seconds = max(1, -(-int(limits["cpu_seconds"] * 1000) // 1000))
     pairs = {
         resource.RLIMIT_CPU: seconds,
@@ -428,10 +517,10 @@ def _child(folder: str, limits: dict[str, Any]) -> None:
             _open_as_input(request["stdin"])
         else:
             os.dup2(null, ANSWERS)
-        _limit(limits)
-        _drop_privileges()
-        _landlock(folder)
-        _filter_calls()
+        set_limits(limits)
+        drop_privileges()
+        landlock(folder)
+        filter_calls()
     except BaseException as error:  # a program that is not confined does not run
         os.write(CONTROL, f"failed {error!r}\n".encode())
         return
@@ -457,7 +546,7 @@ def _open_as_input(text: str) -> None:
     os.unlink("input")
 
 
-def _namespace(name: str) -> dict[str, Any]:
+def namespace(name: str) -> dict[str, Any]:
     """Return the variables of a new module, which the interpreter knows."""
     module = type(sys)(name)
     sys.modules[name] = module
@@ -466,14 +555,14 @@ def _namespace(name: str) -> dict[str, Any]:
 
 def _run(source: str) -> None:
     """Run a program as a script."""
-    variables = _namespace("__main__")
+    variables = namespace("__main__")
     sys.argv = ["program.py"]
     exec(compile(source, "program.py", "exec"), variables)
 
 
 def _serve(source: str, requests: int, answers: int) -> None:
     """Load a program, then answer calls of its functions: {name, args, kwargs} -> {value, args}."""
-    variables = _namespace("program")
+    variables = namespace("program")
     try:
         exec(compile(source, "program.py", "exec"), variables)
     except BaseException as error:  # whatever a program raises is its answer
@@ -515,7 +604,7 @@ def _judge(request: dict[str, Any], requests: int, answers: int) -> None:
     With a program the test runs beside it.  Else each call of a program's function is a message to
     whoever asked, {name, args, kwargs}, and the answer is what the function gave.
     """
-    variables = _namespace("judge")
+    variables = namespace("judge")
     cases: list[bool] = []
 
     def case_(holds: Any) -> None:
@@ -572,8 +661,17 @@ def _answered(answer: dict[str, Any], arguments: list[Any]) -> Any:
 # --- the server -----------------------------------------------------------------------------------
 
 
-def _used(folder: str, most: int) -> bool:
+def is_full(folder: str, most: float) -> bool:
     """Return True if a folder holds more bytes, too many entries, or what cannot be looked at."""
+    used, entries = used_by(folder, most)
+    return used > most or entries > ENTRIES
+
+
+def used_by(folder: str, most: float = math.inf) -> tuple[float, float]:
+    """Return the bytes and the entries of a folder; it stops counting above the limits.
+
+    What cannot be looked at is infinite.
+    """
     used = entries = 0
     folders = [folder]
     while folders:
@@ -582,7 +680,7 @@ def _used(folder: str, most: int) -> bool:
         except FileNotFoundError:
             continue
         except OSError:  # a locked folder
-            return True
+            return math.inf, math.inf
         for entry in inside:
             try:
                 used += entry.stat(follow_symlinks=False).st_blocks * 512
@@ -591,12 +689,12 @@ def _used(folder: str, most: int) -> bool:
             if not entry.is_dir(follow_symlinks=False):
                 continue
             if len(entry.path) > PATH:
-                return True
+                return math.inf, math.inf
             folders.append(entry.path)
         entries += len(inside)
         if used > most or entries > ENTRIES:
-            return True
-    return False
+            break
+    return used, entries
 
 
 def remove(folder: str) -> None:
@@ -640,7 +738,7 @@ def _fork(folder: str, limits: dict[str, Any]) -> int:
         return child
     status = 1
     try:
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         _child(folder, limits)
         sys.stdout.flush()
         status = 0
@@ -665,27 +763,37 @@ def _wait(child: int, folder: str, limits: dict[str, Any]) -> str:
             events = dict(watched.poll(1000 * LOOK))
             if end in events:
                 break
-            if REQUESTS in events or _used(folder, limits["disk"]):
+            if REQUESTS in events or is_full(folder, limits["disk"]):
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
                 return "gone" if REQUESTS in events else "disk"
     finally:
         os.close(end)
     _, status = os.waitpid(child, 0)
+    return how_it_ended(status)
+
+
+def how_it_ended(status: int) -> str:
+    """Return the name of the signal that ended a process, or its exit code."""
     if os.WIFSIGNALED(status):
         return signal.Signals(os.WTERMSIG(status)).name
     return str(os.WEXITSTATUS(status))
+
+
+def hide() -> None:
+    """Let no other process read the memory of this one."""
+    try:
+        prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+    except PermissionError:  # sandlock forbids it; Landlock then keeps children from the server
+        if _landlock_version(_libc()) < 1:
+            raise
 
 
 def main(place: str) -> None:
     """Serve requests until the pipe closes.   place: a folder that can be written."""
     for name in WARM.split():
         __import__(name)
-    try:
-        _prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-    except PermissionError:  # sandlock forbids it; Landlock then keeps children from the server
-        if _landlock_version(_libc()) < 1:
-            raise
+    hide()
     os.write(CONTROL, b"ready\n")
     count = 0
     while True:

@@ -1,15 +1,18 @@
-"""One sandbox that stays: programs run in it one after another, each in a process of its own."""
+"""The outer end of a sandbox: it starts, is asked through pipes, and ends with all in it."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import select
 import subprocess
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from groupwise.errors import GroupwiseError
@@ -21,6 +24,10 @@ START_SECONDS = 30.0
 """Seconds that a sandbox has to start in, on a busy machine."""
 END_SECONDS = 5.0
 """Seconds that the runner has to clean up after a program, and at its end."""
+PREFIX = "groupwise-sandbox-"
+"""The beginning of the names of sandboxes' folders."""
+ABANDONED_SECONDS = 60.0
+"""The age of a folder that may be abandoned."""
 LOOK = 0.2
 """Seconds between two looks whether a sandbox that is waited for was stopped."""
 
@@ -29,11 +36,12 @@ LIMITS = {
     "SIGXCPU": "out of processor time",
     "output": "too much output",
     "disk": "too many files",
+    "memory": "out of memory",
 }
 """How the end of a program at a limit is called."""
 
 
-_running: set[Sandbox] = set()
+_running: set[Isolated] = set()
 """All of this program: a fork of it must not keep them alive by holding their pipes."""
 
 
@@ -62,12 +70,15 @@ class Ran:
     """`0`, the exit code, the signal that ended it, or the words of a limit (`LIMITS`)."""
 
 
-class Sandbox:
-    """A sandbox with the runner in it.  It starts when it is first needed, and again after its end.
+class Isolated(ABC):
+    """A process in isolation, and its three pipes.
 
-    It serves one program at a time, for one thread.  Where the sandbox itself ends every method
-    raises SandboxFailed: that says nothing of the program.
+    It starts when it is first needed, and again after its end.  It serves one thread.  Where the
+    process itself ends every method raises SandboxFailed: that says nothing of a program.
     """
+
+    _memory = 0
+    """Bytes of all processes together; 0: each has a limit of its own."""
 
     def __init__(self, isolation: Isolation, limits: Limits) -> None:
         self.isolation, self.limits = isolation, limits
@@ -78,57 +89,6 @@ class Sandbox:
         self._ended = ""
         """How the last program ended."""
         self._stopped = False
-
-    def run(self, source: str, text: str = "") -> Ran:
-        """Run a program as a script.   text: its standard input.   Raises SandboxFailed."""
-        deadline = self._begin({"do": "run", "source": source, "stdin": text})
-        output = bytearray()
-        try:
-            ended = self._collect(output, deadline)
-        except ProgramEnded as error:
-            self.kill()
-            return Ran(bytes(output), str(error))
-        return Ran(bytes(output), ended)
-
-    def open(self, request: dict[str, Any]) -> None:
-        """Begin a program that answers messages.   request: `do` and what the runner needs for it.
-
-        Raises SandboxFailed.
-        """
-        self._begin(request)
-
-    def ask(self, message: Any = None) -> Any:
-        """Send a message, if there is one, and return the program's next one.
-
-        Raises ProgramEnded if it ended, took too long, or answered with something else.
-        """
-        deadline = time.monotonic() + self.limits.seconds
-        try:
-            if message is not None:
-                self._send(message, deadline)
-            (length,) = runner.LENGTH.unpack(self._receive(runner.LENGTH.size, deadline))
-            if length > self.limits.output:
-                raise ProgramEnded(LIMITS["output"])
-            return json.loads(self._receive(length, deadline))
-        except (ValueError, RecursionError):
-            self.kill()
-            raise ProgramEnded("an answer of another form") from None
-        except ProgramEnded:
-            self.kill()
-            raise
-
-    def finish(self) -> None:
-        """End the program that was begun; the sandbox stays for the next one."""
-        if self._process is None:
-            return
-        try:
-            deadline = time.monotonic() + END_SECONDS
-            self._send({"do": "stop"}, deadline)
-            while not self._control(deadline).startswith("ended"):
-                pass
-            self._drain()
-        except (ProgramEnded, SandboxFailed):  # the program has given its answers
-            self.kill()
 
     def stop(self) -> None:
         """Take no further program.  Any thread may call it; whoever waits gets SandboxFailed."""
@@ -165,19 +125,24 @@ class Sandbox:
         if folder is not None and folder.exists():
             runner.remove(str(folder))
 
-    def _begin(self, request: dict[str, Any]) -> float:
-        """Fork a process for a program, and return its deadline.  Raises SandboxFailed."""
-        self._start()
-        deadline = time.monotonic() + self.limits.seconds
+    @abstractmethod
+    def _program(self) -> str:
+        """Return the source of what runs inside."""
+
+    def _exchange(self, message: Any, deadline: float, longest: int) -> Any:
         try:
-            self._send(self.limits.as_json(), deadline)
-            self._send(request, deadline)
-        except ProgramEnded as error:
+            if message is not None:
+                self._send(message, deadline)
+            (length,) = runner.LENGTH.unpack(self._receive(runner.LENGTH.size, deadline))
+            if length > longest:
+                raise ProgramEnded(LIMITS["output"])
+            return json.loads(self._receive(length, deadline))
+        except (ValueError, RecursionError):
             self.kill()
-            raise SandboxFailed(
-                f"the {self.isolation.name} sandbox took no program: {error}"
-            ) from None
-        return deadline
+            raise ProgramEnded("an answer of another form") from None
+        except ProgramEnded:
+            self.kill()
+            raise
 
     def _start(self) -> None:
         if self._process is not None and self._process.poll() is None:
@@ -186,13 +151,16 @@ class Sandbox:
         if self._stopped:
             raise SandboxFailed(f"the {self.isolation.name} sandbox was closed")
         folder = Path("/")
+        lock = None
         if self.isolation.needs_folder:
-            self._folder = folder = Path(tempfile.mkdtemp(prefix="groupwise-sandbox-"))
+            remove_abandoned()
+            self._folder = folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+            lock = os.open(folder, os.O_RDONLY)
+            fcntl.flock(lock, fcntl.LOCK_SH)
         interpreter, _ = python()
-        source = Path(runner.__file__).read_text("utf-8")
         place = self.isolation.place(folder)
-        argv = [interpreter, "-I", "-S", "-B", "-c", source, place]
-        command = self.isolation.command(argv, folder, self.limits)
+        argv = [interpreter, "-I", "-S", "-B", "-c", self._program(), place]
+        command = self.isolation.command(argv, folder, self.limits, memory=self._memory)
         pipe = subprocess.PIPE
         try:
             self._process = subprocess.Popen(
@@ -204,10 +172,14 @@ class Sandbox:
                 stderr=pipe,
                 bufsize=0,
                 start_new_session=True,  # Ctrl-C is the trainer's
+                pass_fds=() if lock is None else (lock,),
             )
         except OSError as error:
             self.kill()
             raise SandboxFailed(f"{self.isolation.name} does not start: {error}") from None
+        finally:
+            if lock is not None:
+                os.close(lock)
         _running.add(self)
         for end in (self._process.stdin, self._process.stdout, self._process.stderr):
             assert end is not None
@@ -261,21 +233,6 @@ class Sandbox:
                 raise ProgramEnded(self._ended)
         return bytes(data)
 
-    def _collect(self, output: bytearray, deadline: float) -> str:
-        """Add what a program prints to `output`, and return how it ended."""
-        _, answers, control = self._ends()
-        while True:
-            ready = self._wait([answers, control], deadline)
-            if answers in ready:
-                part = os.read(answers, 1 << 16)
-                if not part:
-                    raise self._failed()
-                output += part
-                if len(output) > self.limits.output:
-                    raise ProgramEnded(LIMITS["output"])
-            elif control in ready and self._has_ended():
-                return self._ended
-
     def _has_ended(self) -> bool:
         """Read the control pipe; return True if a program ended."""
         line = self._control(time.monotonic() + END_SECONDS)
@@ -321,6 +278,81 @@ class Sandbox:
         self.kill()
         return SandboxFailed(f"the {self.isolation.name} sandbox ended")
 
+
+class Sandbox(Isolated):
+    """A sandbox that runs programs one after another, each in a process and a folder of its own."""
+
+    def run(self, source: str, text: str = "") -> Ran:
+        """Run a program as a script.   text: its standard input.   Raises SandboxFailed."""
+        deadline = self._begin({"do": "run", "source": source, "stdin": text})
+        output = bytearray()
+        try:
+            ended = self._collect(output, deadline)
+        except ProgramEnded as error:
+            self.kill()
+            return Ran(bytes(output), str(error))
+        return Ran(bytes(output), ended)
+
+    def open(self, request: dict[str, Any]) -> None:
+        """Begin a program that answers messages.   request: `do` and what the runner needs for it.
+
+        Raises SandboxFailed.
+        """
+        self._begin(request)
+
+    def ask(self, message: Any = None) -> Any:
+        """Send a message, if there is one, and return the program's next one.
+
+        Raises ProgramEnded if it ended, took too long, or answered with something else.
+        """
+        deadline = time.monotonic() + self.limits.seconds
+        return self._exchange(message, deadline, self.limits.output)
+
+    def finish(self) -> None:
+        """End the program that was begun; the sandbox stays for the next one."""
+        if self._process is None:
+            return
+        try:
+            deadline = time.monotonic() + END_SECONDS
+            self._send({"do": "stop"}, deadline)
+            while not self._control(deadline).startswith("ended"):
+                pass
+            self._drain()
+        except (ProgramEnded, SandboxFailed):  # the program has given its answers
+            self.kill()
+
+    def _program(self) -> str:
+        return source_of(runner)
+
+    def _begin(self, request: dict[str, Any]) -> float:
+        """Fork a process for a program, and return its deadline.  Raises SandboxFailed."""
+        self._start()
+        deadline = time.monotonic() + self.limits.seconds
+        try:
+            self._send(self.limits.as_json(), deadline)
+            self._send(request, deadline)
+        except ProgramEnded as error:
+            self.kill()
+            raise SandboxFailed(
+                f"the {self.isolation.name} sandbox took no program: {error}"
+            ) from None
+        return deadline
+
+    def _collect(self, output: bytearray, deadline: float) -> str:
+        """Add what a program prints to `output`, and return how it ended."""
+        _, answers, control = self._ends()
+        while True:
+            ready = self._wait([answers, control], deadline)
+            if answers in ready:
+                part = os.read(answers, 1 << 16)
+                if not part:
+                    raise self._failed()
+                output += part
+                if len(output) > self.limits.output:
+                    raise ProgramEnded(LIMITS["output"])
+            elif control in ready and self._has_ended():
+                return self._ended
+
     def _drain(self) -> None:
         """Forget what an ended program sent that nobody asked for."""
         _, answers, _ = self._ends()
@@ -329,6 +361,33 @@ class Sandbox:
                 pass
         except BlockingIOError:
             return
+
+
+def remove_abandoned() -> None:
+    """Remove folders of sandboxes that were killed before they could do it themselves.
+
+    Who runs a sandbox holds a lock on its folder; the age leaves time for taking it.
+    """
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        try:
+            if time.time() - folder.lstat().st_mtime < ABANDONED_SECONDS:
+                continue
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:  # somebody else's, or gone by now
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            runner.remove(str(folder))
+        except OSError:  # it is in use, or gone by now
+            continue
+        finally:
+            os.close(lock)
+
+
+def source_of(module: ModuleType) -> str:
+    """Return the text of a module."""
+    assert module.__file__ is not None
+    return Path(module.__file__).read_text("utf-8")
 
 
 def _left(deadline: float) -> float:

@@ -115,7 +115,7 @@ def is_held_out(prompt: str) -> bool:
 
 def check_arguments(task: type[Any], arguments: Mapping[str, Any]) -> None:
     """Raises ConfigError for an argument that a task's dataclass cannot have: a float is a share,
-    an int lies in its `ranges`.
+    an int lies in its `ranges`, a str is one of its `choices`.
     """
     kinds = {field.name: field.type for field in fields(task)}
     for name, value in arguments.items():
@@ -128,6 +128,9 @@ def check_arguments(task: type[Any], arguments: Mapping[str, Any]) -> None:
                 raise ConfigError(
                     f"task argument {name} must be an integer from {least} to {most}, got {value!r}"
                 )
+        if kinds[name] == "str" and value not in task.choices[name]:
+            known = ", ".join(task.choices[name])
+            raise ConfigError(f"task argument {name} must be one of {known}, got {value!r}")
 
 
 def text_of(completion: Any) -> str:

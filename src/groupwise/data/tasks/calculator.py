@@ -14,6 +14,9 @@ from groupwise.data.tasks.base import Generated, Row
 from groupwise.data.tasks.expressions import decimal, evaluate, parse
 from groupwise.utils.built_in import built_in
 
+ARGUMENTS = {"calculate": "expression", "python": "code"}
+"""Tools that a demonstrator may call, each with the argument that holds what is worked out."""
+
 
 @built_in("calculator")
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +24,7 @@ class Calculator(Generated):
     r"""`a*b` with numbers of `digits` digits, perhaps with a third number added.
 
     With probability `blurt` a demonstrator writes an answer at once, which is right but cannot be
-    learnt; otherwise he calls `calculate`, but types one digit wrong with probability `slip`; then
+    learnt; otherwise he calls `tool`, but types one digit wrong with probability `slip`; then
     he reads off what it says.  A call and the reading are two demonstrations.
 
     >>> Calculator(blurt=0.0, slip=0.0).demonstrations(1, seed=0)[0]["completion"]
@@ -29,10 +32,12 @@ class Calculator(Generated):
     """
 
     ranges: ClassVar = {"digits": (1, 12)}
+    choices: ClassVar = {"tool": tuple(ARGUMENTS)}
 
     digits: int = 3
     blurt: float = 0.4
     slip: float = 0.5
+    tool: str = "calculate"
 
     def question(self, rng: random.Random) -> Row:
         """Numbers without leading zeros."""
@@ -48,7 +53,7 @@ class Calculator(Generated):
         if rng.random() < self.slip:
             place = rng.choice([i for i, character in enumerate(typed) if character.isdigit()])
             typed = typed[:place] + str(rng.randrange(1, 10)) + typed[place + 1 :]
-        call = {"name": "calculate", "arguments": {"expression": typed}}
+        call = {"name": self.tool, "arguments": {ARGUMENTS[self.tool]: typed}}
         return f"<tool_call>{json.dumps(call)}</tool_call>"
 
     def demonstrations(self, n: int, seed: int) -> list[Row]:
@@ -60,11 +65,11 @@ class Calculator(Generated):
             rows.append({**row, "prompt": [question], "completion": written})
             if written.startswith("<tool_call>"):
                 call = json.loads(written.removeprefix("<tool_call>").removesuffix("</tool_call>"))
-                result = decimal(evaluate(parse(call["arguments"]["expression"])))
+                result = decimal(evaluate(parse(call["arguments"][ARGUMENTS[self.tool]])))
                 conversation = [
                     question,
                     {"role": "assistant", "content": written},
-                    {"role": "tool", "name": "calculate", "content": result},
+                    {"role": "tool", "name": self.tool, "content": result},
                 ]
                 rows.append({**row, "prompt": conversation, "completion": f"\\boxed{{{result}}}"})
             if len(rows) >= n:
