@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from groupwise.config.recipes import make_recipe
-from groupwise.config.settings import EnvironmentSettings, SandboxSettings
+from groupwise.config.settings import EnvironmentSettings
 from groupwise.data.tasks import make_task
 from groupwise.errors import ConfigError, EnvironmentFailure
 from groupwise.records import Finish
@@ -56,7 +56,7 @@ def test_calls_of_an_episode_share_a_folder_and_no_other_episode_does(table: Cal
 @pytest.mark.slow
 @BOTH
 def test_a_call_out_of_time_is_a_text_and_the_episode_goes_on(table: Callable[..., Any], runs: str) -> None:
-    at = table(tools=TOOLS, runs=runs, sandbox=SandboxSettings(seconds=1.0))
+    at = table(tools=TOOLS, runs=runs, sandbox={"seconds": 1.0})
     talk, _ = at.begin()
     reply = at.say(talk, call("shell", command="echo begun; sleep 1000"))
     assert reply.finish is None
@@ -71,7 +71,7 @@ def test_a_call_out_of_time_is_a_text_and_the_episode_goes_on(table: Callable[..
 @BOTH
 def test_an_episode_that_is_broken_off_leaves_nothing(table: Callable[..., Any], runs: str) -> None:
     """The call is under way when sampling is broken off."""
-    at = table(tools=TOOLS, runs=runs, sandbox=SandboxSettings(seconds=3.0))
+    at = table(tools=TOOLS, runs=runs, sandbox={"seconds": 3.0})
     talk, _ = at.begin()
     at.later(talk, call("shell", command="sleep 4321.25"))
     deadline = time.monotonic() + 60.0
@@ -129,6 +129,10 @@ WRONG = {
     "a tool of the same name": ({"tools": ["python", "my_tools.py:python"]}, "two tools are called 'python'"),
     "a limit that another one hides": ({"tools": ["python"], "tool_timeout": 5}, "environment.sandbox.seconds is 10, and"),
     "an isolation that is none": ({"tools": ["python"], "sandbox": {"isolation": "docker"}}, "bubblewrap"),
+    "a misspelt limit": ({"tools": ["python"], "sandbox": {"second": 1}}, "did you mean seconds"),
+    "a limit without tools": ({"tools": ["my_tools.py:add"], "sandbox": {"seconds": 1}}, "and none is set"),
+    "a truth value": ({"tools": ["python"], "sandbox": {"seconds": True}}, "must be a number above 0"),
+    "half a process": ({"tools": ["python"], "sandbox": {"processes": 0.5}}, "must be a whole number above 0"),
     "a limit of nothing": ({"tools": ["python"], "sandbox": {"memory_mb": 0}}, "memory_mb"),
 }
 

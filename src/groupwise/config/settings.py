@@ -52,8 +52,6 @@ TASKS = built_ins("data.tasks")
 """Built-in generated tasks."""
 DATA_SUFFIXES = tuple(built_ins("data.sources"))
 """Endings of files of rows."""
-SANDBOX_TOOLS = tuple(built_ins("sandbox"))
-"""Built-in tools."""
 FACTORIES = built_ins("environments")
 """Built-in environments."""
 
@@ -362,27 +360,6 @@ class RolloutSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SandboxSettings:
-    """Where the tools `python` and `shell` run, and limits on each call."""
-
-    isolation: Literal["auto", "bubblewrap", "sandlock"] = "auto"
-    """`auto`: the first that no attack of ours breaks on this machine; without one the recipe is
-    refused."""
-    seconds: Annotated[float, Gt(0.0)] = 10.0
-    """Seconds by the clock, at most `environment.tool_timeout`."""
-    cpu_seconds: Annotated[float, Gt(0.0)] = 10.0
-    """Processor seconds."""
-    memory_mb: Positive = 512
-    """Memory of all processes."""
-    disk_mb: Positive = 64
-    """Size of the episode's folder."""
-    output_kb: Positive = 16
-    """Output that is kept; what is printed behind it is left out, with a sentence that says so."""
-    processes: Positive = 64
-    """Processes at once."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class EnvironmentSettings:
     """Tools, an environment, or a procedural data set.  With tools or an environment a completion
     is a conversation; `rollout.max_new_tokens` limits all its turns and answers together."""
@@ -392,8 +369,9 @@ class EnvironmentSettings:
     `module:function`, with type hints and a docstring that describes every parameter under `Args:`.
     `python` and `shell` are built in, and run in a sandbox.
     """
-    sandbox: SandboxSettings = field(default_factory=SandboxSettings)
-    """Limits on the tools `python` and `shell`."""
+    sandbox: Mapping[str, Any] = field(default_factory=dict)
+    """Limits on a call of `python` or `shell`: `seconds`, `cpu_seconds`, `memory_mb`, `disk_mb`,
+    `output_kb`, `processes`; and the `isolation` that they run in."""
     factory: str | Mapping[str, str] | None = None
     """Makes an environment per episode: a built-in one, `file.py:Class` or `module:Class`, in TRL's
     form (`reset(**row)`, public methods as tools, optional `get_reward()`) or, where it has a

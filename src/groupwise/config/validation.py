@@ -39,7 +39,6 @@ from groupwise.config.settings import (
     OBJECTIVES,
     OWNERS,
     REWARDS,
-    SANDBOX_TOOLS,
     TASKS,
     CriticSettings,
     EngineSettings,
@@ -53,6 +52,7 @@ from groupwise.config.settings import (
     verdict_of,
 )
 from groupwise.errors import ConfigError
+from groupwise.sandbox.tools import SANDBOX_TOOLS, SandboxSettings
 from groupwise.utils.files import expanded
 from groupwise.utils.spelling import closest, near_path, nearest
 
@@ -594,6 +594,23 @@ def _wrong_name(function: str, kind: str = "function") -> str | None:
     return f"{place!r} is neither a module nor a .py file"
 
 
+def _sandbox(environment: EnvironmentSettings) -> Findings:
+    at = "environment"
+    try:
+        sandbox = SandboxSettings.read(environment.sandbox)
+    except ConfigError as error:
+        yield str(error)
+        return
+    if not set(environment.tools) & set(SANDBOX_TOOLS):
+        if environment.sandbox:
+            yield f"{at}.sandbox is that of the tools `python` and `shell`, and none is set"
+    elif sandbox.seconds > environment.tool_timeout:
+        yield (
+            f"{at}.sandbox.seconds is {sandbox.seconds:g}, and {at}.tool_timeout"
+            f" {environment.tool_timeout:g}: a call of `python` or `shell` ends by the first"
+        )
+
+
 def _environment_alone(environment: EnvironmentSettings) -> Findings:
     at, factory = "environment", environment.factory
     for place, tool in enumerate(environment.tools):
@@ -601,11 +618,7 @@ def _environment_alone(environment: EnvironmentSettings) -> Findings:
             near = nearest(tool, SANDBOX_TOOLS)
             hint = "" if near is None else f" (did you mean {near}?)"
             yield f"{at}.tools.{place}: {wrong}{hint}"
-    if environment.sandbox.seconds > environment.tool_timeout:
-        yield (
-            f"{at}.sandbox.seconds is {environment.sandbox.seconds:g}, and {at}.tool_timeout"
-            f" {environment.tool_timeout:g}: a call of `python` or `shell` ends by the first"
-        )
+    yield from _sandbox(environment)
     names = [tool.rpartition(":")[2] for tool in environment.tools]
     repeated = [name for name in names if names.count(name) > 1]
     if repeated:

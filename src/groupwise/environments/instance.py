@@ -23,10 +23,8 @@ from typing import Any
 
 from groupwise.errors import ConfigError, EnvironmentFailure
 from groupwise.rewards.user_functions import asynchronous
-from groupwise.sandbox.limits import Limits
 from groupwise.sandbox.server import SandboxFailed
-from groupwise.sandbox.tools import SandboxTools, isolation_of_tools
-from groupwise.utils.built_in import built_ins
+from groupwise.sandbox.tools import SANDBOX_TOOLS, SandboxSettings, SandboxTools
 from groupwise.utils.imports import imported
 from groupwise.utils.process_main import described
 
@@ -364,11 +362,12 @@ class Instances:
         self._tools = tools
         self.functions = {}
         for spec in tools:
-            if spec not in built_ins("sandbox"):
+            if spec not in SANDBOX_TOOLS:
                 self.functions[spec.rpartition(":")[2]] = self._named(spec, "tool")
         self._make_sandbox: Callable[[], Any] | None = None
         if len(self.functions) < len(tools):
-            self._make_sandbox = _sandbox_tools(**sandbox)
+            settings = SandboxSettings.read(sandbox)
+            self._make_sandbox = partial(SandboxTools, settings.proved(), settings.limits())
         self.factories = {}
         for name, spec in factories.items():
             self.factories[name] = self._named(spec, "environment")
@@ -389,28 +388,6 @@ class Instances:
             tool = spec.rpartition(":")[2]
             functions[tool] = self.functions.get(tool) or getattr(sandbox, tool)
         return Instance(functions, factory, self._args, sandbox)
-
-
-def _sandbox_tools(
-    isolation: str,
-    seconds: float,
-    cpu_seconds: float,
-    memory_mb: int,
-    disk_mb: int,
-    output_kb: int,
-    processes: int,
-) -> Callable[[], SandboxTools]:
-    """Return what makes the built-in tools of an episode.  Raises ConfigError without a sandbox."""
-    proved = isolation_of_tools(isolation)
-    limits = Limits(
-        seconds=seconds,
-        cpu_seconds=cpu_seconds,
-        memory=memory_mb << 20,
-        disk=disk_mb << 20,
-        output=output_kb << 10,
-        processes=processes,
-    )
-    return partial(SandboxTools, proved, limits)
 
 
 def serve_environments(*setup: Any, objects: Mapping[str, Any] | None = None) -> Callable[..., Any]:

@@ -16,11 +16,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from groupwise.config.settings import SandboxSettings
 from groupwise.environments.instance import Instance, Instances, MissingColumn, serve_environments
 from groupwise.environments.schemas import Schema
 from groupwise.errors import ConfigError, DataError, EnvironmentFailure
@@ -147,7 +146,7 @@ class ToolRuntime:
         factories: Mapping[str, str],
         args: Mapping[str, Any],
         *,
-        sandbox: SandboxSettings | None = None,
+        sandbox: Mapping[str, Any] | None = None,
         runs: str = "process",
         objects: Mapping[str, Any] | None = None,
     ) -> None:
@@ -166,7 +165,7 @@ class ToolRuntime:
             tuple(map(str, tools)),
             {name: str(spec) for name, spec in factories.items()},
             dict(args),
-            asdict(sandbox or SandboxSettings()),
+            dict(sandbox or {}),
         )
         self._objects = dict(objects or {})
         self._instances = (

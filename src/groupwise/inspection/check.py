@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from groupwise.config.settings import (
-    SANDBOX_TOOLS,
     VERDICTS,
     Recipe,
     is_online,
@@ -58,6 +57,7 @@ from groupwise.runs.prepared import sampling_of
 from groupwise.runs.run_models import fit_threads
 from groupwise.sandbox.attacks import Verdict, prove, prove_tools
 from groupwise.sandbox.isolation import ISOLATIONS, Isolation
+from groupwise.sandbox.tools import SANDBOX_TOOLS
 from groupwise.training.branches import unbranched
 from groupwise.training.passes import score
 from groupwise.training.samples import sample_of
