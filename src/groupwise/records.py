@@ -146,6 +146,12 @@ class Turn:
     """True if the answer was too long and was cut."""
     reward: float | None = None
     """The environment's reward for the turn."""
+    side: bool = False
+    """True if it belongs to a conversation that is served and not trained."""
+    agent: int = 0
+    """The agent that asked for it, numbered by session, where several share an episode."""
+    wishes: tuple[str, ...] = ()
+    """What the client asked for and did not get: kinds of tools, a call that must be made."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

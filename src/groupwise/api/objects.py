@@ -222,6 +222,8 @@ def environment_keys(environment: object, tools: Sequence[object] | None) -> dic
         keys["factory"] = _callable(factory, "environment.factory")
     if callable(keys.get("harness")):
         keys["harness"] = _callable(keys["harness"], "environment.harness")
+    if callable(keys.get("side_calls")):
+        keys["side_calls"] = _callable(keys["side_calls"], "environment.side_calls")
     return {key: value for key, value in keys.items() if value is not None}
 
 

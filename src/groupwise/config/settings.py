@@ -397,6 +397,10 @@ class EnvironmentSettings:
     loopback need the environment variable GROUPWISE_TOKEN, which requests must send."""
     at_once: Positive = 64
     """Harnesses that run at the same time."""
+    side_calls: str = "without_tools"
+    """Conversations of a harness that are served and not trained.  `without_tools`: those without
+    tools in an episode in which another has tools (a title, a summary); `none`; or a function of
+    `messages` and `tools` that returns true for one (`file.py:function` or `module:function`)."""
     max_turns: Positive = 16
     """Turns of the policy in an episode."""
     tool_timeout: Annotated[float, Gt(0.0)] = 30.0
@@ -430,6 +434,8 @@ class EnvironmentSettings:
         return bool(self.named(ASKING))
 
 
+SIDE_RULES = ("without_tools", "none")
+"""Rules of `environment.side_calls` that need no function."""
 ANSWERING = ("tools", "factory", "openenv")
 """Keys of `environment` that name what Groupwise calls with the policy's turns."""
 ASKING = ("harness", "verifiers")

@@ -39,6 +39,7 @@ from groupwise.config.settings import (
     OBJECTIVES,
     OWNERS,
     REWARDS,
+    SIDE_RULES,
     TASKS,
     CriticSettings,
     EngineSettings,
@@ -652,6 +653,11 @@ def _environment_alone(environment: EnvironmentSettings) -> Findings:
         yield (
             f"{at}.harness: {wrong}; or write `outside`, or a program as a list, [python, agent.py]"
         )
+    wrong = _wrong_choice(
+        environment.side_calls, SIDE_RULES, "function", "module:function or file.py:function"
+    )
+    if wrong:
+        yield (f"{at}.side_calls",), f"{at}.side_calls: {wrong}"
     if not re.fullmatch(
         r"([^\s:]+|\[[0-9a-fA-F:]+\]):\d{1,5}", environment.listen
     ) or _has_wrong_port(f"//{environment.listen}"):

@@ -7,8 +7,10 @@ from __future__ import annotations
 import copy
 import json
 import threading
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +31,12 @@ from groupwise.environments.tool_calls import (
 )
 from groupwise.errors import DataError
 from groupwise.records import Finish, ToolCall
+from groupwise.utils.terminal import logger
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,21 @@ class ChatResponse:
     calls: Sequence[ParsedCall | BrokenCall]
     finish_reason: str
     """`stop`, `tool_calls` or `length`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedTurn:
+    """A turn with the request that it answers."""
+
+    request: ChatRequest
+    context: int
+    """Tokens that it was drawn behind."""
+    sampled: SampledTokens
+    response: ChatResponse
+
+
+PROBE = "zq7system"
+"""Stands for a system message where the template is asked what it does with one."""
 
 
 class ChatCodec:
@@ -153,20 +173,70 @@ class ChatCodec:
         content = content if reasoning is None else content.strip("\n")
         return ParsedTurn(content, reasoning, (), content)
 
+    def stop_in(self, tokens: Sequence[int], stop: Sequence[str]) -> tuple[int, str] | None:
+        """Return how many tokens it takes until their text holds a stop string, and that string;
+        None if it holds none.
+        """
+        if not stop or self._first_stop(tokens, stop) is None:
+            return None
+        counts = range(1, len(tokens) + 1)
+        least = bisect_left(
+            counts, True, key=lambda count: self._first_stop(tokens[:count], stop) is not None
+        )
+        found = self._first_stop(tokens[: counts[least]], stop)
+        assert found is not None
+        return counts[least], found
+
+    def _first_stop(self, tokens: Sequence[int], stop: Sequence[str]) -> str | None:
+        """The stop string that stands first in the text of the tokens."""
+        text = self.decode(tokens)
+        places = {text.find(one): one for one in stop}
+        places.pop(-1, None)
+        return places[min(places)] if places else None
+
     # ---- requests of the endpoint's clients
 
     def render(self, request: ChatRequest) -> tuple[np.ndarray, str]:
         """Ids and text of a whole conversation.  Raises Refused."""
         shielded = self.template.shielded
+        first, *later = request.messages
+        messages = [self._shown(first, "system")]
+        messages += [self._shown(message, self._later_system) for message in later]
         try:
             text = self.written(
-                list(map(shielded, request.messages)),
+                list(map(shielded, messages)),
                 shielded(request.tools),
                 shielded(request.variables),
             )
         except DataError as error:
             raise Refused(str(error), param="messages") from error
         return self.encode(text), unmarked(text)
+
+    def _shown(self, message: Mapping[str, Any], system: str) -> Mapping[str, Any]:
+        """A message in a role that the template shows.  system: its role for system messages."""
+        role = message["role"]
+        if role == "developer" and "developer" not in str(self.tokenizer.chat_template):
+            role = "system"
+        return {**message, "role": system if role == "system" else role}
+
+    @cached_property
+    def _later_system(self) -> str:
+        """The role in which the template shows a system message that is not the first message: the
+        user's, where it refuses or drops such a message.
+        """
+        user = {"role": "user", "content": "a"}
+        spoken = [user, {"role": "assistant", "content": "b"}]
+        try:
+            text = self.written([*spoken, {"role": "system", "content": PROBE}, user], None, {})
+        except DataError:
+            text = ""
+        if PROBE in text:
+            return "system"
+        log.warning(
+            "the chat template shows no system message behind the first message: such messages of"
+            " clients are shown as the user's"
+        )
+        return "user"
 
     def follow(
         self, request: ChatRequest, last: int, messages: Sequence[Mapping[str, Any]]
@@ -176,7 +246,7 @@ class ChatCodec:
         """
         suffix = self.after(
             last,
-            messages,
+            [self._shown(message, self._later_system) for message in messages],
             self.template.shielded(request.tools),
             self.template.shielded(request.variables),
         )

@@ -70,8 +70,10 @@ class Stream:
     """What it is drawn behind since `begin`; None: its prompt."""
     begin: int = 0
     """Place of the first token that was drawn behind `context`."""
-    answers: list[tuple[int, int]] = field(default_factory=list)
-    """Spans of tokens that the policy did not write."""
+    untrained: list[tuple[int, int]] = field(default_factory=list)
+    """Spans of tokens that are not trained: the policy did not write them, or nobody was to learn
+    from them.
+    """
     branches: list[Branch] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     """Turns that have ended, where an environment answers them."""
@@ -151,16 +153,16 @@ class Stream:
             self.context, self.begin, self.limit = reply.context, have, limit
             self.branches.append(Branch(begin=have, context=reply.context))
         elif n := reply.tokens.size:
-            self.answers.append((have, have + n))
+            self.untrained.append((have, have + n))
             self.add(reply.tokens.tolist(), [0.0] * n, version)
             self.support += [NOTHING] * n if support else []
         self.turn = len(self.tokens)
         self.end = self.limit if reply.limit is None else min(self.limit, self.turn + reply.limit)
 
     def trained(self) -> np.ndarray:
-        """bool: the tokens that the policy wrote."""
+        """bool: the tokens that the policy wrote and that are trained."""
         trained = np.ones(len(self.tokens), dtype=bool)
-        for begin, end in self.answers:
+        for begin, end in self.untrained:
             trained[begin:end] = False
         return trained
 

@@ -1,11 +1,14 @@
 """The policy over HTTP, for agent harnesses and environments that ask for its turns: token ids, or
-OpenAI's chat messages.
+messages in the form of three APIs.
 
 | route | what |
 |---|---|
 | `POST .../inference/v1/generate` | token ids in; ids, log-probs and the version of the weights out
 (vLLM's form) |
 | `POST .../v1/chat/completions` | messages in, a message out (OpenAI's form) |
+| `POST .../v1/messages`, `.../v1/messages/count_tokens` | the same in Anthropic's form
+(`messages_api`) |
+| `POST .../v1/responses` | the same in the form of OpenAI's Responses (`responses_api`) |
 | `GET .../v1/models` | the model's name and `max_model_len` |
 | `GET /health` | an empty object |
 
@@ -23,20 +26,22 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from http import HTTPStatus
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from groupwise.environments.chat_codec import ChatCodec, ChatResponse
+from groupwise.environments import messages_api, responses_api
+from groupwise.environments.chat_codec import ChatCodec, ChatResponse, ServedTurn
 from groupwise.environments.harness import Ending, OutsideHarness, reward_of
 from groupwise.environments.requests import (
     ChatRequest,
     Refused,
     SampledTokens,
     TurnRequest,
+    event_stream,
     read_chat_request,
     read_token_request,
     token_answer,
@@ -54,6 +59,10 @@ POLL_SECONDS = 0.5
 """Seconds between two looks whether a client that waits is still there."""
 LONGEST = 2048
 """Characters of an address."""
+SESSIONS = ("x-claude-code-session-id", "session-id", "x-session-id")
+"""Headers in which agents name their session."""
+MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
+"""Paths whose clients read errors in Anthropic's form."""
 
 
 class RequestedEpisode(Protocol):
@@ -109,7 +118,15 @@ class Endpoint(Server):
                 f"{host} is reached from other machines: give a token that requests must bring, or"
                 " take 127.0.0.1"
             )
+        self._warned: set[str] = set()
         super().__init__(host, port, _EndpointHandler)
+
+    def warn_of(self, keys: Sequence[str], api: str) -> None:
+        """Warn of keys in the body of a request that nobody knows, of each once."""
+        for key in keys:
+            if key not in self._warned:
+                self._warned.add(key)
+                log.warning("%s: the unknown parameter %r is ignored", api, key[:80])
 
     @property
     def url(self) -> str:
@@ -135,6 +152,9 @@ class _EndpointHandler(Handler):
         self._serve(
             {
                 "/v1/chat/completions": self._chat,
+                "/v1/messages": self._messages,
+                "/v1/messages/count_tokens": self._count_tokens,
+                "/v1/responses": self._responses,
                 "/inference/v1/generate": self._generate,
                 "/episodes": self._claim,
                 "/end": self._report,
@@ -154,14 +174,14 @@ class _EndpointHandler(Handler):
                 raise Refused(f"there is no {self.command} {path}", HTTPStatus.NOT_FOUND)
             answer = routes[path](episode)
         except Refused as refused:
-            self._send(refused.status, refused.body())
+            self._refuse(refused)
             return
         except (ConnectionError, TimeoutError):
             raise
         except Exception as error:  # one bad request must not take the server away
             log.exception("%s %s failed", self.command, self.path)
             status = HTTPStatus.INTERNAL_SERVER_ERROR
-            self._send(status, Refused(f"{type(error).__name__}: {error}", status).body())
+            self._refuse(Refused(f"{type(error).__name__}: {error}", status))
             return
         if isinstance(answer, bytes):
             self._write(HTTPStatus.OK, answer, "text/event-stream")
@@ -192,8 +212,11 @@ class _EndpointHandler(Handler):
         return (key if key and self.server.find(key) is not None else None), path
 
     def _key(self) -> str:
+        """The key that a client brings, as OpenAI's or as Anthropic's clients do."""
         kind, _, key = self.headers.get("Authorization", "").partition(" ")
-        return key.strip() if kind.lower() == "bearer" else ""
+        if kind.lower() == "bearer":
+            return key.strip()
+        return self.headers.get("x-api-key", "").strip()
 
     def _check_token(self, episode: str | None) -> None:
         """Refuses who brings neither the server's token nor, as key, the id of the episode that is
@@ -267,16 +290,46 @@ class _EndpointHandler(Handler):
 
     def _chat(self, episode: str | None) -> Any:
         session = self._episode(episode)
-        request = read_chat_request(self._body)
-        turn = session.render(request)
+        turn = self._served(session, read_chat_request(self._body))
+        answer = chat_answer(turn, session.codec)
+        if not turn.request.stream:
+            return answer
+        return as_stream(answer, usage=turn.request.stream_options.include_usage)
+
+    def _messages(self, episode: str | None) -> Any:
+        session = self._episode(episode)
+        turn = self._served(session, messages_api.read_messages_request(self._body))
+        answer = messages_api.messages_answer(turn)
+        if not turn.request.stream:
+            return answer
+        return event_stream(messages_api.message_events(answer))
+
+    def _count_tokens(self, episode: str | None) -> Any:
+        request = messages_api.read_messages_request(self._body)
+        turn = self._episode(episode).render(self._noted(request))
+        return {"input_tokens": int(turn.context.size)}
+
+    def _responses(self, episode: str | None) -> Any:
+        session = self._episode(episode)
+        turn = self._served(session, responses_api.read_responses_request(self._body))
+        answer = responses_api.responses_answer(turn, self._body)
+        if not turn.request.stream:
+            return answer
+        return event_stream(responses_api.response_events(answer))
+
+    def _served(self, session: RequestedEpisode, request: ChatRequest) -> ServedTurn:
+        """The turn that answers a request with messages, recorded."""
+        turn = session.render(self._noted(request))
         sampled = self._wait(session.draw(turn))
         response = session.respond(request, turn.thinking, sampled)
-        answer = chat_answer(request, int(turn.context.size), sampled, response, session.codec)
-        return (
-            as_stream(answer, usage=request.stream_options.include_usage)
-            if request.stream
-            else answer
-        )
+        return ServedTurn(request, int(turn.context.size), sampled, response)
+
+    def _noted(self, request: ChatRequest) -> ChatRequest:
+        """The request with the session that its header names; warns of what nobody knows."""
+        self.server.warn_of(request.unknown, urlsplit(self.path).path.rpartition("/v1/")[2])
+        for name in SESSIONS:
+            request.agent = request.agent or self.headers.get(name, "")
+        return request
 
     def _claim(self, episode: str | None) -> Any:
         if self.server.episodes is None or episode is not None:
@@ -325,6 +378,12 @@ class _EndpointHandler(Handler):
 
     # ---- answers
 
+    def _refuse(self, refused: Refused) -> None:
+        """Send an error in the form of the API that was asked for."""
+        path = urlsplit(getattr(self, "path", "")).path
+        body = messages_api.error_body if path.endswith(MESSAGES) else Refused.body
+        self._send(refused.status, body(refused))
+
     def _send(self, status: HTTPStatus, body: Any) -> None:
         self._write(
             status,
@@ -350,7 +409,7 @@ class _EndpointHandler(Handler):
         """What the standard library refuses by itself: lines that are no HTTP, unknown methods."""
         self.close_connection = True
         status = HTTPStatus(code)
-        self._send(status, Refused(message or status.phrase, status).body())
+        self._refuse(Refused(message or status.phrase, status))
 
 
 def _ending(reward: Any) -> Ending:
@@ -367,17 +426,11 @@ def _no_number(name: str) -> Any:
     raise ValueError(f"{name} is no number in JSON")
 
 
-def chat_answer(
-    request: ChatRequest,
-    context: int,
-    sampled: SampledTokens,
-    response: ChatResponse,
-    codec: ChatCodec,
-) -> dict[str, Any]:
-    """What `POST /v1/chat/completions` answers.  Log-probs are of all tokens, those of a stop
-    string among them.
-
-    context: tokens that the turn was drawn behind."""
+def chat_answer(turn: ServedTurn, codec: ChatCodec) -> dict[str, Any]:
+    """Return what `POST /v1/chat/completions` answers.  Log-probs are of all tokens, those of a
+    stop string among them.
+    """
+    request, sampled, response = turn.request, turn.sampled, turn.response
     choice: dict[str, Any] = {
         "index": 0,
         "message": dict(response.message),
@@ -406,9 +459,9 @@ def chat_answer(
         "system_fingerprint": f"version-{sampled.version}",
         "choices": [choice],
         "usage": {
-            "prompt_tokens": context,
+            "prompt_tokens": turn.context,
             "completion_tokens": written,
-            "total_tokens": context + written,
+            "total_tokens": turn.context + written,
         },
     }
 

@@ -47,7 +47,7 @@ from groupwise.environments.requests import (
 )
 from groupwise.environments.tool_calls import opens_thinking
 from groupwise.errors import DataError, EnvironmentFailure
-from groupwise.records import Episode, Finish, Sampling
+from groupwise.records import Episode, Finish, Sampling, Turn
 from groupwise.utils import threads
 from groupwise.utils.secrets import scrubbed
 from groupwise.utils.spelling import counted
@@ -61,6 +61,15 @@ TICK = 0.2
 """Seconds between two looks at the deadlines."""
 HOPELESS = 16
 """Episodes that fail before one succeeds, after which the harness counts as broken."""
+
+
+SideRule = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None], object]
+"""A function of the messages and tools of a request: true if it is served and not trained."""
+
+
+def no_side(messages: Sequence[Mapping[str, Any]], tools: object) -> bool:
+    """Return False: every conversation is trained."""
+    return False
 
 
 UNKNOWN = Ending()
@@ -80,11 +89,14 @@ class HarnessEnvironment:
         context: int,
         vocabulary: int,
         token: str | None = None,
+        is_side: SideRule | None = None,
     ) -> None:
         """sampling: of the run; requests that ask for something else are refused.   context: most
         tokens of a sequence.
-        token: see `Endpoint`.
+        token: see `Endpoint`.   is_side: True for a conversation that is served and not trained;
+            None: those without tools, in an episode in which another has tools.
         """
+        self.is_side = is_side
         self.harness, self.codec, self.settings, self.sampling, self.context = (
             harness,
             codec,
@@ -197,7 +209,13 @@ class _DrawnTurn:
     that was requested by token ids.
     """
     setting: str = ""
-    """Tools and variables of the request."""
+    """Tools, variables and agent of the request."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """The conversation with this turn."""
+    tools_shown: bool | None = None
+    """False for a conversation without tools; None for a turn that was requested by token ids."""
+    side: bool = False
+    """True if the conversation is served and not trained."""
 
 
 class HarnessEpisode:
@@ -220,7 +238,8 @@ class HarnessEpisode:
         self._drawing: TurnRequest | None = None
         self._drawn: list[_DrawnTurn] = []
         """One of each turn of the stream."""
-        self._messages: tuple[Mapping[str, Any], ...] = ()
+        self._agents: dict[str, int] = {}
+        """Numbers of the agents by the sessions that they name."""
         self._stop: Callable[[], object] = lambda: None
         self._spent = 0.0
         """Seconds that the harness was at work."""
@@ -247,15 +266,31 @@ class HarnessEpisode:
         with self._lock:
             stream, turn, request = self.stream, self.stream.turns[-1], self._drawing
             assert request is not None
+            version = stream.version[-1] if turn.end > turn.begin else 0
+            turn, stopped_at = self._stopped(turn, request.sampling.stop)
             tokens, logp = stream.tokens[turn.begin : turn.end], stream.logp[turn.begin : turn.end]
-            version = stream.version[-1] if tokens else 0
             request.sampled.set_result(
-                SampledTokens(tokens, logp, turn.finish, version, len(self._drawn))
+                SampledTokens(tokens, logp, turn.finish, version, len(self._drawn), stopped_at)
             )
             self._drawn.append(_DrawnTurn(time.monotonic()))
             self._drawing, self._next = None, (following := Future())
             self._advance()
         return following
+
+    def _stopped(self, turn: Turn, stop: Sequence[str]) -> tuple[Turn, str | None]:
+        """The turn up to the first stop string of its request, and that string.
+
+        The engine knows the run's stop strings alone, so a turn may have tokens behind those of the
+        request.  They are not trained, and the next turn is not drawn behind them."""
+        stopped = self.codec.stop_in(self.stream.tokens[turn.begin : turn.end], stop)
+        if stopped is None:
+            return turn, None
+        count, stopped_at = stopped
+        end = turn.begin + count
+        if end < turn.end:
+            self.stream.untrained.append((end, turn.end))
+            turn = self.stream.turns[-1] = replace(turn, end=end, finish=Finish.STOP)
+        return turn, stopped_at
 
     def close(self, finish: Finish) -> Episode:
         """Break the harness off and refuse what it still asks for; the episode as a record."""
@@ -265,23 +300,47 @@ class HarnessEpisode:
             if self._drawing is not None:
                 self._drawing.sampled.set_exception(self._refusal())
             self._drawing, self._next, turns = None, None, self.stream.turns
+            self._set_side_calls_aside()
             if self._failure and turns and not turns[-1].answer:
                 turns[-1] = replace(turns[-1], answer=self._failure)
             return Episode(
                 turns=tuple(turns),
-                messages=self._messages,
+                messages=self._messages(),
                 branches=tuple(self.stream.branches),
                 reward=self._ending.reward,
                 environment=self.environment.settings.verifiers or "",
                 prompt_text=self._prompt_text(),
             )
 
+    def _set_side_calls_aside(self) -> None:
+        """Mark the turns of side conversations: their tokens are not trained."""
+        turns = self.stream.turns
+        with_tools = [drawn.keys for drawn in self._drawn if drawn.tools_shown]
+        for number, drawn in enumerate(self._drawn):
+            if self.environment.is_side is None and with_tools and drawn.tools_shown is False:
+                # a conversation that goes on with tools is none beside them
+                length = len(drawn.keys)
+                drawn.side = all(keys[:length] != drawn.keys for keys in with_tools)
+            if drawn.side:
+                turn = turns[number] = replace(turns[number], side=True)
+                self.stream.untrained.append((turn.begin, turn.end))
+
+    def _messages(self) -> tuple[Mapping[str, Any], ...]:
+        """The messages of the conversation that was continued last, of those that are trained."""
+        for drawn in reversed(self._drawn):
+            if drawn.messages and not drawn.side:
+                return drawn.messages
+        return ()
+
     def _prompt_text(self) -> str:
-        """The context that the harness began with; empty where it is the prompt."""
+        """The context that the first trained conversation began with; empty where it is the
+        prompt.
+        """
         branches = self.stream.branches
-        if not branches or branches[0].begin > 0:
-            return ""
-        return self.codec.decode(branches[0].context)
+        for turn in self.stream.turns:
+            if not turn.side and branches and branches[0].begin <= turn.begin:
+                return self.codec.decode(self.stream.through(turn)[: turn.begin - turn.end])
+        return ""
 
     # ---- for the harness
 
@@ -440,11 +499,16 @@ class HarnessEpisode:
         """The turn as a message, which is from now on recognised, with its calls noted for the
         record.
         """
-        response = self.codec.read(sampled, request, thinking, self.environment.sampling.stop)
+        stop = request.stop or self.environment.sampling.stop
+        response = self.codec.read(sampled, request, thinking, stop)
         with self._lock:
             turn, drawn = self.stream.turns[sampled.turn], self._drawn[sampled.turn]
             drawn.call_ids, drawn.setting = [call.id for call in response.calls], request.setting
             drawn.keys = (*request.keys, message_key(response.message))
+            drawn.messages = (*request.messages, response.message)
+            drawn.tools_shown = request.tools is not None
+            if self.environment.is_side is not None:
+                drawn.side = bool(self.environment.is_side(request.messages, request.tools))
             self.stream.turns[sampled.turn] = replace(
                 turn,
                 finish=(
@@ -453,8 +517,9 @@ class HarnessEpisode:
                     else turn.finish
                 ),
                 calls=tuple(map(recorded, response.calls)),
+                agent=self._agents.setdefault(request.agent, len(self._agents)),
+                wishes=request.wishes,
             )
-            self._messages = (*request.messages, response.message)
         return response
 
     # ---- inside; the lock is held

@@ -2,8 +2,9 @@
 drawn is never ignored.
 
 Two forms: token ids (`POST /inference/v1/generate`, vLLM's) and chat messages (`POST
-    /v1/chat/completions`, OpenAI's).  The classes `...Body` are these forms: a parameter that none
-    of their fields names is refused, and one that is null is not there."""
+/v1/chat/completions`, OpenAI's).  A parameter that is null is not there.  One that nobody knows is
+refused with token ids; with messages it is noted, because agents add some every month.  The modules
+`messages_api` and `responses_api` turn two further forms into chat messages."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
@@ -74,6 +76,8 @@ class SampledTokens:
     """Optimizer steps that the policy had taken."""
     turn: int = 0
     """Number of the turn in the episode."""
+    stopped_at: str | None = None
+    """The stop string of the request that ended it."""
 
 
 # ---- the forms of bodies
@@ -137,7 +141,7 @@ class _Body(BaseModel):
     harmless: ClassVar[frozenset[str]] = frozenset()
     """Keys that do not change which distribution is drawn from."""
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """Keys that are understood at these values only, which are the same as leaving them out."""
+    """Keys that are understood at these values only, which leave the distribution as it is."""
 
     @model_validator(mode="before")
     @classmethod
@@ -205,10 +209,11 @@ class SamplingRequest(_Body):
                     f" out, or set rollout.{name} in the recipe",
                     param=name,
                 )
-        if self.stop and tuple(self.stop) != sampling.stop:
+        if self.stop and not set(sampling.stop) <= set(self.stop):
             raise Refused(
-                f"stop is {str(self.stop)[:80]}, but this run stops at {list(sampling.stop)}: leave"
-                " it out, or set rollout.stop in the recipe",
+                f"the stop strings are {str(self.stop)[:80]}, but this run stops at"
+                f" {list(sampling.stop)} as well: leave them out, or set rollout.stop in the"
+                " recipe",
                 param="stop",
             )
 
@@ -274,8 +279,14 @@ class _StreamPart(_Part):
     include_usage: bool = False
 
 
+NEVER: tuple[Any, ...] = ()
+"""The values at which a key is understood that cannot be served at all."""
+
+
 class ChatRequest(SamplingRequest):
-    """The next turn of a conversation: the body of `POST /v1/chat/completions`."""
+    """The next turn of a conversation: the body of `POST /v1/chat/completions`, and what the bodies
+    of the other APIs with messages become.
+    """
 
     harmless = SamplingRequest.harmless | {
         *(
@@ -289,13 +300,33 @@ class ChatRequest(SamplingRequest):
         )
     }
     neutral = SamplingRequest.neutral | {
+        "allowed_token_ids": NEVER,
+        "bad_words": ([],),
+        "best_of": (1,),
+        "echo": (False,),
         "function_call": ("none",),
         "functions": ([],),
-        "parallel_tool_calls": (True,),
+        "guided_choice": NEVER,
+        "guided_grammar": NEVER,
+        "guided_json": NEVER,
+        "guided_regex": NEVER,
+        "ignore_eos": (False,),
+        "length_penalty": (1,),
+        "min_tokens": (0,),
+        "modalities": (["text"],),
+        "parallel_tool_calls": (True, False),
         "response_format": ({"type": "text"},),
-        "tool_choice": ("auto",),
+        "stop_token_ids": ([],),
+        "structured_outputs": NEVER,
+        "tool_choice": ("auto", "required", "any"),
         "top_logprobs": (0,),
+        "use_beam_search": (False,),
     }
+    wished: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "parallel_tool_calls": (False,),
+        "tool_choice": ("required", "any"),
+    }
+    """Keys whose values say how the client would like the turn, and that change nothing."""
 
     parts: Annotated[list[_MessagePart], Field(alias="messages", min_length=1)]
     tools: list[Annotated[dict[str, Any], AfterValidator(_tool)]] | None = None
@@ -308,6 +339,20 @@ class ChatRequest(SamplingRequest):
     model: Annotated[str, BeforeValidator(str)] = ""
     stream: bool = False
     stream_options: _StreamPart = _StreamPart()
+    wishes: tuple[str, ...] = ()
+    """What the client asks for and does not get: kinds of tools that are not shown to the policy,
+    and keys of `wished`.
+    """
+    unknown: tuple[str, ...] = ()
+    """Keys of the body that nobody knows."""
+    agent: str = ""
+    """The session that the client names, where several agents share an episode."""
+
+    @classmethod
+    def keys_of_body(cls) -> frozenset[str]:
+        """Return the keys that a client's body may have and that are understood."""
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        return cls.harmless | cls.neutral.keys() | (names - {"wishes", "unknown", "agent"})
 
     @model_validator(mode="after")
     def _in_one_form(self) -> ChatRequest:
@@ -353,8 +398,10 @@ class ChatRequest(SamplingRequest):
 
     @property
     def setting(self) -> str:
-        """Name tools and variables: conversations that differ there do not continue each other."""
-        return json.dumps([self.tools, self.variables], sort_keys=True)
+        """Name tools, variables and agent: conversations that differ there do not continue each
+        other.
+        """
+        return json.dumps([self.tools, self.variables, self.agent], sort_keys=True)
 
 
 Form = TypeVar("Form", bound=_Body)
@@ -371,8 +418,14 @@ SENTENCES = {
 """Sentences in place of pydantic's, which speak of Python, by the type of its error."""
 
 
-def _read(form: type[Form], body: Mapping[str, Any]) -> Form:
-    """The body in its form.  Raises Refused for the first thing that is wrong."""
+def _read(
+    form: type[Form],
+    body: Mapping[str, Any],
+    client_names: Mapping[str, str] = MappingProxyType({}),
+) -> Form:
+    """The body in its form.  Raises Refused for the first thing that is wrong.
+
+    client_names: keys of the form that the client calls otherwise."""
     try:
         return form.model_validate(body)
     except ValidationError as invalid:
@@ -381,6 +434,7 @@ def _read(form: type[Form], body: Mapping[str, Any]) -> Form:
     name = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(
         "."
     )
+    name = client_names.get(name, name)
     kind, value = error["type"], json.dumps(error["input"], default=str)[:80]
     if kind == "extra_forbidden":
         raise Refused(f"unknown parameter {name!r}", param=name)
@@ -471,11 +525,87 @@ def token_answer(name: str, sampled: SampledTokens) -> dict[str, Any]:
 # ---- messages
 
 
-def read_chat_request(body: Mapping[str, Any]) -> ChatRequest:
-    """The body of `POST /v1/chat/completions`.  Raises Refused for what cannot be done as it is
-    requested.
+def read_chat_request(
+    body: Mapping[str, Any],
+    *,
+    wishes: Sequence[str] = (),
+    client_names: Mapping[str, str] = MappingProxyType({}),
+) -> ChatRequest:
+    """Read the body of `POST /v1/chat/completions`, or of another API in its form.
+
+    wishes: what the client asks for and the body leaves out.   client_names: keys that the client
+    calls otherwise.
+    Raises Refused for what cannot be done as it is requested.
     """
-    return _read(ChatRequest, body)
+    known = ChatRequest.keys_of_body()
+    read = {key: value for key, value in body.items() if key in known}
+    if read.get("tool_choice") == "none":
+        del read["tool_choice"]
+        read.pop("tools", None)
+    noted = list(wishes)
+    for key, values in ChatRequest.wished.items():
+        if read.get(key) in values:
+            noted.append(key)
+    unknown = [key for key, value in body.items() if key not in known and value is not None]
+    read |= {"wishes": tuple(noted), "unknown": tuple(unknown)}
+    return _read(ChatRequest, read, client_names)
+
+
+def objects_in(value: Any, name: str) -> list[Mapping[str, Any]]:
+    """Return the objects of a list.  name: the parameter's.   Raises Refused for what is none."""
+    if not isinstance(value, list):
+        raise Refused(f"{name} must be a list", param=name)
+    for place, one in enumerate(value):
+        if not isinstance(one, Mapping):
+            raise Refused(f"{name}[{place}] must be an object", param=f"{name}[{place}]")
+    return value
+
+
+def text_in(content: Any, name: str, kinds: Sequence[str] = ("text",)) -> str:
+    """Return a text, or the text of parts of these kinds, joined.
+
+    Raises Refused, naming the parameter, for parts that hold anything else."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for place, part in enumerate(objects_in(content, name)):
+        text = part.get("text")
+        if part.get("type") not in kinds or not isinstance(text, str):
+            where = f"{name}[{place}]"
+            raise Refused(
+                f"{where} is of type {part.get('type')!r:.40}: only text can be read here",
+                param=where,
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def string_in(holder: Mapping[str, Any], key: str, name: str) -> str:
+    """Return the string that an object has under a key.  Raises Refused where it has none."""
+    value = holder.get(key)
+    if not isinstance(value, str):
+        raise Refused(f"{name}.{key} must be a string", param=f"{name}.{key}")
+    return value
+
+
+def function_tool(tool: Mapping[str, Any], parameters: str, name: str) -> dict[str, Any]:
+    """Return a tool in the form of chat completions.
+
+    parameters: the key of its JSON schema.   name: of the tool's place in the body.
+    Raises Refused for a tool without a name."""
+    function: dict[str, Any] = {"name": string_in(tool, "name", name)}
+    if tool.get("description"):
+        function["description"] = tool["description"]
+    function["parameters"] = tool.get(parameters) or {"type": "object", "properties": {}}
+    return {"type": "function", "function": function}
+
+
+def event_stream(events: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return events as server-sent events, each named by its `type`."""
+    lines = []
+    for event in events:
+        lines.append(f"event: {event['type']}\ndata: {json.dumps(event, allow_nan=False)}\n\n")
+    return "".join(lines).encode()
 
 
 def message_key(message: Mapping[str, Any]) -> str:
@@ -483,16 +613,17 @@ def message_key(message: Mapping[str, Any]) -> str:
     arguments.
 
     Reasoning is no part of it: clients drop it when they repeat the assistant's message.  Arguments
-    are compared as JSON: clients write it anew.
+    are compared as JSON: clients write it anew.  Space around the assistant's text is no part of
+    it: clients cut it off.
     """
     calls = [
         [call["id"], call["function"]["name"], _object(call["function"]["arguments"])]
         for call in message.get("tool_calls") or ()
     ]
-    return json.dumps(
-        [message["role"], message.get("content") or "", calls, message.get("tool_call_id")],
-        sort_keys=True,
-    )
+    text = message.get("content") or ""
+    if message["role"] == "assistant":
+        text = text.strip()
+    return json.dumps([message["role"], text, calls, message.get("tool_call_id")], sort_keys=True)
 
 
 def _object(arguments: Any) -> Any:

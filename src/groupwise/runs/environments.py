@@ -28,7 +28,7 @@ from groupwise.environments import procedural
 from groupwise.environments.chat_codec import ChatCodec
 from groupwise.environments.conversation import Environment
 from groupwise.environments.harness import FunctionHarness, Harness, OutsideHarness, ProgramHarness
-from groupwise.environments.harness_episodes import HarnessEnvironment
+from groupwise.environments.harness_episodes import HarnessEnvironment, SideRule, no_side
 from groupwise.environments.runtime import ToolRuntime
 from groupwise.environments.schemas import name_of
 from groupwise.environments.tool_episodes import ToolEnvironment
@@ -134,11 +134,26 @@ def make_environment(
             context=blueprint.context,
             vocabulary=vocabulary,
             token=os.environ.get(TOKEN) or None,
+            is_side=_side_rule(settings.side_calls),
         )
     if runtime is None:
         return None
     template = Template.build(data, blueprint.tokenizer, tools_of(runtime))
     return ToolEnvironment(runtime, settings, template, tuple(blueprint.eos_ids))
+
+
+def _side_rule(named: str) -> SideRule | None:
+    """Return the rule that a recipe names; None for the one that looks at tools.  Raises ConfigError
+    for a function that is not there.
+    """
+    if named == "without_tools":
+        return None
+    if named == "none":
+        return no_side
+    function = object_of(named, "environment.side_calls")
+    if function is None:
+        function = imported(f"side_calls {named!r}", named, callable_only=True)
+    return function
 
 
 def _harness(settings: EnvironmentSettings) -> Harness:

@@ -98,6 +98,7 @@ def named_code(recipe: Recipe) -> Iterator[tuple[str, str]]:
         "data.task": recipe.data.task,
         "rollout.engine.name": recipe.rollout.engine.name,
         "environment.harness": environment.harness,
+        "environment.side_calls": environment.side_calls,
     }
     for kind in PARTS:
         part = getattr(recipe.group, kind)

@@ -390,6 +390,18 @@ METRICS: tuple[Section, ...] = (
                 "Tokens of answers of tools and environments.",
             ),
             Metric(
+                "episodes/side_calls",
+                "turns",
+                "mean",
+                "Turns of side conversations, which are served and not trained.",
+            ),
+            Metric(
+                "episodes/wishes/NAME",
+                "turns",
+                "mean",
+                "Turns whose client asked for what is not offered: `tool_choice`, `web_search`.",
+            ),
+            Metric(
                 "episodes/splits",
                 "places",
                 "mean",

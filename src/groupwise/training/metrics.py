@@ -184,26 +184,33 @@ def episode_metrics(groups: Sequence[RolloutGroup]) -> Metrics:
     Nothing where there are no episodes.
     """
     rollouts, turns, splits, calls = [], [], [], []
+    answers, wishes, sides = [], [], 0
     for rollout in _rollouts(groups):
         if rollout.episode is None:
             continue
         rollouts.append(rollout)
         turns.append(len(rollout.episode.turns))
+        written = sum(turn.end - turn.begin for turn in rollout.episode.turns)
+        answers.append(len(rollout) - written)
         splits.append(sum(branch.begin > 0 for branch in rollout.episode.branches))
         for turn in rollout.episode.turns:
             calls += turn.calls
+            sides += turn.side
+            wishes += turn.wishes
     if not rollouts:
         return {}
     errors = sum(rollout.finish is Finish.ERROR for rollout in rollouts)
-    answers = [np.count_nonzero(~rollout.trained) for rollout in rollouts]
     metrics = {
         "episodes/turns": float(np.mean(turns)),
+        "episodes/side_calls": sides / len(rollouts),
         "episodes/splits": float(np.mean(splits)),
         "episodes/tool_calls": len(calls) / len(rollouts),
         "episodes/truncated": float(np.mean([rollout.truncated for rollout in rollouts])),
         "episodes/errors": errors / len(rollouts),
         "episodes/answer_tokens": float(np.mean(answers)),
     }
+    for name in sorted(set(wishes)):
+        metrics[f"episodes/wishes/{name}"] = wishes.count(name) / len(rollouts)
     if calls:
         failures = [call.failure for call in calls if call.failure]
         metrics["episodes/tool_failures"] = len(failures) / len(calls)

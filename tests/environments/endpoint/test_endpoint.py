@@ -159,7 +159,6 @@ def test_the_token_is_asked_for_everywhere(serve):
         (CHAT | {"stop": [""]}, "stop"),
         (CHAT | {"tools": [{"type": "function"}]}, "tools[0]"),
         (CHAT | {"tools": {"a": 1}}, "tools"),
-        (CHAT | {"surprise": 1}, "surprise"),
         (CHAT | {"logit_bias": {"5": 100}}, "logit_bias"),
         (CHAT | {"response_format": {"type": "json_object"}}, "response_format"),
         (CHAT | {"chat_template_kwargs": {"enable_thinking": "false"}}, "enable_thinking is the text 'false'"),
