@@ -258,11 +258,14 @@ def test_trap_6_lengths_are_those_that_the_policy_wrote() -> None:
         ToolCall(name="f", arguments="{}", result="", seconds=0.1, failure=kind) for kind in ("", "timeout", "unknown", "")
     )
     first = rollouts[0]
-    turns = (replace(first.episode.turns[0], calls=calls), *first.episode.turns[1:])
+    side = replace(first.episode.turns[0], calls=calls, side=True, wishes=("web_search",))
+    turns = (side, *first.episode.turns[1:])
     one = replace(first, finish=Finish.DEADLINE, episode=replace(first.episode, turns=turns))
     group = replace(groups[0], rollouts=(one, *groups[0].rollouts[1:]))
     found = episode_metrics([group])
     assert found["episodes/tool_calls"] == pytest.approx(4 / 3)
+    assert found["episodes/side_calls"] == pytest.approx(1 / 3)
+    assert found["episodes/wishes/web_search"] == pytest.approx(1 / 3)
     assert found["episodes/tool_failures"] == 0.5
     assert found["episodes/tool_failures/timeout"] == found["episodes/tool_failures/unknown"] == 0.25
     assert found["episodes/truncated"] == pytest.approx(1 / 3)

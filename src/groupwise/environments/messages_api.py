@@ -85,7 +85,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise Refused("messages must hold at least one entry", param="messages")
     for place, message in enumerate(given):
         name = f"messages[{place}]"
-        role, content = message.get("role"), message.get("content")
+        role, content = message.get("role"), message.get("content") or ""
         if role == "system":
             messages.append({"role": "system", "content": _system_text(content, f"{name}.content")})
         elif isinstance(content, str) or role not in ("user", "assistant"):

@@ -431,10 +431,10 @@ def _read(
     except ValidationError as invalid:
         error = invalid.errors(include_url=False)[0]
     keys = error["loc"] if error["type"] != "key" else (*error["loc"], error["msg"])
+    keys = [client_names.get(str(keys[0]), keys[0]), *keys[1:]]
     name = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(
         "."
     )
-    name = client_names.get(name, name)
     kind, value = error["type"], json.dumps(error["input"], default=str)[:80]
     if kind == "extra_forbidden":
         raise Refused(f"unknown parameter {name!r}", param=name)

@@ -143,8 +143,9 @@ def make_environment(
 
 
 def _side_rule(named: str) -> SideRule | None:
-    """Return the rule that a recipe names; None for the one that looks at tools.  Raises ConfigError
-    for a function that is not there.
+    """Return the rule that a recipe names; None for the one that looks at tools.
+
+    Raises ConfigError for a function that is not there.
     """
     if named == "without_tools":
         return None

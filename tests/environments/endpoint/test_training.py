@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 
 import numpy as np
@@ -177,6 +178,44 @@ def test_a_recipe_with_a_harness(tmp_path, monkeypatch):
             expected = [len(one.episode.messages[-1]["content"] or "") % 2 for one in scored.rollouts]
             assert scored.reward.tolist() == expected
     assert seen
+
+
+def asks_for_a_title(row, base_url, model):
+    """An agent with a tool that asks for a title beside its work."""
+    ask = openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=WAIT).chat.completions.create
+    for text, tools in (("title", {}), (row["prompt"], {"tools": [ADD]})):
+        ask(model=model, messages=[{"role": "user", "content": text}], max_tokens=5, **tools)
+    return 1.0
+
+
+def works(messages, tools):
+    return messages[0]["content"] != "title"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rule", "side"), [("without_tools", [True, False]), ("none", [False] * 2), (works, [False, True])])
+def test_side_calls_of_a_recipe_are_recorded_and_not_trained(tmp_path, monkeypatch, rule, side):
+    monkeypatch.chdir(tmp_path)
+    training = gw.train(
+        name="side",
+        objective="grpo",
+        model={"scratch": {"hidden": 32, "layers": 2, "heads": 4, "context": 1024, "tokenizer": "bytes"}},
+        data={"path": [{"prompt": f"{i}+1"} for i in range(8)], "chat": True},
+        environment={"harness": asks_for_a_title, "episode_timeout": 60.0, "side_calls": rule},
+        rollout={"max_new_tokens": 20},
+        group={"prompts_per_step": 2, "group_size": 2},
+        steps=1,
+        runs=str(tmp_path / "runs"),
+    )
+    (step,) = list(training)
+    assert step.metrics["episodes/side_calls"] == sum(side)
+    table = gw.read_rollouts(tmp_path / "runs" / "side")
+    assert len(table) == 4
+    for episode, trained in zip(table["episode"], table["trained"], strict=True):
+        turns = json.loads(episode)["turns"]
+        assert [turn["side"] for turn in turns] == side
+        for turn in turns:
+            assert set(trained[turn["begin"] : turn["end"]]) == {not turn["side"]}
 
 
 @pytest.mark.slow
