@@ -434,8 +434,6 @@ class EnvironmentSettings:
         return bool(self.named(ASKING))
 
 
-SIDE_RULES = ("without_tools", "none")
-"""Rules of `environment.side_calls` that need no function."""
 ANSWERING = ("tools", "factory", "openenv")
 """Keys of `environment` that name what Groupwise calls with the policy's turns."""
 ASKING = ("harness", "verifiers")

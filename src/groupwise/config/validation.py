@@ -39,7 +39,6 @@ from groupwise.config.settings import (
     OBJECTIVES,
     OWNERS,
     REWARDS,
-    SIDE_RULES,
     TASKS,
     CriticSettings,
     EngineSettings,
@@ -654,7 +653,10 @@ def _environment_alone(environment: EnvironmentSettings) -> Findings:
             f"{at}.harness: {wrong}; or write `outside`, or a program as a list, [python, agent.py]"
         )
     wrong = _wrong_choice(
-        environment.side_calls, SIDE_RULES, "function", "module:function or file.py:function"
+        environment.side_calls,
+        ("without_tools", "none"),
+        "function",
+        "module:function or file.py:function",
     )
     if wrong:
         yield (f"{at}.side_calls",), f"{at}.side_calls: {wrong}"

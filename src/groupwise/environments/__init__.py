@@ -9,6 +9,7 @@ In: the policy's turn.  Out: the environment's answer.
 - `runtime`, `instance`: run tools and environments in processes or threads; the two sides.
 - `chat_codec`: chat messages to token ids and back.
 - `endpoint`, `requests`: serve the policy over HTTP to programs that drive their own loop.
+- `messages_api`, `responses_api`: the forms of Anthropic's and of OpenAI's newer API there.
 - `harness`, `harness_episodes`, `programs`: agents, their episodes, and how they are started.
 - `openenv`, `verifiers`, `procedural`, `playground`: adapters, and two built-in environments.
 

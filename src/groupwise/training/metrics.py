@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -183,40 +184,36 @@ def episode_metrics(groups: Sequence[RolloutGroup]) -> Metrics:
 
     Nothing where there are no episodes.
     """
-    rollouts, turns, splits, calls = [], [], [], []
-    answers, wishes, sides = [], [], 0
-    for rollout in _rollouts(groups):
-        if rollout.episode is None:
-            continue
-        rollouts.append(rollout)
-        turns.append(len(rollout.episode.turns))
-        written = sum(turn.end - turn.begin for turn in rollout.episode.turns)
-        answers.append(len(rollout) - written)
-        splits.append(sum(branch.begin > 0 for branch in rollout.episode.branches))
-        for turn in rollout.episode.turns:
-            calls += turn.calls
-            sides += turn.side
-            wishes += turn.wishes
+    rollouts = [rollout for rollout in _rollouts(groups) if rollout.episode is not None]
     if not rollouts:
         return {}
-    errors = sum(rollout.finish is Finish.ERROR for rollout in rollouts)
-    metrics = {
-        "episodes/turns": float(np.mean(turns)),
-        "episodes/side_calls": sides / len(rollouts),
-        "episodes/splits": float(np.mean(splits)),
-        "episodes/tool_calls": len(calls) / len(rollouts),
-        "episodes/truncated": float(np.mean([rollout.truncated for rollout in rollouts])),
-        "episodes/errors": errors / len(rollouts),
-        "episodes/answer_tokens": float(np.mean(answers)),
+    episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
+    turns = list(chain.from_iterable(episode.turns for episode in episodes))
+    calls = list(chain.from_iterable(turn.calls for turn in turns))
+    wishes = list(chain.from_iterable(turn.wishes for turn in turns))
+    branches = chain.from_iterable(episode.branches for episode in episodes)
+    answered = sum(map(len, rollouts)) - sum(turn.end - turn.begin for turn in turns)
+    totals = {
+        "turns": len(turns),
+        "side_calls": sum(turn.side for turn in turns),
+        "splits": sum(branch.begin > 0 for branch in branches),
+        "tool_calls": len(calls),
+        "truncated": sum(rollout.truncated for rollout in rollouts),
+        "errors": sum(rollout.finish is Finish.ERROR for rollout in rollouts),
+        "answer_tokens": answered,
     }
-    for name in sorted(set(wishes)):
-        metrics[f"episodes/wishes/{name}"] = wishes.count(name) / len(rollouts)
+    metrics = {f"episodes/{name}": total / len(rollouts) for name, total in totals.items()}
+    metrics |= _shares("episodes/wishes", wishes, len(rollouts))
     if calls:
         failures = [call.failure for call in calls if call.failure]
         metrics["episodes/tool_failures"] = len(failures) / len(calls)
-        for kind in sorted(set(failures)):
-            metrics[f"episodes/tool_failures/{kind}"] = failures.count(kind) / len(calls)
+        metrics |= _shares("episodes/tool_failures", failures, len(calls))
     return metrics
+
+
+def _shares(prefix: str, names: Sequence[str], count: int) -> Metrics:
+    """Return how often each name occurs, divided by `count`."""
+    return {f"{prefix}/{name}": names.count(name) / count for name in sorted(set(names))}
 
 
 def staleness_metrics(groups: Sequence[RolloutGroup], version: int) -> Metrics:
