@@ -426,10 +426,8 @@ class RolloutGroup:
         assert size >= 1, "a group has at least one completion"
         if not self.weights:
             object.__setattr__(self, "weights", (1.0,) * len(self.names))
-        assert self.rewards.shape == (
-            size,
-            len(self.names),
-        ), f"rewards {self.rewards.shape} for {size} x {len(self.names)}"
+        shape = (size, len(self.names))
+        assert self.rewards.shape == shape, f"rewards {self.rewards.shape}, expected {shape}"
         assert self.reward.shape == (size,) and len(self.weights) == len(self.names)
         assert self.verdict is None or self.verdict in self.names, (
             f"the verdict {self.verdict!r} is none of {self.names}"

@@ -67,12 +67,8 @@ class Conversations(Generic[One]):
 
         replied: called, in any thread, when a reply is there.
         """
-        self.policy, self.environment, self.sampling, self.seed = (
-            policy,
-            environment,
-            sampling,
-            seed,
-        )
+        self.policy, self.environment = policy, environment
+        self.sampling, self.seed = sampling, seed
         self.rows, self._replied = rows, replied
         self.unbegun = deque(streams)
         """Completions whose conversations have not been begun."""
@@ -143,10 +139,8 @@ class Conversations(Generic[One]):
         """Go on as the reply says; or why it is over."""
         if reply.finish is not None:
             return reply.finish
-        have, name = (
-            len(stream.tokens),
-            f"the environment's reply to completion {stream.index} of {stream.prompt.place}",
-        )
+        have = len(stream.tokens)
+        name = f"the environment's reply to completion {stream.index} of {stream.prompt.place}"
         for ids in (reply.tokens, NOTHING if reply.context is None else reply.context):
             if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.policy.vocabulary:
                 raise EngineError(
