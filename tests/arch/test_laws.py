@@ -125,8 +125,8 @@ def test_no_circle_of_imports() -> None:
 
 STEP = ("training.online", "rollout.native.engine")
 """Where a step begins: the loop, and the engine that samples for it."""
-MODULES_OF_A_STEP = 65
-LINES_OF_A_STEP = 9_180
+MODULES_OF_A_STEP = 62
+LINES_OF_A_STEP = 9_000
 NOT_OF_A_STEP = (
     "api", "cli", "config.recipes", "config.schema", "config.strict_yaml", "config.validation", "data.encoding",
     "data.preference_formats", "models.gguf", "models.loading", "rewards.compose", "rollout.vllm", "runs", "trl", "viewer",

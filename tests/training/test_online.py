@@ -367,7 +367,7 @@ def test_three_steps_of_completions_that_are_all_truncated_and_masked_end_the_ru
     _, steps = run("grpo", policy=policy, engine=Endless(policy, max_rows=8), sampling=limit, truncated="mask", steps=9)
     for step in (next(steps), next(steps)):
         assert (step.metrics["groups/dead"], step.metrics["tokens/trained"], step.metrics["grad_norm"]) == (1.0, 0.0, 0.0)
-    with pytest.raises(RewardError, match=r"every completion of 3 steps was truncated .* raise rollout.max_new_tokens"):
+    with pytest.raises(RewardError, match=r"since step 1 every completion was truncated .* raise rollout.max_new_tokens"):
         next(steps)
 
 
@@ -378,7 +378,7 @@ def test_a_short_run_without_a_trained_completion_ends_with_an_error(longest: in
     engine = Endless(policy, max_rows=8) if longest == 1 else None
     _, steps = run(algorithm=algorithm, policy=policy, engine=engine, sampling=Sampling(max_new_tokens=longest), steps=1)
     if longest == 1:
-        with pytest.raises(RewardError, match="every completion of 1 step was truncated"):
+        with pytest.raises(RewardError, match="since step 1 every completion was truncated"):
             next(steps)
     else:
         assert [step.number for step in steps] == [1]

@@ -35,7 +35,6 @@ from groupwise.protocols import Grader
 from groupwise.records import Prompt, Rollout, RolloutGroup, Sampling
 from groupwise.rollout.engine import Engine
 from groupwise.utils import threads
-from groupwise.utils.spelling import counted
 
 IDLE_STEPS = 3
 """Steps in a row without a single reward, or without a single completion that is trained, after
@@ -225,8 +224,8 @@ class SampledRollouts:
                 )
             if masked >= limit:
                 raise RewardError(
-                    f"every completion of {counted(masked, 'step')} was truncated and left out of"
-                    " the loss (group.truncated: mask): nothing can be learnt; raise"
+                    f"since step {number - masked + 1} every completion was truncated and left out"
+                    " of the loss (group.truncated: mask): nothing can be learnt; raise"
                     " rollout.max_new_tokens, or set group.truncated: keep"
                 )
             yield number, (groups, drawn)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from groupwise.config.settings import OptimizerSettings
 from groupwise.distributed import comm, fsdp
 from groupwise.errors import ConfigError, Diverged
-from groupwise.utils.spelling import counted
 
 MAX_NONFINITE_STEPS = 5
 """Skipped steps in a row, whose gradients are not finite, after which a run ends."""
@@ -146,7 +145,7 @@ class Optimizer:
         if self.nonfinite >= MAX_NONFINITE_STEPS:
             first = ", ".join(broken) or "overflow of the norm"
             raise Diverged(
-                f"the gradient was not finite {counted(self.nonfinite, 'step')} in a row (first of"
+                f"the gradient was not finite {self.nonfinite} steps in a row (first of"
                 f" them: {first}); lower optimizer.lr, or look at the last rollouts"
             )
         return StepStats(norm, lr, not finite, self.entropy_bonus)

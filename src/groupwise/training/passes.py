@@ -7,6 +7,7 @@ for every objective; the loss of a batch differs (`training.loss`)."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,9 +24,8 @@ from groupwise.models.policy import Policy
 from groupwise.ops.linear_cross_entropy import FusedLoss, WholeLoss
 from groupwise.records import Batch, Sample
 from groupwise.training.optimizer import Optimizer, StepStats
-from groupwise.utils.terminal import logger
 
-log = logger(__name__)
+log = logging.getLogger(__name__)
 
 
 UNMOVED = StepStats(grad_norm=0.0, lr=0.0, skipped=False)
