@@ -7,8 +7,7 @@ prints it without a traceback.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 
 class Ended(BaseException):
@@ -71,33 +70,6 @@ class Problems(ConfigError):
         self.errors = tuple(errors)
         lines = [f"  {error}" for error in errors]
         super().__init__("\n".join([f"{len(errors)} problems:", *lines]))
-
-
-class Findings:
-    """Collects what is wrong with a recipe while it is read, so that all is reported at once."""
-
-    def __init__(self) -> None:
-        self.errors: list[GroupwiseError] = []
-
-    @contextmanager
-    def of(self, key: str) -> Iterator[None]:
-        """Keep a ConfigError or DataError that is raised inside, and go on.   key: of the recipe,
-        if the error names none.
-        """
-        try:
-            yield
-        except Problems as several:
-            self.errors += several.errors
-        except (ConfigError, DataError) as error:
-            error.key = error.key or key
-            self.errors.append(error)
-
-    def settle(self) -> None:
-        """Raises what was found: one error as it is, several as Problems."""
-        if len(self.errors) > 1:
-            raise Problems(self.errors)
-        if self.errors:
-            raise self.errors[0]
 
 
 class RewardError(GroupwiseError):

@@ -11,6 +11,7 @@ lists every problem with its line.
 - `overlays`: stages and overrides, laid over keys.
 - `schema`: every key with its type, default and TRL's name.
 - `validation`: rules between values.
+- `findings`: all that is wrong with a recipe, reported at once.
 - `resolve`: from a recipe to an algorithm.
 - `bundled`: the recipes that come with Groupwise.
 - `packaged_models`: short names of models that come in a package.

@@ -18,10 +18,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from groupwise.config.findings import Findings
 from groupwise.config.live_objects import object_of
 from groupwise.config.settings import RewardSettings, verdict_of
 from groupwise.config.texts import demand_values
-from groupwise.errors import ConfigError, Findings, RewardError
+from groupwise.errors import ConfigError, RewardError
 from groupwise.records import Rollout, RolloutGroup
 from groupwise.rewards import calls
 from groupwise.rewards.calls import Host, Outcome, described

@@ -14,6 +14,7 @@ from typing import Any
 
 from groupwise.algorithms.parts import fact
 from groupwise.algorithms.table import Algorithm
+from groupwise.config.findings import Findings
 from groupwise.config.resolve import resolve
 from groupwise.config.settings import (
     CriticSettings,
@@ -30,7 +31,7 @@ from groupwise.data.sources import read_rows
 from groupwise.distributed import comm
 from groupwise.environments.conversation import Environment
 from groupwise.environments.runtime import ToolRuntime
-from groupwise.errors import ConfigError, DataError, Findings
+from groupwise.errors import ConfigError, DataError
 from groupwise.models.loading import Blueprint, context_length
 from groupwise.models.splitting import demand_split
 from groupwise.records import Prompt, Sampling
