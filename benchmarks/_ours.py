@@ -17,7 +17,7 @@ from _workload import Workload, model_folder, teacher_of
 
 from groupwise.config.resolve import resolve
 from groupwise.config.settings import GroupSettings, ModelSettings, OptimizerSettings, RewardModelSettings, RewardSettings
-from groupwise.data.encoding import Pair
+from groupwise.data.encoding import Demonstration, Pair
 from groupwise.data.packing import pack, unpack
 from groupwise.data.tokenizers import load_tokenizer
 from groupwise.models.backbone import checkpointing
@@ -28,7 +28,7 @@ from groupwise.models.reward_head import load_scorer
 from groupwise.models.shape import Shape
 from groupwise.models.sharded import frozen_copy
 from groupwise.ops.operations import operations
-from groupwise.records import Demonstration, Finish, Prompt, Rollout, RolloutGroup, Sample, Sampling, Step
+from groupwise.records import Finish, Prompt, Rollout, RolloutGroup, Sample, Sampling, Step
 from groupwise.rewards.compose import build_rewards, no_rewards
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.plan import Load, gpu_microbatch, microbatch, prepared_weights, process_memory

@@ -33,13 +33,13 @@ from _machine import save
 
 from groupwise.config.recipes import load_stages
 from groupwise.config.settings import ModelSettings, Recipe
-from groupwise.data.encoding import visit
+from groupwise.data.encoding import Demonstration, visit
 from groupwise.data.load import TASK_ROWS, load_data
 from groupwise.data.order import Order
 from groupwise.models import saving
 from groupwise.models.loading import load_policy
 from groupwise.models.shape import Shape
-from groupwise.records import Demonstration, RolloutGroup, Sampling, Step
+from groupwise.records import RolloutGroup, Sampling, Step
 from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.job import make_job

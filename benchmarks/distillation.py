@@ -24,12 +24,12 @@ from baselines import Result, run_out
 
 from groupwise.config.recipes import parse_recorded
 from groupwise.config.settings import ModelSettings, Recipe
-from groupwise.data.encoding import visit
+from groupwise.data.encoding import Demonstration, visit
 from groupwise.data.load import load_data
 from groupwise.data.order import Order
 from groupwise.models.loading import load_policy
 from groupwise.models.shape import Shape
-from groupwise.records import Demonstration, Sampling
+from groupwise.records import Sampling
 from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.metrics_log import read_metrics

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -100,6 +100,8 @@ class Prompt:
     """True if the row's prompt is a text that `data: {chat: true}` made the last of `messages`."""
     cut: int = 0
     """Tokens that were cut from its beginning (`data.too_long: truncate_left`)."""
+    images: Any = None
+    """`data.images.PromptImages`: the images at its placeholders; None: it has none."""
 
     @property
     def place(self) -> str:
@@ -469,34 +471,8 @@ class RolloutGroup:
         return alike(self.reward, self.rewards * np.array(self.weights))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Demonstration:
-    """A prompt and a completion that ends with an EOS id.
-
-    >>> row = Demonstration(id="7", prompt=np.array([5, 9]), completion=np.array([4, 1]))
-    >>> row.completion.tolist()
-    [4, 1]
-    """
-
-    id: str
-    prompt: np.ndarray
-    """int64 (m,), m >= 1."""
-    completion: np.ndarray
-    """int64 (n,), n >= 1; EOS last."""
-
-    def __post_init__(self) -> None:
-        assert self.prompt.dtype == self.completion.dtype == np.int64
-        assert self.prompt.size >= 1, f"demonstration {self.id}: no prompt"
-        assert self.completion.size >= 1, f"demonstration {self.id}: no completion"
-
-    def __len__(self) -> int:
-        return self.prompt.size + self.completion.size
-
-    @property
-    def whole(self) -> Demonstration:
-        """The same text with every token but the first to be learnt, the prompt's too."""
-        text = np.concatenate([self.prompt, self.completion])
-        return replace(self, prompt=text[:1], completion=text[1:])
+OWN_COLUMNS = ("reference_logp", "behavior_logp", "advantage")
+"""Columns of samples and batches that have a field of their own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -514,6 +490,8 @@ class Sample:
     """Index of a rollout in its group."""
     branches: tuple[Branch, ...] = ()
     """Where an episode goes on behind another context (`Episode.branches`)."""
+    images: Any = None
+    """The images of the prompt (`Prompt.images`)."""
     prompt: np.ndarray
     """int64 (m,), m >= 1."""
     completion: np.ndarray
@@ -557,12 +535,8 @@ class Sample:
 
     def column(self, name: str) -> np.ndarray | None:
         """Return a number for each token of the completion (n,), or None where there is none."""
-        if name == "reference_logp":
-            return self.reference_logp
-        if name == "behavior_logp":
-            return self.behavior_logp
-        if name == "advantage":
-            return self.advantage
+        if name in OWN_COLUMNS:
+            return getattr(self, name)
         return self.extra.get(name)
 
 
@@ -623,6 +597,17 @@ class Layout:
         return uses + [0] * (self.total - len(uses))
 
 
+class ImageSpan(NamedTuple):
+    """Positions of a stream whose sequence has images in its prompt."""
+
+    start: int
+    stop: int
+    place: int
+    """Place of the first position in its sequence."""
+    images: Any
+    """`Prompt.images`."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Routing:
     """Where the tokens of a step are sent by a mixture of experts: each sequence counts its prompt
@@ -670,6 +655,8 @@ class Batch:
     """For each segment the tokens of its sample's completion that it predicts: the first, and one
     behind the last.
     """
+    images: tuple[ImageSpan, ...] = ()
+    """The segments of prompts with images."""
     routing: Routing | None = None
     """What the tokens of the whole step ask of a mixture's experts, where the loss balances them.
     """
@@ -680,15 +667,9 @@ class Batch:
         total = self.layout.total
         if self.sequence_P is None:
             object.__setattr__(self, "sequence_P", self.segment_P)
-        columns = [
-            self.tokens_P,
-            self.position_P,
-            self.segment_P,
-            self.target_P,
-            self.weight_P,
-            self.advantage_P,
-        ]
-        columns += [self.behavior_logp_P, self.temperature_P, *self.extra_P.values()]
+        columns = [self.tokens_P, self.position_P, self.segment_P, self.target_P, self.weight_P]
+        columns += [self.advantage_P, self.behavior_logp_P, self.temperature_P]
+        columns += self.extra_P.values()
         columns += [] if self.reference_logp_P is None else [self.reference_logp_P]
         assert all(column.shape == (total,) for column in columns), [
             tuple(column.shape) for column in columns
@@ -701,12 +682,8 @@ class Batch:
         """Return a number for each position (P,) by the name that `Sample` has for it, or None
         where no sample has it.
         """
-        if name == "reference_logp":
-            return self.reference_logp_P
-        if name == "behavior_logp":
-            return self.behavior_logp_P
-        if name == "advantage":
-            return self.advantage_P
+        if name in OWN_COLUMNS:
+            return getattr(self, f"{name}_P")
         return self.extra_P.get(name)
 
 

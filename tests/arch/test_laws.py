@@ -342,7 +342,7 @@ def test_optional_and_heavy_dependencies_have_one_home(module: str) -> None:
 
 TOOLS = ("test", "dev", "docs", "bench")
 """Extras of who works on the library; it imports nothing that they alone install."""
-PACKAGES = {"yaml": "pyyaml"}
+PACKAGES = {"yaml": "pyyaml", "PIL": "pillow"}
 """Names of packages that differ from the names of their modules."""
 APART = {"vllm", "groupwise_versions", "groupwise_vllm", "groupwise_cpu", "fla", "IPython"}
 """Modules that no extra of ours installs: vLLM and our plug-in to it have an environment of their own, the kernels are another

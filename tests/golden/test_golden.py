@@ -20,9 +20,10 @@ from rule_rewards import RuleRewards
 
 from groupwise.config.resolve import resolve
 from groupwise.config.settings import CriticSettings, GroupSettings, OptimizerSettings
+from groupwise.data.encoding import Demonstration
 from groupwise.models.policy import Policy
 from groupwise.models.sharded import frozen_copy
-from groupwise.records import Demonstration, Prompt, Rollout, Sampling, Step
+from groupwise.records import Prompt, Rollout, Sampling, Step
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.training.critics import Critic
 from groupwise.training.groups import SampledRollouts

@@ -12,9 +12,9 @@ import torch
 
 from groupwise import train
 from groupwise.config.recipes import parse_stages
+from groupwise.data.encoding import Demonstration
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
-from groupwise.records import Demonstration
 from groupwise.training.offline import SFT, validate
 
 ROWS = [

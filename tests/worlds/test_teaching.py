@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from groupwise.config.settings import OptimizerSettings
+from groupwise.data.encoding import Demonstration
 from groupwise.models.policy import Policy
 from groupwise.models.sharded import frozen_copy
-from groupwise.records import Demonstration
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.training.offline import SFT, train_offline
 from groupwise.training.optimizer import Optimizer

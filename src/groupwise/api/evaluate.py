@@ -36,6 +36,7 @@ from groupwise.config.texts import demand_values
 from groupwise.config.validation import wrong_model
 from groupwise.errors import ConfigError
 from groupwise.models.loading import make_policy
+from groupwise.models.vision import seeing
 from groupwise.proof.prove import prove
 from groupwise.proof.texts import NATIVE
 from groupwise.records import Sampling
@@ -233,6 +234,7 @@ def _evaluated(
     with prepared.started as ends:
         ends.callback(torch.set_num_threads, torch.get_num_threads())
         policy = make_policy(prepared.blueprint.load(), prepared.blueprint.tokenizer, recipe.model)
+        policy = seeing(policy, prepared.blueprint.images)
         fit_threads(policy, recipe.threads)
         sampler = replace(NATIVE, conversations=prepared.environment is not None)
         prove(policy, longest=prepared.longest, sampler=sampler, train=False)

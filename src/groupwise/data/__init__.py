@@ -7,7 +7,7 @@ In: the `data` section of a recipe.  Out: records.
 - `sources`: rows from files and from the hub.
 - `benchmarks`: standard evaluations: their rows, prompts, rewards and sampling.
 - `wording`: what a row asks and answers, before any tokenizer.
-- `messages`: chat messages as rows hold them.
+- `messages`: chat messages as rows hold them; `images`: images as rows hold them.
 - `preference_formats`: published preference data as prompt, chosen and rejected.
 - `templates`: the one place that knows chat templates and BOS.
 - `rendering`: chat templates, run in a process of their own.

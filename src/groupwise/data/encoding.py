@@ -23,7 +23,7 @@ from groupwise.data.sources import SourceRows
 from groupwise.data.templates import EncodedAnswer, Question, Template, before_end, ended
 from groupwise.data.wording import ReadRow, Wording, read_demonstration, read_pair, read_solution
 from groupwise.errors import DataError
-from groupwise.records import Demonstration, Prompt
+from groupwise.records import Prompt
 from groupwise.utils.terminal import escaped
 
 Item = TypeVar("Item")
@@ -41,6 +41,36 @@ UNREAD_TOOLS = "with tools that cannot be read"
 UNREAD_VARIABLES = "with chat_template_kwargs that the chat template does not mention"
 CLOSED = "without the reasoning that the chat template opens: an empty block stands there"
 CONTROL = "with control tokens in their messages"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Demonstration:
+    """A prompt and a completion that ends with an EOS id.
+
+    >>> row = Demonstration(id="7", prompt=np.array([5, 9]), completion=np.array([4, 1]))
+    >>> row.completion.tolist()
+    [4, 1]
+    """
+
+    id: str
+    prompt: np.ndarray
+    """int64 (m,), m >= 1."""
+    completion: np.ndarray
+    """int64 (n,), n >= 1; EOS last."""
+
+    def __post_init__(self) -> None:
+        assert self.prompt.dtype == self.completion.dtype == np.int64
+        assert self.prompt.size >= 1, f"demonstration {self.id}: no prompt"
+        assert self.completion.size >= 1, f"demonstration {self.id}: no completion"
+
+    def __len__(self) -> int:
+        return self.prompt.size + self.completion.size
+
+    @property
+    def whole(self) -> Demonstration:
+        """The same text with every token but the first to be learnt, the prompt's too."""
+        text = np.concatenate([self.prompt, self.completion])
+        return replace(self, prompt=text[:1], completion=text[1:])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -164,6 +194,7 @@ def prompt(id: str, question: Question) -> Prompt:
         messages=messages,
         wrapped=question.example.wrapped,
         cut=question.cut,
+        images=question.images,
     )
 
 
@@ -454,7 +485,7 @@ def _cut(
             f"{question.where}: {whole} {size} tokens and the limit is {limit} ({limited_by}); set"
             " data.too_long to drop or truncate_left"
         )
-    if too_long == "drop" or limit - completion < 1:
+    if too_long == "drop" or limit - completion < 1 or question.images is not None:
         report.drop(f"longer than {limit} tokens ({limited_by})")
         return None
     report.note(f"cut to {limit} tokens ({limited_by})")

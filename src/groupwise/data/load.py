@@ -21,6 +21,7 @@ from groupwise.data.encoding import (
     read_pairs,
     visit,
 )
+from groupwise.data.images import NO_MODEL, ImageEncoder, NoImages
 from groupwise.data.report import Report
 from groupwise.data.sources import SourceRows, kind_of, none_left, read_rows
 from groupwise.data.split import part_of
@@ -81,6 +82,7 @@ def load_data(
     max_new_tokens: int,
     seed: int,
     tools: Tools | None = None,
+    images: ImageEncoder | NoImages = NO_MODEL,
     train: bool = True,
 ) -> Data[Prompt]:
     """Prompts for an online objective.  Training prompts have the id `row`: draw them with
@@ -88,13 +90,14 @@ def load_data(
 
     context: tokens of the model, prompt and completion together.  seed: of generated tasks.  tools:
         that a row's prompt shows.
+    images: writes the images of rows into prompts.
     train: False leaves the training prompts out: what is held out is wanted, to judge an objective
         that learns from data.
     Raises DataError or ConfigError: unreadable or missing data, no prompt left, no room for a
     prompt.
     """
     limit = prompt_limit(context, max_new_tokens, settings.max_prompt_tokens)
-    template = Template.build(settings, tokenizer, tools)
+    template = Template.build(settings, tokenizer, tools, images)
     if not train and settings.task is not None:
         # What a task holds out does not depend on how much else it generates.
         settings = replace(settings, limit=1)

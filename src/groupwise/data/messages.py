@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from groupwise.data.images import is_image_part, text_of
 from groupwise.data.sources import BadRow, too_deep
 from groupwise.errors import DataError
 from groupwise.utils.terminal import escaped
@@ -46,9 +47,10 @@ IN_SEQUENCE = "with two turns of the assistant in sequence"
 CONTRADICTS = "whose prompt is another than that of its conversation"
 
 
-def checked(value: object, column: str, where: str) -> Content:
+def checked(value: object, column: str, where: str, *, images: bool = False) -> Content:
     """A string as it is; messages with their content as text, the parts of a content joined.
 
+    images: a content with parts that are images stays a list of parts.
     Raises BadRow, naming column and `where`, for what is neither, and for content that is no text
     (images, unknown parts)."""
     if isinstance(value, str):
@@ -58,10 +60,10 @@ def checked(value: object, column: str, where: str) -> Content:
         if value is None:
             kind = "empty (null)"
         raise DataError(f"{where}: {column} is {kind}: expected a string or a list of messages")
-    return [_message(message, column, where) for message in value] or ""
+    return [_message(message, column, where, images) for message in value] or ""
 
 
-def _message(message: object, column: str, where: str) -> dict[str, Any]:
+def _message(message: object, column: str, where: str, images: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise DataError(
             f"{where}: a message in {column} needs role and content, got {message!r:.80}"
@@ -85,6 +87,8 @@ def _message(message: object, column: str, where: str) -> dict[str, Any]:
             f"{where}: a message in {column} needs role and content, got {message!r:.80}"
         )
     if isinstance(content, list):
+        if images and any(map(is_image_part, content)):
+            return {**message, "content": _parts(content, column, where)}
         return {**message, "content": "".join(_part(part, column, where) for part in content)}
     if not isinstance(content, str):
         kind = f"{content!r:.60} ({type(content).__name__})"
@@ -98,6 +102,16 @@ def _is_list_of_objects(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(inner, Mapping) for inner in value)
 
 
+def _parts(content: list[Any], column: str, where: str) -> list[Any]:
+    """Parts of a content: images as they are, texts with nothing beside."""
+    parts = []
+    for part in content:
+        if not is_image_part(part):
+            part = {"type": "text", "text": _part(part, column, where)}
+        parts.append(part)
+    return parts
+
+
 def _part(part: object, column: str, where: str) -> str:
     if isinstance(part, Mapping) and part.get("type", "text") in TEXTS:
         text = part.get("text")
@@ -107,7 +121,7 @@ def _part(part: object, column: str, where: str) -> str:
     if isinstance(part, Mapping) and "type" in part:
         kind = f"of type {escaped(part['type'])!r:.40}"
     raise BadRow(
-        NO_TEXT, f"{where}: {column} holds a part of content {kind}: only text can be read"
+        NO_TEXT, f"{where}: {column} holds a part of content {kind}: only text can be read here"
     )
 
 
@@ -255,7 +269,7 @@ def garbled(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
 def unwritten(messages: Messages, text: str) -> bool:
     """True if a rendering lacks what a message says that is not the assistant's."""
     for message in messages:
-        words = str(message["content"]).strip()
+        words = text_of(message["content"]).strip()
         if message["role"] == "assistant" or words in text:
             continue
         if not any(written[1:-1] in text for written in _as_json(words)):

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from groupwise.distributed.comm import ALONE, World
 from groupwise.ops.onednn_shapes import filled
-from groupwise.records import Batch, Layout, Sample, context_spans
+from groupwise.records import Batch, ImageSpan, Layout, Sample, context_spans
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -320,6 +320,8 @@ class _Segment(NamedTuple):
     """Place of its first id in the sequence that it belongs to."""
     parent: int
     """The segment that it continues; -1: none."""
+    images: Any
+    """Those of its sequence's prompt, or None."""
     owner: int = -1
     """Place of its sample among those that are packed; -1: a prompt."""
     begin: int = 0
@@ -336,16 +338,16 @@ def _segments(samples: Sequence[Sample], units: Sequence[Unit]) -> list[_Segment
             families.setdefault(piece.key, []).append(piece)
         for members in families.values():
             prompt = head = members[0].prompt
-            parent = -1
+            parent, images = -1, samples[members[0].owner].images
             if unit.shared and len(members) > 1 and prompt.size > 1:
                 parent, head = len(segments), prompt[-1:]
-                segments.append(_Segment(prompt[:-1], 0, -1))
+                segments.append(_Segment(prompt[:-1], 0, -1, images))
             place = prompt.size - head.size
             for piece in members:
                 completion = samples[piece.owner].completion[piece.begin : piece.end]
                 ids = np.concatenate([head, piece.between, completion])
                 segments.append(
-                    _Segment(ids[:-1], place, parent, piece.owner, piece.begin, piece.end)
+                    _Segment(ids[:-1], place, parent, images, piece.owner, piece.begin, piece.end)
                 )
     return segments
 
@@ -370,6 +372,7 @@ class _Stream:
         if fill and self.used:
             self.total = filled(self.used)
         self.starts: list[int] = []
+        self.images: list[ImageSpan] = []
         self.pieces: list[tuple[_Segment, int]] = []
         """Each segment with completion tokens, and where it stops."""
         self.owners: list[Sample] = []
@@ -378,6 +381,9 @@ class _Stream:
         for segment, length in zip(segments, self.lengths, strict=True):
             self.starts.append(place)
             place += length
+            if segment.images is not None:
+                span = ImageSpan(place - length, place, segment.position, segment.images)
+                self.images.append(span)
             if segment.owner >= 0:
                 self.pieces.append((segment, place))
                 self.owners.append(samples[segment.owner])
@@ -485,6 +491,7 @@ def _batch(
         samples=tuple(segment.owner for segment in segments),
         tokens=tuple((segment.begin, segment.end) for segment in segments),
         prepared=prepared,
+        images=tuple(stream.images),
     )
 
 

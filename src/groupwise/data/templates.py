@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from groupwise.config.settings import ControlTokens, DataSettings
+from groupwise.data.images import NO_MODEL, ImageEncoder, NoImages, PromptImages, text_of
 from groupwise.data.messages import (
     ARGUMENTS,
     Content,
@@ -34,7 +35,7 @@ from groupwise.data.messages import (
     with_arguments,
 )
 from groupwise.data.rendering import Chat, Refusal, render_chats, shown_template, unmentioned
-from groupwise.data.sources import Row
+from groupwise.data.sources import BadRow, Row
 from groupwise.data.wording import ReadRow, Wording
 from groupwise.errors import ConfigError, DataError
 from groupwise.utils.spelling import nearest
@@ -85,7 +86,11 @@ class Template(Wording):
 
     @classmethod
     def build(
-        cls, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, tools: Tools | None = None
+        cls,
+        settings: DataSettings,
+        tokenizer: PreTrainedTokenizerBase,
+        tools: Tools | None = None,
+        images: ImageEncoder | NoImages = NO_MODEL,
     ) -> Template:
         """The template that the settings describe.  Raises ConfigError for variables that the chat
         template does not mention.
@@ -99,6 +104,7 @@ class Template(Wording):
             variables=settings.chat_template_kwargs,
             control_tokens=settings.control_tokens,
             tools=tools,
+            images=images,
         )
 
     def ask(self, examples: Sequence[ReadRow]) -> list[Question]:
@@ -119,11 +125,16 @@ class Template(Wording):
             content = self.marked(example.content) if extra.control else example.content
             chats.append(_prompt_chat(content, example.where, extra.tools, extra.variables))
         texts = self._rendered(chats)
-        encoded = self._ids(texts, [isinstance(example.content, str) for example in examples])
+        written = [self._with_placeholders(*pair) for pair in zip(examples, texts, strict=True)]
+        encoded = self._ids(written, [isinstance(example.content, str) for example in examples])
         questions: list[Question | Refusal] = []
-        for example, text, ids, extra in zip(examples, texts, encoded, extras, strict=True):
+        columns = zip(examples, texts, written, encoded, extras, strict=True)
+        for example, text, whole, ids, extra in columns:
             if isinstance(text, Refusal):
                 questions.append(text)
+                continue
+            if isinstance(whole, Refusal):
+                questions.append(whole)
                 continue
             question = Question(
                 example=example,
@@ -137,6 +148,16 @@ class Template(Wording):
             )
             questions.append(question)
         return questions
+
+    def _with_placeholders(self, example: ReadRow, text: str | Refusal) -> str | Refusal:
+        """A rendered prompt with the placeholders of its images."""
+        if isinstance(text, Refusal) or not example.pictures:
+            return text
+        assert isinstance(self.images, ImageEncoder)
+        try:
+            return self.images.written(text, example.pictures, example.where)
+        except BadRow as error:
+            return Refusal(example.where, str(error), error.reason)
 
     def encode(self, texts: Sequence[str], *, plain: Sequence[bool]) -> list[np.ndarray]:
         """int64 ids of prompts.  `plain` texts get what the tokenizer puts before a string, unless
@@ -412,7 +433,7 @@ class Template(Wording):
             if tools or variables or not all(map(_is_bare, foreign)):
                 texts = _texts_of([foreign, tools if own_tools else None, variables])
             else:
-                texts = [str(message["content"]) for message in foreign]
+                texts = [text_of(message["content"]) for message in foreign]
             for text in texts:
                 control.update(dict.fromkeys(self.typed_pattern.findall(text)))
         shown = tools
@@ -661,6 +682,13 @@ class Question:
     def content(self) -> Content:
         """What it asks."""
         return self.example.content
+
+    @property
+    def images(self) -> PromptImages | None:
+        """The images among its tokens; None if there are none."""
+        if not self.example.pictures:
+            return None
+        return PromptImages(self.example.pictures, self.tokens)
 
     @property
     def plain(self) -> bool:

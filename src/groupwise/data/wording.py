@@ -14,6 +14,16 @@ from typing import Any
 import numpy as np
 
 from groupwise.config.settings import DataSettings
+from groupwise.data.images import (
+    NO_MODEL,
+    NO_READER,
+    ImageEncoder,
+    NoImages,
+    Picture,
+    holds_images,
+    parts_with_images,
+    read_images,
+)
 from groupwise.data.messages import (
     OPENING,
     Content,
@@ -95,6 +105,8 @@ class ReadRow:
     """Remarks about the row, for the report."""
     extra: Any = None
     """What its kind alone has: a pair its margin, a solution the labels of its steps."""
+    pictures: tuple[Picture, ...] = ()
+    """The images of what it asks, in their order."""
     text_alone: bool = False
     """True of a demonstration that is one text, all of which is learnt: it is what the row asks,
     and the answer is empty.
@@ -117,6 +129,8 @@ class Wording:
     """Makes the prompt from the row's columns; `alpaca` names the usual one for instruction/input
     rows.
     """
+    images: ImageEncoder | NoImages = NO_MODEL
+    """Writes images into prompts, or says why none is read."""
 
     @classmethod
     def of(cls, settings: DataSettings) -> Wording:
@@ -135,14 +149,29 @@ class Wording:
     def read(self, row: Row, where: str = "row") -> ReadRow:
         """`row` as a prompt.  Raises DataError as `content`."""
         variables = variables_in(row, where)
-        bare = self._bare_content(row, where)
-        content = self.opened(self._in_chat(bare))
+        bare = self._bare_content(row, where, images=True)
+        content, pictures = self._in_chat(bare), ()
+        if isinstance(self.images, ImageEncoder):
+            content, pictures, row = read_images(row, content, where)
+        elif holds_images(row) or parts_with_images(content):
+            raise BadRow(NO_READER, f"{where}: the prompt has images, and {self.images.reason}")
         return ReadRow(
-            row, where, content, variables=variables, wrapped=self.chat and isinstance(bare, str)
+            row,
+            where,
+            self.opened(content),
+            variables=variables,
+            wrapped=self.chat and isinstance(bare, str),
+            pictures=pictures,
         )
 
     def unopened_content(self, row: Row, where: str = "row") -> Content:
-        """`content` without the system message of the settings."""
+        """`content` without the system message of the settings.
+
+        Raises BadRow for a row with images, which stand in prompts of online objectives alone.
+        """
+        if holds_images(row):
+            remedy = "images are read where the policy samples (grpo and its relatives)"
+            raise BadRow(NO_READER, f"{where}: the row has images: {remedy}")
         return self._in_chat(self._bare_content(row, where))
 
     def column_of(self, row: Row) -> str | None:
@@ -195,17 +224,18 @@ class Wording:
             return bare[0]["content"]
         return _KEYS.encode(bare)
 
-    def _bare_content(self, row: Row, where: str) -> Content:
-        """`unopened_content` before `chat` makes a message of a text."""
+    def _bare_content(self, row: Row, where: str, *, images: bool = False) -> Content:
+        """`unopened_content` before `chat` makes a message of a text.   images: see `checked`."""
         if self.format == "alpaca":
             return _alpaca(row, where)
         if self.format is not None:
             return formatted(self.format, row, where)
         column = self.column_of(row)
         if column == "prompt":
-            return asks(checked(row["prompt"], "prompt", where), "prompt", where)
+            asked = checked(row["prompt"], "prompt", where, images=images)
+            return asks(asked, "prompt", where)
         if column == "messages":
-            messages = checked(row["messages"], "messages", where)
+            messages = checked(row["messages"], "messages", where, images=images)
             if isinstance(messages, str):
                 return messages
             return before_the_answer(messages, "messages", where)

@@ -16,6 +16,7 @@ In: a folder or hub name.  Out: a `policy.Policy` that takes packed `Batch`es.
   a model to them.
 - `output_head`, `head_form`: what is before the last matrix, and the factor and cap behind it.
 - `reward_head`: one number per token.
+- `vision`: images in prompts, as embeddings in a stream.
 - `layers`: what known families are made of; `fused` runs their blocks in fewer passes.
 - `lora`, `lora_dropout`, `moe`, `sharded`: adapters, the balance of experts, sharded weights.
 - `splitting`: which models can be split over processes.

@@ -7,7 +7,7 @@ T positions of a stream   D width
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
@@ -20,15 +20,27 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from groupwise.errors import ConfigError
 from groupwise.models.attention import Attend, attending
 from groupwise.models.policy import Policy
+from groupwise.records import ImageSpan
 
 
-def hidden(policy: Policy, tokens_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
-    """Final hidden states (T, D) of a flat stream, before the head."""
-    return run_backbone(policy, tokens_T, position_T, attend).last_hidden_state[0]
+def hidden(
+    policy: Policy,
+    tokens_T: Tensor,
+    position_T: Tensor,
+    attend: Attend,
+    images: Sequence[ImageSpan] = (),
+) -> Tensor:
+    """Final hidden states (T, D) of a flat stream, before the head.   images: see `Batch`."""
+    return run_backbone(policy, tokens_T, position_T, attend, images).last_hidden_state[0]
 
 
 def run_backbone(
-    policy: Policy, tokens_T: Tensor, position_T: Tensor, attend: Attend, **options: Any
+    policy: Policy,
+    tokens_T: Tensor,
+    position_T: Tensor,
+    attend: Attend,
+    images: Sequence[ImageSpan] = (),
+    **options: Any,
 ) -> Any:
     """What the model without its head gives for a flat stream."""
     if policy.context_group is not None:
@@ -37,10 +49,13 @@ def run_backbone(
         return part.whole(
             run_backbone(alone, part.tokens_T, part.position_T, part.attend, **options)
         )
-    with computing(policy), attending(attend, position_T):
-        return policy.backbone(
-            input_ids=tokens_T[None], position_ids=position_T[None], use_cache=False, **options
-        )
+    run, inputs = policy.backbone, {"input_ids": tokens_T[None], "position_ids": position_T[None]}
+    with computing(policy):
+        if images:
+            stream = (tokens_T, position_T, attend, images)
+            run, inputs, attend = policy.vision.spliced(policy, *stream)
+        with attending(attend, position_T):
+            return run(**inputs, use_cache=False, **options)
 
 
 @contextlib.contextmanager

@@ -40,6 +40,7 @@ from transformers.utils.hub import cached_file
 
 from groupwise.config.live_objects import Live, object_of, short_digest
 from groupwise.config.settings import ModelSettings
+from groupwise.data.images import ImageEncoder, NoImages
 from groupwise.data.tokenizers import has_tokenizer, load_tokenizer, with_chat_template
 from groupwise.distributed import fsdp
 from groupwise.errors import ConfigError, DataError
@@ -55,6 +56,7 @@ from groupwise.models.quiet import quiet_transformers
 from groupwise.models.recurrence import use_packed_recurrence
 from groupwise.models.shape import language_part
 from groupwise.models.streaming import CheckpointReader, check_finite, empty_model
+from groupwise.models.vision import read_encoder
 from groupwise.utils.files import expanded
 from groupwise.utils.terminal import logger
 
@@ -65,6 +67,9 @@ ALIGNED = 64
 """Bytes: the addresses of tensors that torch makes are multiples of it.  A resumed run must compute
 as one that went on.
 """
+
+
+LOADED = NoImages("a model that is loaded already reads none: give its folder")
 
 
 class Source:
@@ -118,6 +123,8 @@ class Blueprint:
     context: int
     source: Source
     """Where its weights come from."""
+    images: ImageEncoder | NoImages = LOADED
+    """Writes images into its prompts, or says why none is read."""
 
     @classmethod
     def of(cls, policy: Policy) -> Blueprint:
@@ -212,6 +219,7 @@ class Checkpoint(Source):
             eos_ids=eos_ids(self.generation, self.tokenizer),
             context=context_length(keys),
             source=self,
+            images=read_encoder(self.path, keys, self.tokenizer),
         )
 
     def load(self) -> PreTrainedModel:

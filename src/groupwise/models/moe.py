@@ -70,9 +70,8 @@ def balance_pass(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
 def _routed(policy: Policy, batch: Batch) -> tuple[Tensor, list[Tensor]]:
     """Hidden states (P, D), and what each layer's router says of its experts (P, E)."""
     attend = PackedAttention(batch.layout, batch.prepared)
-    outputs = run_backbone(
-        policy, batch.tokens_P, batch.position_P, attend, output_router_logits=True
-    )
+    columns = (batch.tokens_P, batch.position_P, attend, batch.images)
+    outputs = run_backbone(policy, *columns, output_router_logits=True)
     logits = [
         layer.view(batch.layout.total, -1)
         for layer in outputs.router_logits or ()

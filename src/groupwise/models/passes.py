@@ -63,7 +63,8 @@ def forward(policy: Policy, batch: Batch) -> ForwardOutput:
         if balances:
             return ForwardOutput(*balance_pass(policy, batch))
         attend = PackedAttention(batch.layout, batch.prepared)
-        return ForwardOutput(hidden(policy, batch.tokens_P, batch.position_P, attend), 0.0)
+        columns = (batch.tokens_P, batch.position_P, attend, batch.images)
+        return ForwardOutput(hidden(policy, *columns), 0.0)
 
 
 def _one_by_one(policy: Policy, tokens_P: Tensor, layout: Layout) -> Tensor:

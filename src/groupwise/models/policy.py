@@ -132,6 +132,8 @@ class Policy:
     shards: Shards | None = None
     context_group: ContextGroup | None = None
     """The processes that hold positions of its streams (context parallelism)."""
+    vision: Any = None
+    """`vision.Vision`: reads the images of prompts; None: there are none."""
 
     @property
     def device(self) -> torch.device:

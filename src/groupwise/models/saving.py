@@ -31,6 +31,9 @@ def save(policy: Policy, folder: Path) -> None:
     with quiet_transformers():
         merged(policy).save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
+    if policy.vision is not None:
+        for name, content in policy.vision.encoder.files.items():
+            (folder / name).write_bytes(content)
     if policy.adapter is not None and policy.adapter_on:
         write_adapter(policy, folder / FOLDER, dict(policy.model.named_parameters()))
         policy.tokenizer.save_pretrained(

@@ -66,6 +66,8 @@ def model_pass(policy: Policy, samples: Sequence[Sample], *, gradients: bool) ->
             ids = torch.from_numpy(ids_N).to(policy.device)
             begin = int(np.argmax(sample.weight > 0))
             options = {}
+            if sample.images is not None:
+                options = policy.vision.arguments(policy, ids[None], [sample.images])
             if few:
                 options["logits_to_keep"] = sample.completion.size - begin
             with policy.precision():

@@ -226,8 +226,12 @@ class _Case:
         texts, failed = self.texts()
         if self.size is SMALL and not self.coarse:  # a median of few would be chance
             texts = fewer_tokens(texts)
-        near = [text for text in texts if length_of(text) <= NEAR]
-        far = [text for text in texts if length_of(text) > NEAR]
+        near, far = [], []
+        for text in texts:
+            if length_of(text) <= NEAR or text.images is not None:
+                near.append(text)
+            else:
+                far.append(text)
         texts = [*near, *far]
         with some_gradients(policy):
             expected = model_pass(policy, near, gradients=self.train)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import nn
 
+from groupwise.data.images import PromptImages
 from groupwise.environments.conversation import Reply, Stream
 from groupwise.models import recurrence, rope
 from groupwise.models.config_checks import WINDOWS
@@ -156,7 +157,26 @@ def written(policy: Policy, size: Size, longest: int, seed: int = 0) -> list[Sam
             completion = _ids(policy, rng, min(n, size.tokens, longest - prompt.size))
             text = np.concatenate([prompt, completion])
             texts.append(_sample(policy, str(place), text[:begin], text[begin:]))
+    for name, prompt in prompts_with_images(policy, seed).items():
+        for n in (FIRST, LAST):
+            completion = _ids(policy, rng, n)
+            completion = np.where(completion == policy.vision.token, 0, completion)
+            text = _sample(policy, name, prompt.tokens, completion)
+            texts.append(replace(text, images=prompt))
     return texts
+
+
+def prompts_with_images(policy: Policy, seed: int) -> dict[str, PromptImages]:
+    """Prompts with images of a policy that reads them, neighbours that are alike but for their
+    images; without those that leave no room for a completion.
+    """
+    if policy.vision is None:
+        return {}
+    rng, prompts = np.random.default_rng(seed), {}
+    for place, prompt in enumerate(policy.vision.examples(policy, rng)):
+        if prompt.tokens.size + LAST <= policy.context:
+            prompts[f"image {place}"] = prompt
+    return prompts
 
 
 def drawn(
@@ -164,7 +184,9 @@ def drawn(
 ) -> list[Sample]:
     """What an engine draws, in turns where an environment answers."""
     no_text: Any = SimpleNamespace(decode=lambda ids, **_: "")
-    endless = replace(policy, eos_ids=(), context=longest, tokenizer=no_text)
+    with_images = {} if sampler.conversations else prompts_with_images(policy, seed)
+    most = max([longest, *(images.tokens.size + LAST for images in with_images.values())])
+    endless = replace(policy, eos_ids=(), context=most, tokenizer=no_text)
     environment, tokens = None, min(LAST, size.tokens)
     if sampler.conversations:
         environment = SimpleNamespace(begin=partial(_RandomReplies, policy.vocabulary))
@@ -175,12 +197,20 @@ def drawn(
     prompts = []
     for place, ids in enumerate(columns):
         prompts.append(Prompt(id=f"{place:04}", tokens=ids, text="", row={}))
+    for name, images in with_images.items():
+        prompts.append(Prompt(id=name, tokens=images.tokens, text="", images=images))
     groups: dict[str, Sequence[Rollout]] = {}
     for group in engine.generate(prompts, group_size=size.group, sampling=sampling, seed=seed):
         groups[group[0].prompt.id] = group
-    texts = []
+    texts, behind = [], []
     for place, prompt in enumerate(prompts):
         rollouts = groups[prompt.id]
+        if prompt.images is not None:
+            for rollout, n in ((rollouts[0], FIRST), (rollouts[-1], LAST)):
+                n = _before_placeholder(policy, rollout.tokens[:n])
+                if n:
+                    behind.append(replace(_drawn(policy, rollout, n), images=prompt.images))
+            continue
         near = prompt.tokens.size <= NEAR
         if near and place > 0:
             texts.append(_drawn(policy, rollouts[0], FIRST))
@@ -190,7 +220,15 @@ def drawn(
         sampling = replace(sampling, max_new_tokens=size.tokens)
         (alone,) = engine.generate([prompt], group_size=1, sampling=sampling, seed=seed)
         texts.append(_drawn(policy, alone[0], size.tokens))
-    return texts
+    return [*texts, *behind]
+
+
+def _before_placeholder(policy: Policy, tokens: np.ndarray) -> int:
+    """How many tokens stand before the first placeholder: the model's own pass would ask for an
+    image there.
+    """
+    places = np.flatnonzero(tokens == policy.vision.token)
+    return int(places[0]) if places.size else tokens.size
 
 
 def fewer_tokens(texts: Sequence[Sample]) -> list[Sample]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -53,6 +53,13 @@ from groupwise.rollout.engine import (
 from groupwise.rollout.episodes import Conversations, Groups
 from groupwise.rollout.stopping import Stopping
 
+NO_IMAGES: Mapping[str, Tensor] = {}
+
+
+def _kind(prompt: Prompt) -> tuple[int, bool]:
+    """What prompts of a batch share: their length, and whether they have images."""
+    return prompt.tokens.size, prompt.images is not None
+
 
 class TransformersEngine(InProcess):
     """Implements `engine.Engine`, without random streams per completion: the same seed, prompts,
@@ -83,13 +90,11 @@ class TransformersEngine(InProcess):
             yield from self._episodes(prompts, group_size, sampling, seed)
             return
         rows = [
-            (prompt, index)
-            for prompt in sorted(prompts, key=lambda prompt: prompt.tokens.size)
-            for index in range(group_size)
+            (prompt, index) for prompt in sorted(prompts, key=_kind) for index in range(group_size)
         ]
         groups = Groups(group_size)
-        for _, of_one_length in itertools.groupby(rows, lambda row: row[0].tokens.size):
-            alike = list(of_one_length)
+        for _, of_one_kind in itertools.groupby(rows, lambda row: _kind(row[0])):
+            alike = list(of_one_kind)
             for first in range(0, len(alike), self.max_rows):
                 for rollout in self._batch(alike[first : first + self.max_rows], sampling, seed):
                     yield from groups.add(rollout)
@@ -111,7 +116,12 @@ class TransformersEngine(InProcess):
             [self._limit(prompt, sampling) for prompt, _ in rows],
             self._watch(rows, sampling, seed),
         )
-        drawn = self._draw(ids, limits, sampling, f"{seed}/{first.id}/{place}", watch=watch)
+        images = {}
+        if first.images is not None:
+            prompts = [prompt.images for prompt, _ in rows]
+            images = policy.vision.arguments(policy, ids, prompts)
+        seeded = f"{seed}/{first.id}/{place}"
+        drawn = self._draw(ids, limits, sampling, seeded, watch=watch, images=images)
         return [
             make_rollout(
                 policy,
@@ -165,8 +175,12 @@ class TransformersEngine(InProcess):
         sampling: Sampling,
         seed: str,
         watch: ScoreWatch | None = None,
+        images: Mapping[str, Tensor] = NO_IMAGES,
     ) -> _Drawn:
-        """What is drawn behind rows of ids (R, T), up to a limit for each."""
+        """What is drawn behind rows of ids (R, T), up to a limit for each.
+
+        images: what the model takes for those of the rows' prompts.
+        """
         policy, model = self.policy, cast(Any, self.policy.model)
         stopping = Stopping(policy.eos_ids, sampling.stop, policy.tokenizer)
         drawn = _Drawn(stopping, limits, watch or ScoreWatch(), truncates=sampling.truncates)
@@ -187,6 +201,7 @@ class TransformersEngine(InProcess):
                 model.generate(
                     input_ids=ids,
                     attention_mask=torch.ones_like(ids),
+                    **images,
                     **({"output_router_logits": False} if router_coefficient(policy) else {}),
                     generation_config=_explicit(sampling, max(limits), policy.pad_id),
                     logits_processor=LogitsProcessorList(

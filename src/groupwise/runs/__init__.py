@@ -9,6 +9,7 @@ model.
 - `step_time`, `measured_speeds`: seconds of a step, by what was measured on such a device.
 - `job`: policy, engine, optimizer and loop; what a checkpoint holds.
 - `run_models`, `engines`, `environments`: the models, the sampler and the environment of a recipe.
+- `images`: what a run of prompts with images asks of its parts.
 - `checkpoint`: checkpoints that are whole or are not there.
 - `best`: the best evaluation of a run, and the end that follows from it.
 - `folder`, `lock`: which folder a run has, how it stands, and who writes there.

@@ -34,6 +34,7 @@ from groupwise.runs.engines import (
     make_engine,
     sampler_of,
 )
+from groupwise.runs.images import check_models
 from groupwise.runs.plan import Lines
 from groupwise.runs.prepared import Prepared, eval_sampling, longest_of, sampling_of
 from groupwise.runs.rollout_table import state_from_bytes, state_to_bytes
@@ -498,6 +499,12 @@ def _online_job(prepared: Prepared, reference: Path | None, resume: Path | None)
         critic = critic_of(recipe, policy, prepared.steps * per_step)
     if algorithm.needs.teacher:
         teacher = teacher_of(recipe, policy)
+    check_models(
+        prepared.blueprint.images,
+        model=policy,
+        critic=None if critic is None else critic.policy,
+        teacher=None if teacher is None else teacher.policy,
+    )
     proofs = _proofs(prepared, policy, critic, teacher)
     engine = _engine(prepared, policy)
     train = prepared.prompts.train

@@ -47,6 +47,7 @@ from groupwise.runs.environments import (
     with_environment_data,
     with_own_reward,
 )
+from groupwise.runs.images import check_settings, images_needed
 from groupwise.runs.plan import (
     Lines,
     Load,
@@ -185,6 +186,8 @@ class Prepared:
                 rows, steps = prompts, recipe.steps or 0
             else:
                 rows, prompts, plan, steps = _read_dataset(recipe, blueprint, runtime, kind)
+            blueprint = replace(blueprint, images=images_needed(blueprint.images, prompts))
+            check_settings(recipe, blueprint.images, answered=runtime is not None)
             others = [blueprint_of(scorer, None) for scorer in scorers]
             load = load_of(recipe, blueprint, algorithm, rows, others)
             if prompts is not None:
@@ -240,6 +243,8 @@ class PreparedEvaluation:
         with ExitStack() as started:
             runtime = _start_runtime(recipe, started)
             prompts = load_prompts(recipe, blueprint, runtime, train=False)
+            blueprint = replace(blueprint, images=images_needed(blueprint.images, prompts))
+            check_settings(recipe, blueprint.images, answered=runtime is not None)
             recipe = _with_judge(with_own_reward(recipe, runtime), prompts)
             rewards = build_rewards(
                 recipe.rewards,
@@ -297,6 +302,7 @@ def load_prompts(
         max_new_tokens=recipe.rollout.max_new_tokens,
         seed=recipe.seed,
         tools=tools_of(runtime),
+        images=blueprint.images,
         train=train,
     )
 

@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import TypeAdapter
 
+from groupwise.data.images import Picture, PromptImages
 from groupwise.records import (
     Branch,
     Episode,
@@ -49,6 +50,7 @@ COLUMNS: dict[str, pa.DataType] = {
     "prompt_messages": pa.string(),
     "prompt_wrapped": pa.bool_(),
     "prompt_cut": pa.int64(),
+    "prompt_images": pa.list_(pa.string()),
     "row": pa.string(),
     "index": pa.int64(),
     "completion_text": pa.string(),
@@ -144,7 +146,8 @@ def table_of(step: Step) -> pa.Table:
     a `Step` is made from.
 
     Columns: step, group, prompt_id, prompt_text, prompt_ids, prompt_messages (JSON, null: a text),
-        prompt_wrapped, prompt_cut (as in `Prompt`), row (JSON), index, completion_text,
+        prompt_wrapped, prompt_cut (as in `Prompt`), prompt_images (digests, where a prompt has
+        images), row (JSON), index, completion_text,
         completion_ids, behavior_logp,
     current_logp, advantages, trained, version, finish, eos_ids, sampling (JSON), support, episode
     (JSON, where there is one), `rewards/NAME` per function, reward, `extra/NAME` (JSON) per column
@@ -180,12 +183,14 @@ def table_of(step: Step) -> pa.Table:
 
 def _names_of_columns(step: Step, rewards: Sequence[str]) -> list[str]:
     """Return the names of a step's columns, in the order of its table."""
-    extra, signals, logged = set(), set(), False
+    extra, signals, logged, images = set(), set(), False, False
     for group in step.groups:
+        images = images or group.prompt.images is not None
         extra.update(group.extra)
         signals.update(group.signals)
         logged = logged or bool(group.logged)
-    names = [name for name in COLUMNS if name not in ("reward", "logged", "run")]
+    absent = {"reward", "logged", "run"} if images else {"reward", "logged", "run", "prompt_images"}
+    names = [name for name in COLUMNS if name not in absent]
     names += [f"rewards/{name}" for name in rewards]
     names.append("reward")
     names += [f"extra/{name}" for name in sorted(extra)]
@@ -237,6 +242,8 @@ def _completion_values(step: Step, place: int, index: int) -> dict[str, Any]:
     }
     if prompt.messages is not None:
         values["prompt_messages"] = _json(prompt.messages)
+    if prompt.images is not None:
+        values["prompt_images"] = list(prompt.images.key)
     if rollout.support is not None:
         values["support"] = list(rollout.support)
     if rollout.episode is not None:
@@ -454,6 +461,10 @@ def _scored(
     first = rows[0]
     tokens = np.array(first["prompt_ids"], np.int64)
     messages = first.get("prompt_messages")  # older tables have none of the next three
+    images = None
+    if first.get("prompt_images"):
+        pictures = tuple(Picture(b"", digest) for digest in first["prompt_images"])
+        images = PromptImages(pictures, tokens)
     prompt = Prompt(
         id=first["prompt_id"],
         tokens=tokens,
@@ -462,6 +473,7 @@ def _scored(
         messages=None if messages is None else tuple(json.loads(messages)),
         wrapped=bool(first.get("prompt_wrapped")),
         cut=first.get("prompt_cut") or 0,
+        images=images,
     )
     rewards = [[row[f"rewards/{name}"] for name in names] for row in rows]
     columns: dict[str, tuple[np.ndarray, ...]] = {}

@@ -39,6 +39,7 @@ from groupwise.models.shape import Shape
 from groupwise.models.sharded import frozen_copy, in_context, shard, shard_from_checkpoint
 from groupwise.models.splitting import demand_split
 from groupwise.models.streaming import modules_of
+from groupwise.models.vision import seeing
 from groupwise.records import Prompt
 from groupwise.rollout.vllm.scoring import ScoringServers
 from groupwise.training.critics import Critic
@@ -164,7 +165,7 @@ def _held(
 ) -> Policy:
     """The policy with the weights that this process holds.   parallel: decided."""
     if comm.world().size == 1 or not layout.spreads(parallel):
-        return _resumed(make(recipe, blueprint), resume)
+        return seeing(_resumed(make(recipe, blueprint), resume), blueprint.images)
     device, reader = resolve_device(recipe.model), blueprint.reader()
     if reader is not None and recipe.model.lora is None:
         policy = make(recipe, blueprint.without_weights())

@@ -15,10 +15,11 @@ import numpy as np
 from torch import Tensor
 
 from groupwise.algorithms.loss_weights import TokenMean
+from groupwise.data.encoding import Demonstration
 from groupwise.distributed import comm
 from groupwise.models import backbone
 from groupwise.models.policy import Policy
-from groupwise.records import Demonstration, Sample, Step
+from groupwise.records import Sample, Step
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.passes import (
     Assessment,

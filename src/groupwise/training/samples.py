@@ -155,6 +155,7 @@ def sample_of(
         group=rollout.prompt.id,
         index=rollout.index,
         branches=() if rollout.episode is None else rollout.episode.branches,
+        images=rollout.prompt.images,
         prompt=rollout.prompt.tokens,
         completion=rollout.tokens,
         weight=np.where(rollout.trained, weight, 0.0),

@@ -185,6 +185,8 @@ class Decode(KeepingAttend):
         self.own = own
         self.device = device
         self.size = size
+        self.offset_P: Sequence[int] = ()
+        """What the images of prompts add to places behind them; empty: nothing."""
         self._numbers: Tensor | None = None
 
     def arrange(
@@ -227,7 +229,8 @@ class Decode(KeepingAttend):
             member_PN += filled_up(members, size.members, 0)
         position_R = []
         for entry, length in zip(self.entry_R, self.length_R, strict=True):
-            position_R.append(self.prompt_length_P[entry] + length - 1)
+            offset = self.offset_P[entry] if self.offset_P else 0
+            position_R.append(self.prompt_length_P[entry] + offset + length - 1)
         columns = (
             filled_up(self.length_R, size.rows, 0),
             filled_up(position_R, size.rows, -1),

@@ -31,7 +31,7 @@ from groupwise.models.backbone import hidden
 from groupwise.models.policy import Policy
 from groupwise.ops.decoding import Decoder
 from groupwise.ops.linear_cross_entropy import head_logits
-from groupwise.records import Prompt, Rollout, Sampling
+from groupwise.records import ImageSpan, Prompt, Rollout, Sampling
 from groupwise.rollout.engine import InProcess, check_request, completion_limit, fitting
 from groupwise.rollout.native.forward import RolloutForward, SpecialisedForward, is_known
 from groupwise.rollout.native.scheduler import DeviceMemory, Scheduler
@@ -65,9 +65,11 @@ class ModuleForward:
     def __init__(self, policy: Policy) -> None:
         self.policy, self.head = policy, policy.head
 
-    def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
+    def hidden(
+        self, tokens_T: Tensor, position_T: Tensor, attend: Attend, images: Sequence[ImageSpan] = ()
+    ) -> Tensor:
         """See `RolloutForward`."""
-        return hidden(self.policy, tokens_T, position_T, attend)
+        return hidden(self.policy, tokens_T, position_T, attend, images)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """See `RolloutForward`."""

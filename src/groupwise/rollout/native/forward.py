@@ -53,6 +53,7 @@ from groupwise.ops.decoding import (
 )
 from groupwise.ops.operations import operations
 from groupwise.ops.query import EVERYTHING, Query
+from groupwise.records import ImageSpan
 
 
 class RolloutForward(Protocol):
@@ -61,8 +62,10 @@ class RolloutForward(Protocol):
     decoder: Decoder | None
     """Draws several tokens in one call, where there is one."""
 
-    def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
-        """Final hidden states (T, D) of a flat stream."""
+    def hidden(
+        self, tokens_T: Tensor, position_T: Tensor, attend: Attend, images: Sequence[ImageSpan] = ()
+    ) -> Tensor:
+        """Final hidden states (T, D) of a flat stream.   images: see `Batch`."""
         ...
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
@@ -77,7 +80,7 @@ def is_known(policy: Policy) -> bool:
     help nobody.
     """
     model, head = policy.model, policy.head
-    if policy.device.type not in ("cpu", "cuda"):
+    if policy.vision is not None or policy.device.type not in ("cpu", "cuda"):
         return False
     if policy.dtype not in (torch.float32, torch.bfloat16):
         return False
@@ -418,8 +421,10 @@ class SpecialisedForward:
             self.layers, self.norm, self.head, self.embedding_VD, positions, heads
         )
 
-    def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
-        """See `RolloutForward`."""
+    def hidden(
+        self, tokens_T: Tensor, position_T: Tensor, attend: Attend, images: Sequence[ImageSpan] = ()
+    ) -> Tensor:
+        """See `RolloutForward`.  What reads images is not known here (`is_known`)."""
         x_TD = F.embedding(tokens_T, self.embedding_VD)
         if self.position_PD is not None:
             x_TD += F.embedding(position_T, self.position_PD)

@@ -158,7 +158,7 @@ class Scheduler:
         """The sequences of all groups, those with the shortest prompts first."""
         sequences: list[Sequence] = []
         for prompt in sorted(prompts, key=lambda prompt: prompt.tokens.size):
-            prefix = Prefix(prompt.tokens, group_size)
+            prefix = Prefix(prompt.tokens, group_size, images=prompt.images)
             self.prefixes[prompt.id, prompt.tokens.tobytes()] = prefix
             for index in range(group_size):
                 limit = self.engine.limit(prompt, index, self.sampling)
@@ -282,6 +282,9 @@ class Scheduler:
             return
         entry_R = [sequence.prefix.entry for sequence in self.rows.live]
         cached_R = [sequence.own - 1 + self.unread for sequence in self.rows.live]
+        if self.policy.vision is not None:
+            images_P = [prefix.images for prefix in self.prompts.prefixes]
+            self.decode.attend.offset_P = self.policy.vision.offsets(self.policy, images_P)
         self.decode.arrange(self.prompts.lengths, entry_R, cached_R)
 
     def _admit(self) -> list[tuple[Rollout, ...]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 
 from groupwise.environments.conversation import Stream
 from groupwise.models.attention import Attend
+from groupwise.records import ImageSpan
 from groupwise.rollout.native.decode_attention import Extend, Prefill
 from groupwise.rollout.native.forward import RolloutForward
 from groupwise.rollout.native.kv_cache import KVCache, SavedEntry
@@ -43,6 +45,8 @@ class Prefix:
     """Entry of the prompt cache; -1 before the prefill and after the last sequence."""
     hidden_D: Tensor | None = None
     """Final hidden state of its last token, while it has an entry."""
+    images: Any = None
+    """Those of its prompt (`Prompt.images`)."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -83,13 +87,15 @@ class PromptCache:
             lengths = [prefix.tokens.size for prefix in batch]
             self.store.reserve(self.store.live + len(batch), max(lengths))
             tokens_T = np.concatenate([prefix.tokens for prefix in batch])
-            hidden_ND = hidden_of_last(
-                forward,
-                torch.from_numpy(tokens_T).to(device),
-                [0] * len(batch),
-                lengths,
-                Prefill(self.store, lengths),
-            )
+            images, start = [], 0
+            for prefix in batch:
+                if prefix.images is not None:
+                    span = ImageSpan(start, start + prefix.tokens.size, 0, prefix.images)
+                    images.append(span)
+                start += prefix.tokens.size
+            stream = torch.from_numpy(tokens_T).to(device)
+            starts, attend = [0] * len(batch), Prefill(self.store, lengths)
+            hidden_ND = hidden_of_last(forward, stream, starts, lengths, attend, images)
             for prefix, hidden_D in zip(batch, hidden_ND, strict=True):
                 prefix.entry, prefix.hidden_D = self.store.live, hidden_D
                 self.store.live += 1
@@ -198,6 +204,7 @@ def hidden_of_last(
     starts: abc.Sequence[int],
     counts: abc.Sequence[int],
     attend: Attend,
+    images: abc.Sequence[ImageSpan] = (),
 ) -> Tensor:
     """Compute the final hidden states (N, D) of the last token of each segment of a stream.
 
@@ -207,6 +214,6 @@ def hidden_of_last(
     for start, count in zip(starts, counts, strict=True):
         positions.append(np.arange(start, start + count))
     position_T = torch.from_numpy(np.concatenate(positions)).to(tokens_T.device)
-    hidden_TD = forward.hidden(tokens_T, position_T, attend)
+    hidden_TD = forward.hidden(tokens_T, position_T, attend, images)
     last_N = torch.from_numpy(np.cumsum(counts) - 1).to(tokens_T.device)
     return hidden_TD[last_N]

@@ -1,0 +1,82 @@
+"""What a run of prompts with images asks of its parts, before anything is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from groupwise.config.settings import Recipe
+from groupwise.data.images import ImageEncoder, NoImages
+from groupwise.data.load import Data
+from groupwise.errors import ConfigError
+from groupwise.models.policy import Policy
+from groupwise.records import Prompt
+
+NO_PROMPT = NoImages("no prompt has any")
+
+
+def images_needed(
+    images: ImageEncoder | NoImages, prompts: Data[Prompt] | None
+) -> ImageEncoder | NoImages:
+    """The encoder of a model, if some prompt has images: a run without them reads none."""
+    if prompts is None or not any(prompt.images is not None for prompt in _all(prompts)):
+        return NO_PROMPT
+    return images
+
+
+def _all(prompts: Data[Prompt]) -> Iterable[Prompt]:
+    """Every prompt of the data."""
+    return (*prompts.train, *prompts.held_out, *prompts.validation)
+
+
+def check_settings(
+    recipe: Recipe, images: ImageEncoder | NoImages, *, answered: bool = False
+) -> None:
+    """Raises ConfigError for settings under which no images are read.
+
+    answered: an environment answers the policy's turns.
+    """
+    if isinstance(images, NoImages):
+        return
+    engine = recipe.rollout.engine
+    if engine.name not in ("native", "transformers"):
+        raise ConfigError(
+            f"rollout.engine: prompts have images, which {engine.name} does not sample for: set"
+            " native or transformers",
+            key="rollout.engine",
+        )
+    if engine.ahead:
+        raise ConfigError(
+            "rollout.engine.ahead: prompts have images, which a checkpoint does not hold: set 0",
+            key="rollout.engine.ahead",
+        )
+    if answered:
+        raise ConfigError(
+            "environment: prompts have images, which are read in single turns alone: leave the"
+            " environment out",
+            key="environment",
+        )
+    for name in ("hint", "servers"):
+        if getattr(recipe.teacher, name):
+            raise ConfigError(
+                f"teacher.{name}: prompts have images, which a teacher reads with their prompts as"
+                " they are, in this process: leave it out",
+                key=f"teacher.{name}",
+            )
+
+
+def check_models(images: ImageEncoder | NoImages, **policies: Policy | None) -> None:
+    """Raises ConfigError for a model of a run with images that reads none."""
+    if isinstance(images, NoImages):
+        return
+    for name, policy in policies.items():
+        if policy is None:
+            continue
+        if policy.sharded:
+            raise ConfigError(
+                "parallel: weights that are spread over processes read no images: set parallel: ddp"
+            )
+        if policy.vision is None:
+            raise ConfigError(
+                f"{name}.path: {type(policy.model).__name__} reads no images, and prompts have"
+                " some: take a model that does"
+            )

@@ -1,0 +1,199 @@
+"""Images of rows: every form they come in, what is refused with its row, and their places in prompts."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from image_models import checkpoint, png, tokenizer
+from PIL import Image
+
+from groupwise.data import images
+from groupwise.data.encoding import DEMONSTRATIONS, PROMPTS, encode
+from groupwise.data.images import ImageEncoder, NoImages, PatchEncoder, pictures_of
+from groupwise.data.sources import BadRow, SourceRows
+from groupwise.data.templates import Template
+from groupwise.errors import ConfigError, DataError
+from groupwise.models.vision import read_encoder
+from groupwise.records import Prompt
+
+PNG = png(0)
+COUNT = 24 * 16 // 8**2
+"""Embeddings of an image of `png`: squares of 8 x 8 pixels."""
+
+
+@pytest.fixture(scope="module")
+def encoder() -> ImageEncoder:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    size = {"shortest_edge": 64, "longest_edge": 1024}
+    processor = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, size=size)
+    return PatchEncoder(processor, begin="", token="<|image_pad|>", end="", mark="<|image_pad|>")
+
+
+def read(encoder: ImageEncoder | NoImages, *rows: Any, **settings: Any) -> list[Prompt]:
+    template = Template(tokenizer=tokenizer(), images=encoder, **settings)
+    prompts, _ = encode(PROMPTS.read(SourceRows("t.jsonl", rows), template), template, PROMPTS, limit=200, limited_by="a limit")
+    return prompts
+
+
+def user(*parts: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": list(parts)}]
+
+
+HERE, WHAT = {"type": "image"}, {"type": "text", "text": "what?"}
+URL = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
+FORMS = {
+    "images": {"prompt": user(HERE, WHAT), "images": [PNG]},
+    "image": {"prompt": user(HERE, WHAT), "image": {"bytes": PNG, "path": None}},
+    "PIL": {"prompt": user(HERE, WHAT), "images": [Image.open(io.BytesIO(PNG))]},
+    "data URL": {"prompt": user(HERE, WHAT), "images": [URL]},
+    "text alone, as in TRL": {"prompt": [{"role": "user", "content": "what?"}], "images": [PNG]},
+    "in the part": {"prompt": user({"type": "image", "image": PNG}, WHAT)},
+    "of OpenAI": {"prompt": user({"type": "image_url", "image_url": {"url": URL}}, WHAT)},
+    "columnar": {"prompt": user({"type": "image", "text": None}, {**WHAT, "image": None}), "images": [{"bytes": PNG}]},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_the_same_prompt(form: str, encoder: ImageEncoder) -> None:
+    (prompt,) = read(encoder, FORMS[form])
+    (picture,) = prompt.images.pictures
+    assert np.array_equal(np.asarray(picture.open()), np.asarray(Image.open(io.BytesIO(PNG))))
+    marks = tokenizer().convert_tokens_to_ids(["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"])
+    places = [mark for mark in prompt.tokens.tolist() if mark in marks]
+    assert places == [marks[0], *[marks[1]] * COUNT, marks[2]]
+    assert prompt.text == "<|user|><|vision_start|><|image_pad|><|vision_end|>what?<|end|><|assistant|>"
+    assert prompt.row["images"] == [picture.digest]
+    assert np.array_equal(prompt.images.tokens, prompt.tokens)
+
+
+def test_images_stand_in_the_order_of_their_parts(encoder: ImageEncoder) -> None:
+    row = {"prompt": user(HERE, WHAT, HERE), "images": [PNG, png(1, 16, 16)]}
+    (prompt,) = read(encoder, row)
+    runs = "".join("i" if token == tokenizer().convert_tokens_to_ids("<|image_pad|>") else "." for token in prompt.tokens)
+    assert [len(run) for run in runs.replace(".", " ").split()] == [COUNT, 4]
+    assert [picture.height for picture in prompt.images.pictures] == [24, 16]
+
+
+def test_the_same_words_about_two_images_are_two_prompts(encoder: ImageEncoder) -> None:
+    template = Template(tokenizer=tokenizer(), images=encoder)
+    rows = [template.read({"prompt": user(HERE, WHAT), "images": [png(seed)]}) for seed in (1, 2, 1)]
+    keys = [template.key(row.content) for row in rows]
+    assert keys[0] == keys[2] != keys[1]
+
+
+def test_a_path_is_read_and_a_rotated_photo_stands_upright(tmp_path: Path, encoder: ImageEncoder) -> None:
+    photo = Image.new("RGB", (32, 16))
+    exif = photo.getexif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    photo.save(tmp_path / "photo.jpg", exif=exif)
+    (prompt,) = read(encoder, {"prompt": user(HERE, WHAT), "image": str(tmp_path / "photo.jpg")})
+    assert (prompt.images.pictures[0].height, prompt.images.pictures[0].width) == (32, 16)
+
+
+def bomb() -> bytes:
+    """A small file that says that it decodes to 150 MB."""
+    header = bytearray(PNG)
+    header[16:24] = (7_000).to_bytes(4, "big") * 2
+    import zlib
+
+    header[29:33] = zlib.crc32(bytes(header[12:29])).to_bytes(4, "big")
+    return bytes(header)
+
+
+REFUSED = {
+    "no file": ({"images": ["nowhere.png"]}, "no such file: 'nowhere.png'"),
+    "no image": ({"images": [b"GIF89a not"]}, "an image cannot be read"),
+    "damaged": ({"images": [PNG[: len(PNG) // 2]]}, "an image cannot be read"),
+    "decompression bomb": ({"images": [bomb()]}, "it is 7000 x 7000: at most 33,554,432 pixels"),
+    "an address": ({"images": ["https://example.com/cat.png"]}, "is not fetched: download it"),
+    "a number": ({"images": [3]}, "a int is no image"),
+    "two for one part": ({"images": [PNG, PNG]}, "2 images, and 1 parts of type image"),
+    "none for a part": ({}, "0 images, and 1 parts of type image"),
+    "too many": ({"images": [PNG] * 65}, "at most 64"),
+    "another format": ({"images": [b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"]}, "cannot identify image"),
+    "too narrow": ({"images": [png(0, 1, 300)]}, "absolute aspect ratio must be smaller than 200"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_names_its_row(case: str, encoder: ImageEncoder) -> None:
+    row, reason = REFUSED[case]
+    with pytest.raises(DataError, match=r"t\.jsonl row 1") as raised:
+        read(encoder, {"prompt": user(HERE, WHAT), **row})
+    assert reason in str(raised.value)
+
+
+def test_a_large_file_is_not_read(encoder: ImageEncoder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(images, "MOST_BYTES", len(PNG) - 1)
+    (tmp_path / "a.png").write_bytes(PNG)
+    for value in (PNG, str(tmp_path / "a.png")):
+        with pytest.raises(BadRow, match="bytes"):
+            pictures_of({"image": value}, "row 1")
+
+
+def test_a_message_that_writes_a_placeholder_itself_is_refused(encoder: ImageEncoder) -> None:
+    """Else the image would stand in the place that an attacker chose."""
+    row = {"prompt": user({"type": "text", "text": "<|image_pad|>"}, HERE), "images": [PNG]}
+    with pytest.raises(DataError, match=r"has 1 images, and its text holds 2 times '<\|image_pad\|>'"):
+        read(encoder, row)
+    (prompt,) = read(encoder, row, control_tokens="plain")
+    assert (prompt.tokens == tokenizer().convert_tokens_to_ids("<|image_pad|>")).sum() == COUNT
+
+
+def test_a_text_prompt_needs_a_chat(encoder: ImageEncoder) -> None:
+    row = {"prompt": "what?", "images": [PNG]}
+    with pytest.raises(DataError, match=r"images need chat messages: set data\.chat: true"):
+        read(encoder, row)
+    assert read(encoder, row, chat=True)[0].images is not None
+
+
+@pytest.mark.parametrize("row", [{"prompt": user(HERE, WHAT)}, {"prompt": user(WHAT), "images": [PNG]}], ids=["part", "column"])
+def test_a_model_without_eyes_refuses_images(row: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="the prompt has images, and the model reads none"):
+        read(NoImages("the model reads none"), row)
+
+
+def test_rows_to_learn_from_have_no_images(encoder: ImageEncoder) -> None:
+    template = Template(tokenizer=tokenizer(), images=encoder)
+    row = {"prompt": user(WHAT), "completion": "a", "images": [PNG]}
+    with pytest.raises(DataError, match="images are read where the policy samples"):
+        DEMONSTRATIONS.read(SourceRows("t.jsonl", [row]), template)
+
+
+def test_a_prompt_with_images_is_never_cut(encoder: ImageEncoder) -> None:
+    template = Template(tokenizer=tokenizer(), images=encoder)
+    rows = PROMPTS.read(SourceRows("t.jsonl", [FORMS["images"]]), template)
+    with pytest.raises(DataError, match="longer than 9 tokens"):
+        encode(rows, template, PROMPTS, limit=9, limited_by="a limit", too_long="truncate_left")
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "llama"}, "the model (llama) reads none"),
+        ({"model_type": "idefics3", "vision_config": {}}, "those of a idefics3 model are not read, only of Qwen2.5-VL, Qwen3-VL"),
+        ({"model_type": "qwen3_vl", "vision_config": {}}, "has no preprocessor_config.json"),
+    ],
+)
+def test_models_whose_images_are_not_read_are_named(config: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    found = read_encoder(str(tmp_path), config, tokenizer())
+    assert isinstance(found, NoImages)
+    assert reason in found.reason
+
+
+@pytest.mark.slow
+def test_without_pillow_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent() -> None:
+        raise ConfigError("images are read by Pillow, which cannot be imported: pip install pillow")
+
+    monkeypatch.setattr("groupwise.models.vision.pillow", absent)
+    folder = checkpoint(tmp_path)
+    found = read_encoder(str(folder), {"model_type": "qwen3_vl", "vision_config": {}}, tokenizer())
+    assert isinstance(found, NoImages)
+    assert "pip install pillow" in found.reason

@@ -1,0 +1,115 @@
+"""Whole runs on images: trained, resumed to the bit, exported, evaluated; and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from image_models import checkpoint, png
+
+import groupwise as gw
+from groupwise.errors import ConfigError, GroupwiseError
+from groupwise.inspection.replay import replay
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint(tmp_path_factory.mktemp("model"))
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    parts = [{"type": "image"}, {"type": "text", "text": "what?"}]
+    return [{"prompt": [{"role": "user", "content": parts}], "images": [png(i)], "answer": str(i)} for i in range(count)]
+
+
+def length(completion_ids: Any, images: Any, **_: Any) -> list[float]:
+    """A reward that differs within a group; it is given the digest of each image."""
+    assert all(len(digest) == 32 for of_row in images for digest in of_row)
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+SETTINGS: dict[str, Any] = {
+    "objective": "grpo",
+    "group": {"prompts_per_step": 2, "group_size": 3},
+    "rollout": {"max_new_tokens": 5},
+    "optimizer": {"lr": 1e-3},
+    "eval": {"at_start": False},
+}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def train(folder: Path, **changes: Any) -> list[Any]:
+    settings = {"name": "run", "model": {"path": str(folder)}, "data": rows(6), "rewards": length, "steps": 2}
+    return list(gw.train(**{**settings, **SETTINGS, **changes}))
+
+
+@pytest.mark.parametrize("engine", ["native", "transformers"])
+def test_a_run_trains_and_its_model_is_whole(engine: str, folder: Path) -> None:
+    steps = train(folder, rollout={"max_new_tokens": 5, "engine": engine})
+    assert all(step.metrics["grad_norm"] > 0 for step in steps)
+    final = Path("runs/run/final")
+    assert (final / "preprocessor_config.json").read_bytes() == (folder / "preprocessor_config.json").read_bytes()
+    table = pq.read_table(next(Path("runs/run/rollouts").glob("*.parquet")))
+    assert all(len(digests) == 1 for digests in table.column("prompt_images").to_pylist())
+    report = gw.evaluate(str(final), data=rows(3), rewards=length, max_new_tokens=4)
+    assert "reward" in str(report)
+
+
+def test_a_run_resumes_to_the_bit(folder: Path) -> None:
+    train(folder, name="whole", save={"every": 1})
+    training = gw.train(
+        name="cut", model={"path": str(folder)}, data=rows(6), rewards=length, steps=2, save={"every": 1}, **SETTINGS
+    )
+    steps = iter(training)
+    next(steps)
+    steps.close()
+    train(folder, name="cut", save={"every": 1})
+    whole, cut = (Path(f"runs/{name}/final/model.safetensors").read_bytes() for name in ("whole", "cut"))
+    assert whole == cut
+
+
+def test_an_adapter_is_trained_and_the_reference_reads_images_too(folder: Path) -> None:
+    lora = {"path": str(folder), "lora": {"rank": 2}}
+    steps = train(folder, model=lora, group={**SETTINGS["group"], "beta": 0.1})
+    assert steps[-1].metrics["grad_norm"] > 0
+
+
+def look(color: str) -> str:
+    """Look closer.
+
+    Args:
+        color: that is looked for.
+    """
+    return color
+
+
+REFUSED = {
+    "sampled ahead": ({"rollout": {"engine": {"name": "native", "ahead": 1}}}, "rollout.engine.ahead: prompts have images"),
+    "vLLM": ({"rollout": {"engine": {"name": "vllm", "servers": ["http://127.0.0.1:1"]}}}, "which vllm does not sample for"),
+    "tools": ({"environment": {"tools": [look]}}, "prompts have images, which are read in single turns alone"),
+    "one by one": ({"attention": "single"}, "model.attention 'single' reads no images"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_read_images_is_refused(case: str, folder: Path) -> None:
+    changes, reason = REFUSED[case]
+    if "attention" in changes:
+        changes = {"model": {"path": str(folder), **changes}, "rollout": {"engine": "transformers"}}
+    with pytest.raises(ConfigError, match=reason):
+        train(folder, **changes)
+
+
+def test_a_recorded_prompt_is_not_computed_without_its_images(folder: Path) -> None:
+    """Its placeholders would be read as words."""
+    train(folder)
+    with pytest.raises(GroupwiseError, match=r"the image \w{32} of a recorded prompt is not there"):
+        replay(Path("runs/run"), 2, ())
