@@ -136,7 +136,7 @@ class ImageEncoder:
 
 
 MARKED = "\U000ffffc"
-"""Stands before a control token that is text (`templates.OPEN`)."""
+"""Stands before a control token that is text, as in `templates`."""
 
 
 class PatchEncoder(ImageEncoder):

@@ -321,7 +321,7 @@ class _Segment(NamedTuple):
     parent: int
     """The segment that it continues; -1: none."""
     images: Any
-    """Those of its sequence's prompt, or None."""
+    """The images of its sequence's prompt, or None."""
     owner: int = -1
     """Place of its sample among those that are packed; -1: a prompt."""
     begin: int = 0

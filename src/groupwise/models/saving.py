@@ -11,6 +11,7 @@ from groupwise.models.lora import FOLDER, keep_adapter, model_without_layers, wr
 from groupwise.models.policy import Policy
 from groupwise.models.quiet import quiet_transformers
 from groupwise.models.sharded import gathered, own_parts, write_parts
+from groupwise.utils import files
 
 
 def merged(policy: Policy) -> PreTrainedModel:
@@ -33,7 +34,7 @@ def save(policy: Policy, folder: Path) -> None:
     policy.tokenizer.save_pretrained(folder)
     if policy.vision is not None:
         for name, content in policy.vision.encoder.files.items():
-            (folder / name).write_bytes(content)
+            files.write(folder / name, content)
     if policy.adapter is not None and policy.adapter_on:
         write_adapter(policy, folder / FOLDER, dict(policy.model.named_parameters()))
         policy.tokenizer.save_pretrained(

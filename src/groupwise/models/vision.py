@@ -71,7 +71,7 @@ class Positions(NamedTuple):
     """Positions of a sequence with images."""
 
     place_3m: Tensor
-    """Of the prompt's tokens: time, height and width."""
+    """Time, height and width of the prompt's tokens."""
     offset: int
     """What is added to the place of every token behind the prompt."""
 

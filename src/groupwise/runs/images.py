@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from groupwise.config.settings import Recipe
+from groupwise.config.settings import Recipe, engine_traits
 from groupwise.data.images import ImageEncoder, NoImages
 from groupwise.data.load import Data
 from groupwise.errors import ConfigError
@@ -38,10 +38,10 @@ def check_settings(
     if isinstance(images, NoImages):
         return
     engine = recipe.rollout.engine
-    if engine.name not in ("native", "transformers"):
+    if not engine_traits(engine.name).own_weights:
         raise ConfigError(
-            f"rollout.engine: prompts have images, which {engine.name} does not sample for: set"
-            " native or transformers",
+            f"rollout.engine: prompts have images, which {engine.name} does not sample for: leave"
+            " the engine out",
             key="rollout.engine",
         )
     if engine.ahead:

@@ -46,7 +46,7 @@ class Prefix:
     hidden_D: Tensor | None = None
     """Final hidden state of its last token, while it has an entry."""
     images: Any = None
-    """Those of its prompt (`Prompt.images`)."""
+    """`Prompt.images` of its prompt."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
