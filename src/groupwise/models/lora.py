@@ -342,7 +342,9 @@ def is_untied(model: PreTrainedModel) -> bool:
     config: Any = model.config
     head: Any = model.get_output_embeddings()
     embedding: Any = model.get_input_embeddings()
-    tied = config.tie_word_embeddings or config.get_text_config().tie_word_embeddings
+    # The config of a text part need not say it, as Qwen3-VL's.
+    inner = getattr(config.get_text_config(), "tie_word_embeddings", False)
+    tied = config.tie_word_embeddings or inner
     return bool(tied) and head is not None and head.weight is not embedding.weight
 
 
