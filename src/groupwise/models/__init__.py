@@ -12,8 +12,8 @@ In: a folder or hub name.  Out: a `policy.Policy` that takes packed `Batch`es.
 - `model_download`: models that come in a Python package.
 - `saving`: policies to folders; `quiet`: transformers' messages meanwhile.
 - `passes`, `backbone`: a policy's forward pass over packed batches.
-- `attention`, `reach`, `rope`, `recurrence`: packed streams for unmodified models; `masks` switches
-  a model to them.
+- `attention`, `reach`, `rope`, `rope_tables`, `recurrence`: packed streams for unmodified models;
+  `masks` switches a model to them.
 - `output_head`, `head_form`: what is before the last matrix, and the factor and cap behind it.
 - `reward_head`: one number per token.
 - `vision`: images in prompts, as embeddings in a stream.

@@ -44,7 +44,7 @@ from groupwise.data.images import ImageEncoder, NoImages
 from groupwise.data.tokenizers import has_tokenizer, load_tokenizer, with_chat_template
 from groupwise.distributed import fsdp
 from groupwise.errors import ConfigError, DataError
-from groupwise.models import rope
+from groupwise.models import rope_tables
 from groupwise.models.attention import plain_attention
 from groupwise.models.config_checks import check_config, check_vocabulary
 from groupwise.models.gguf import checkpoint_folder
@@ -570,7 +570,7 @@ def make_policy(
         model = model.to(resolve_device(settings))  # type: ignore[arg-type]
     model = model.eval()
     freeze_towers(model)
-    rope.follow_lengths(model)
+    rope_tables.follow_lengths(model)
     policy = Policy(
         model=model,
         tokenizer=tokenizer,
@@ -580,7 +580,7 @@ def make_policy(
         context=context_length(model.config.to_dict()),
         attention=settings.attention,
         autocast=settings.dtype == "autocast",
-        switches=rope.switches(model),
+        switches=rope_tables.switches(model),
     )
     return policy if empty else with_facts(policy)
 

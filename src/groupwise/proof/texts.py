@@ -18,7 +18,7 @@ from torch import nn
 
 from groupwise.data.images import PromptImages
 from groupwise.environments.conversation import Reply, Stream
-from groupwise.models import recurrence, rope
+from groupwise.models import recurrence, rope_tables
 from groupwise.models.config_checks import WINDOWS
 from groupwise.models.policy import Policy
 from groupwise.models.reach import ATTRIBUTE, Reach
@@ -103,7 +103,7 @@ def length_of(sample: Sample) -> int:
 def switches(model: nn.Module, longest: int) -> tuple[int, ...]:
     """Lengths below `longest` above which the model computes otherwise: windows and chunks,
     convolutions, frequencies, steps of a temperature."""
-    sizes = {at for at, _ in rope.switches(model)} | recurrence.changes(model)
+    sizes = {at for at, _ in rope_tables.switches(model)} | recurrence.changes(model)
     for module in model.modules():
         reach: Reach = vars(module).get(ATTRIBUTE, Reach())
         sizes |= {reach.window, reach.chunk}

@@ -71,7 +71,7 @@ def check_models(images: ImageEncoder | NoImages, **policies: Policy | None) -> 
     for name, policy in policies.items():
         if policy is None:
             continue
-        if policy.sharded:
+        if policy.sharded or policy.context_group is not None:
             raise ConfigError(
                 "parallel: weights that are spread over processes read no images: set parallel: ddp"
             )
