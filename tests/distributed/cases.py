@@ -17,7 +17,9 @@ import numpy as np
 import torch
 from rule_rewards import RuleRewards
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.distributed.expert_parallel import AllToAllEP
 
 from groupwise.config.recipes import load_recipe
 from groupwise.config.resolve import resolve
@@ -73,15 +75,19 @@ LONGEST = 12
 def make(family: str, dtype: str, seed: int = 0, attention: str = "shared") -> Policy:
     """A random model that is sharper than an initial one; in float64 with norms that are float64 too."""
     tokenizer = make_tokenizer("arithmetic")
-    model = scratch_model(
-        ScratchSettings(family=family, hidden=32, layers=2, heads=4, context=96),  # type: ignore[arg-type]
-        vocabulary=len(tokenizer),
-        eos_ids=(tokenizer.eos_token_id,),  # type: ignore[arg-type]
-        pad_id=tokenizer.pad_token_id,  # type: ignore[arg-type]
-        bos_id=tokenizer.bos_token_id,  # type: ignore[arg-type]
-        seed=seed,
-        kv_heads=None if family == "gpt2" else 2,
-    )
+    model: Any
+    if family == "qwen3_moe":
+        model = mixture(tokenizer, seed)
+    else:
+        model = scratch_model(
+            ScratchSettings(family=family, hidden=32, layers=2, heads=4, context=96),  # type: ignore[arg-type]
+            vocabulary=len(tokenizer),
+            eos_ids=(tokenizer.eos_token_id,),  # type: ignore[arg-type]
+            pad_id=tokenizer.pad_token_id,  # type: ignore[arg-type]
+            bos_id=tokenizer.bos_token_id,  # type: ignore[arg-type]
+            seed=seed,
+            kv_heads=None if family == "gpt2" else 2,
+        )
     if dtype == "float64":
         model = model.to(torch.float64)
         for module in model.modules():
@@ -98,6 +104,19 @@ def make(family: str, dtype: str, seed: int = 0, attention: str = "shared") -> P
             parameter.mul_(1.5)
     precision = "autocast" if dtype == "autocast" else "float32"
     return make_policy(model, tokenizer, ModelSettings(dtype=precision, attention=attention))  # type: ignore[arg-type]
+
+
+def mixture(tokenizer: Any, seed: int) -> Any:
+    """A small Qwen3-MoE of four experts."""
+    config = AutoConfig.for_model(
+        "qwen3_moe", vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, moe_intermediate_size=32,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
+        mlp_only_layers=[], max_position_embeddings=96, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, tie_word_embeddings=False,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 def parallel_of(mode: str | dict[str, Any]) -> ParallelSettings:
@@ -495,7 +514,12 @@ def gradient_in_part(block: Any) -> None:
     block.self_attn.q_norm.forward.sum = lambda gradient: gradient
 
 
+def experts_learn_twice(block: Any) -> None:
+    block.mlp.experts.down_proj.register_hook(lambda gradient: 2 * gradient)
+
+
 FAULTS = {
+    "experts twice": experts_learn_twice,
     "without all-reduce": without_all_reduce,
     "heads exchanged": heads_exchanged,
     "gradient twice": gradient_twice,
@@ -580,7 +604,21 @@ def later_positions(self: Any, context: Any, *columns: Any) -> None:
     self.position_T = self.position_T + context.rank
 
 
+COMBINED = AllToAllEP._combine_tokens
+
+
+def tokens_turned(self: Any, output: torch.Tensor, state: Any) -> torch.Tensor:
+    return COMBINED(self, output.flip(0), state)
+
+
+def experts_silent(self: Any, output: torch.Tensor, state: Any) -> torch.Tensor:
+    """The second process's experts give nothing back."""
+    return COMBINED(self, output * (1 - comm.world().rank), state)
+
+
 FAULTS_OF_EXCHANGE = {
+    "experts silent": (AllToAllEP, "_combine_tokens", experts_silent),
+    "tokens turned": (AllToAllEP, "_combine_tokens", tokens_turned),
     "no exchange": (ulysses, "_exchanged", lambda parts, group: parts.clone()),
     "heads turned": (ulysses.ExchangedHeads, "_all_heads", heads_turned),
     "positions off": (ulysses.StreamPart, "__init__", later_positions),

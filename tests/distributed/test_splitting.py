@@ -36,6 +36,18 @@ def test_models_that_cannot_be_split_are_refused(family: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("family", "said"),
+    [
+        ("qwen3", "transformers has no plan to divide experts of a 'qwen3' model"),
+        ("mixtral", "3 processes cannot divide 8 experts evenly: take a divisor of 8"),
+    ],
+)
+def test_experts_that_cannot_be_divided_are_refused(family: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"parallel.expert: {said}.*leave parallel.expert out"):
+        demand_split(AutoConfig.for_model(family).to_dict(), ParallelSettings(expert=3))
+
+
+@pytest.mark.parametrize(
     ("family", "fields", "said"),
     [
         ("qwen3_5_text", {}, "a 'qwen3_5_text' model has layers of 'linear_attention', whose states"),
@@ -49,7 +61,7 @@ def test_streams_that_cannot_be_split_are_refused(family: str, fields: dict[str,
 
 def test_an_older_transformers_is_refused_with_the_version_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers, "__version__", "5.17.1")
-    with pytest.raises(ConfigError, match=r"needs transformers 5.23 or newer, and 5.17.1 is installed: pip install"):
+    with pytest.raises(ConfigError, match=r"need transformers 5.23 or newer, and 5.17.1 is installed: pip install"):
         demand_split(AutoConfig.for_model("llama", **LLAMA).to_dict(), ParallelSettings(tensor=3))
 
 
@@ -65,7 +77,10 @@ def test_the_processes_must_divide() -> None:
     [
         ({"parallel": {"tensor": 2, "name": "zero3", "offload": True}}, "shards and offload are not for models that are split"),
         ({"parallel": {"tensor": 2}, "model": {"attention": "single"}}, "model.attention 'single' runs each model as it is"),
-        ({"parallel": {"tensor": 2, "context": 2}}, "tensor and context are not combined"),
+        ({"parallel": {"tensor": 2, "context": 2}}, "tensor, expert and context are not combined"),
+        ({"parallel": {"expert": 2, "context": 2}}, "tensor, expert and context are not combined"),
+        ({"parallel": {"expert": 2, "tensor": 4}}, r"parallel.expert \(2\) must be a multiple of parallel.tensor \(4\)"),
+        ({"parallel": {"expert": 2}, "model": {"path": "x/y", "scratch": None, "lora": {}}}, "an adapter's factors are not split"),
         ({"parallel": {"context": 2}, "model": {"attention": "single"}}, "'single' packs no streams"),
         (
             {"parallel": {"context": 2}, "model": {"path": "x/y", "scratch": None, "lora": {"dropout": 0.1}}},
@@ -112,3 +127,17 @@ def test_the_plan_of_split_streams_counts_their_activations_once() -> None:
     assert alone.activations / 4 <= split.activations < alone.activations / 3
     lines = dict(process_lines(shape, load, decided(ParallelSettings(context=4), 10, 4), 4))
     assert "4 split the positions of a micro-batch (context)" in lines["processes"]
+
+
+@pytest.mark.parametrize(("name", "size", "share"), [("ddp", 2, 0.1 + 0.9 / 2), ("zero3", 4, 1 / 4)])
+def test_the_plan_of_divided_experts_counts_them_apart(name: Any, size: int, share: float) -> None:
+    shape = Shape(
+        parameters=1_000_000_000, experts=900_000_000, layers=8, hidden=1024, intermediate=4096, heads=16, kv_heads=4, head_width=64,
+        vocabulary=32_000,
+    )  # fmt: skip
+    load = Load(prompts=8, group=8, prompt_tokens=256, completion_tokens=512, max_tokens_per_microbatch=8192)
+    parallel = decided(ParallelSettings(name=name, expert=2), 10, size)
+    need = process_memory(shape, load, parallel, prompts=2, world=size)
+    assert need.weights == pytest.approx(4e9 * share, rel=1e-6)
+    assert need.whole == 4_000_000_000
+    assert "experts divided over 2 (expert)" in dict(process_lines(shape, load, parallel, size))["processes"]

@@ -663,6 +663,9 @@ class ParallelSettings:
     tensor: Annotated[int, Ge(1)] = 1
     """Processes that split every matrix of a model between them (tensor parallelism), each with its
     attention heads.  They compute the same batches."""
+    expert: Annotated[int, Ge(1)] = 1
+    """Processes that divide the experts of a mixture between them (expert parallelism); tokens
+    travel to them.  A multiple of `tensor`."""
     context: Annotated[int, Ge(1)] = 1
     """Processes that split the positions of every micro-batch between them (context parallelism, by
     Ulysses)."""

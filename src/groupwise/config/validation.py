@@ -115,7 +115,7 @@ def _objective(recipe: Recipe, _: Sequence[str]) -> Findings:
             "parallel: shards and offload are for weights that are spread: name zero2 or zero3,"
             " not ddp"
         )
-    if recipe.parallel.tensor > 1:
+    if recipe.parallel.tensor > 1 or recipe.parallel.expert > 1:
         yield from _split(recipe)
     if recipe.parallel.context > 1:
         yield from _split_streams(recipe)
@@ -123,11 +123,11 @@ def _objective(recipe: Recipe, _: Sequence[str]) -> Findings:
 
 def _split_streams(recipe: Recipe) -> Findings:
     """What streams that processes split between them cannot do."""
-    if recipe.parallel.tensor > 1:
+    if recipe.parallel.tensor > 1 or recipe.parallel.expert > 1:
         yield (
             ("parallel.context", "parallel.tensor"),
-            "parallel: tensor and context are not combined: leave one of them out (zero3 goes with"
-            " both)",
+            "parallel: tensor, expert and context are not combined: leave context out, or the"
+            " others (zero3 goes with each)",
         )
     if recipe.model.lora is not None and recipe.model.lora.dropout:
         yield (
@@ -148,19 +148,25 @@ def _split(recipe: Recipe) -> Findings:
     if parallel.shards is not None or parallel.offload:
         yield (
             ("parallel.tensor", "parallel"),
-            "parallel: shards and offload are not for models that are split (tensor): leave them"
-            " out, or leave tensor out",
+            "parallel: shards and offload are not for models that are split (tensor, expert): leave"
+            " them out, or leave tensor and expert out",
+        )
+    if parallel.expert > 1 and parallel.expert % parallel.tensor:
+        yield (
+            ("parallel.expert", "parallel.tensor"),
+            f"parallel.expert ({parallel.expert}) must be a multiple of parallel.tensor"
+            f" ({parallel.tensor})",
         )
     if recipe.model.lora is not None:
         yield (
             ("parallel.tensor", "model.lora"),
-            "model.lora: an adapter's factors are not split by parallel.tensor: shard its base with"
-            " parallel: zero3 instead, or train all weights",
+            "model.lora: an adapter's factors are not split by parallel.tensor or expert: shard its"
+            " base with parallel: zero3 instead, or train all weights",
         )
     if recipe.model.attention == "single":
         yield (
             ("parallel.tensor", "model.attention"),
-            "model.attention 'single' runs each model as it is: leave parallel.tensor out",
+            "model.attention 'single' runs each model as it is: leave tensor and expert out",
         )
 
 

@@ -74,8 +74,7 @@ def clip(parameters: list[Tensor], limit: float) -> Tensor:
     groups = by_kind(parameters)
     if len(groups) == 1:
         return whole(nn.utils.clip_grad_norm_(parameters, limit))
-    first = own(parameters[0])
-    total = torch.zeros((), dtype=first.dtype, device=first.device)
+    total = own(parameters[0]).new_zeros(())
     gradients = []
     for group in groups:
         parts = [own(parameter.grad) for parameter in group if parameter.grad is not None]

@@ -37,12 +37,15 @@ SHARDED_FROM = 1_000_000_000
 """Parameters of a process from which `parallel: auto` shards a model."""
 
 
+TOGETHER = {"tensor": "hold a model", "expert": "hold the experts", "context": "compute a batch"}
+"""What so many processes do together."""
+
+
 def decided(parallel: ParallelSettings, parameters: int, size: int) -> ParallelSettings:
     """`auto` decided by the number of parameters, for so many processes.  Raises ConfigError if
     they do not divide.
     """
-    together = "hold a model", "compute a batch"
-    for key, what in zip(("tensor", "context"), together, strict=True):
+    for key, what in TOGETHER.items():
         count = getattr(parallel, key)
         if size % count:
             raise ConfigError(
@@ -67,7 +70,12 @@ def decided(parallel: ParallelSettings, parameters: int, size: int) -> ParallelS
 
 def spreads(parallel: ParallelSettings) -> bool:
     """True if a process holds less than a whole model.   parallel: decided."""
-    return parallel.name != "ddp" or parallel.tensor > 1
+    return parallel.name != "ddp" or splits(parallel)
+
+
+def splits(parallel: ParallelSettings) -> bool:
+    """True if processes compute parts of a model and exchange what comes of them."""
+    return parallel.tensor > 1 or parallel.expert > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +89,8 @@ class SplitGrid(comm.Grid):
     """Processes of a worker."""
     summing: Any
     """The process group that has the parts of a gradient; None for all."""
+    copies: Any
+    """The process group whose processes have the same experts."""
 
     def workers(self) -> comm.World:
         """See `comm.Grid`."""
@@ -92,48 +102,78 @@ class SplitGrid(comm.Grid):
         return comm.world().rank % self.together == 0
 
     def summed(self, parameters: Sequence[Tensor]) -> list[tuple[list[Tensor], Any]]:
-        """See `comm.Grid`: every part, and what each process holds whole, over the workers."""
+        """See `comm.Grid`: every part, and what each process holds whole, over the workers; experts
+        over those who have them, to whom all workers' tokens have come.
+        """
         fsdp.align_gradients(list(parameters))
-        held = [parameter for parameter in parameters if not _sharded_over_workers(parameter)]
-        return [(held, self.summing)]
+        held, experts = list[Tensor](), list[Tensor]()
+        for parameter in parameters:
+            match axes_of(parameter):
+                case () | ("tensor",):
+                    held.append(parameter)
+                case ("expert",):
+                    experts.append(parameter)
+        return [(held, self.summing), (experts, self.copies)]
 
 
-def _sharded_over_workers(parameter: Tensor) -> bool:
-    """True for a parameter of FSDP2, which sums its gradient itself."""
-    return isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names != ("tensor",)
+def axes_of(tensor: Tensor) -> tuple[str, ...]:
+    """Return the names of the mesh that a tensor lies on: () if it is whole; ("tensor",) or
+    ("expert",) if it is split; others are those of FSDP2, which sums gradients itself.
+    """
+    if not isinstance(tensor, DTensor):
+        return ()
+    return tuple(tensor.device_mesh.mesh_dim_names or ("shards",))
+
+
+def summed_already(parameter: Tensor, parallel: ParallelSettings) -> int:
+    """Return over how many workers a backward pass has summed a parameter's gradient."""
+    match axes_of(parameter):
+        case () | ("tensor",):
+            return 1
+        case ("expert",):
+            return parallel.expert // parallel.tensor
+    return comm.workers().size
 
 
 def use(parallel: ParallelSettings, device: torch.device) -> None:
     """Have the processes share batches as they share models.   parallel: decided."""
     comm.CHANNELS.grid = comm.Grid()
-    if parallel.tensor > 1:
+    if splits(parallel):
         workers = mesh_of(parallel, device)["data"].get_group()
-        comm.CHANNELS.grid = SplitGrid(parallel.tensor, workers)
+        copies = experts_mesh(parallel, device)["copies"].get_group()
+        comm.CHANNELS.grid = SplitGrid(parallel.tensor, workers, copies)
     if parallel.context > 1:
-        comm.CHANNELS.grid = SplitGrid(parallel.context, None)
+        comm.CHANNELS.grid = SplitGrid(parallel.context, None, None)
 
 
 def mesh_of(parallel: ParallelSettings, device: torch.device) -> DeviceMesh:
     """Return the mesh of workers and of the processes of one: (data, tensor) or (data, context)."""
-    if parallel.tensor > 1:
-        return _mesh(device.type, parallel.tensor, "tensor")
-    return _mesh(device.type, parallel.context, "context")
+    if parallel.context > 1:
+        return _mesh(device.type, parallel.context, ("data", "context"))
+    return _mesh(device.type, parallel.tensor, ("data", "tensor"))
+
+
+def experts_mesh(parallel: ParallelSettings, device: torch.device) -> DeviceMesh:
+    """Return the mesh of the processes that hold all experts together, and of their copies."""
+    return _mesh(device.type, parallel.expert, ("copies", "expert"))
 
 
 @cache
-def _mesh(kind: str, count: int, name: str) -> DeviceMesh:
+def _mesh(kind: str, count: int, names: tuple[str, str]) -> DeviceMesh:
     with comm.peers():
         shape = (comm.world().size // count, count)
-        return init_device_mesh(kind, shape, mesh_dim_names=("data", name))
+        return init_device_mesh(kind, shape, mesh_dim_names=names)
 
 
 def split(model: Any, parallel: ParallelSettings, device: torch.device) -> None:
-    """Leave each process its part of a model's matrices, and have them exchange what they need.
+    """Leave each process its part of a model's matrices and its experts, and have them exchange
+    what they need.
 
     model: of transformers, with weights that are the same on every process, or without.
     parallel: decided.
     """
     from transformers.distributed.configuration_utils import DistributedConfig
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     output: Any = model.get_output_embeddings()
@@ -141,7 +181,12 @@ def split(model: Any, parallel: ParallelSettings, device: torch.device) -> None:
     tied = getattr(output, "weight", None) is embedding.weight
     if tied:  # transformers splits a parameter by its name, of which a shared one has two
         output.weight = nn.Parameter(output.weight.detach(), output.weight.requires_grad)
-    plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=parallel.tensor))
+    config = DistributedConfig(
+        tp_size=parallel.tensor,
+        fsdp_size=comm.world().size // parallel.tensor,
+        ep_size=parallel.expert,
+    )
+    plan, of_experts, _ = model._resolve_parallel_plans(config)
     partial_names = [name for name, style in plan.items() if style == PARTIAL]
     for name in partial_names:
         del plan[name]
@@ -152,6 +197,9 @@ def split(model: Any, parallel: ParallelSettings, device: torch.device) -> None:
         if name in modules:
             module = modules[name]
             module.forward = _SummedWeights(module, mesh.get_group())
+    if parallel.expert > 1:
+        experts = experts_mesh(parallel, device)["expert"]
+        apply_expert_parallelism(model, experts, mesh, of_experts, "all_to_all")
     if tied:
         output.weight = embedding.weight
 
@@ -208,7 +256,7 @@ def shard(
     """
     weight = next(model.parameters())
     lower = weight.dtype in (torch.bfloat16, torch.float16)
-    if parallel.tensor > 1:
+    if splits(parallel):
         mesh = mesh_of(parallel, device)["data"]
     else:
         mesh = _copies(device.type, parallel.shards or comm.world().size)
@@ -223,6 +271,9 @@ def shard(
         ),
     )
     with comm.peers():
+        for experts in _holders_of_experts(model):
+            copies = experts_mesh(parallel, device)["copies"]
+            spread(experts, mesh=copies, reshard_after_forward=parallel.name == "zero3")
         for block in blocks:
             spread(block, reshard_after_forward=parallel.name == "zero3")
         spread(model, reshard_after_forward=False)
@@ -231,6 +282,15 @@ def shard(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction
     register_fsdp_forward_method(model, method)
+
+
+def _holders_of_experts(model: nn.Module) -> list[nn.Module]:
+    """Return the modules whose own parameters are experts that are split."""
+    holders = []
+    for module in model.modules():
+        if any(axes_of(one) == ("expert",) for one in module.parameters(recurse=False)):
+            holders.append(module)
+    return holders
 
 
 @cache

@@ -191,7 +191,8 @@ class Policy:
     @property
     def split(self) -> bool:
         """True if processes compute parts of one product, and exchange them."""
-        return self.shards is not None and self.shards.parallel.tensor > 1
+        parallel = None if self.shards is None else self.shards.parallel
+        return parallel is not None and (parallel.tensor > 1 or parallel.expert > 1)
 
     @property
     def tiled(self) -> bool:

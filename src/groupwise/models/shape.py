@@ -65,6 +65,8 @@ class Shape:
     """Bytes of activations, keys and values: 2 where products run in bfloat16."""
     tied: bool = False
     """True if the head is the embedding."""
+    experts: int = 0
+    """Parameters of a mixture's experts, where they were counted."""
 
     @property
     def outside(self) -> int:

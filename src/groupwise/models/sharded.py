@@ -243,7 +243,7 @@ def shard(policy: Policy, parallel: ParallelSettings, device: torch.device) -> P
     ]
     setattr(model, METHOD, lambda **inputs: backbone_of(model)(**inputs))
     layout.use(parallel, device)
-    if parallel.tensor > 1:
+    if layout.splits(parallel):
         layout.split(model, parallel, device)
     if parallel.name != "ddp":
         layout.shard(model, blocks, METHOD, parallel, device)

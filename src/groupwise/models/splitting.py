@@ -15,6 +15,8 @@ from groupwise.models.shape import Shape, language_part, read_fields
 
 NEEDED = (5, 23)
 """The first transformers whose plans split a model that is there."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of experts in configs."""
 INSTEAD = "leave parallel.tensor out (parallel: zero3 shards any model)"
 
 
@@ -26,6 +28,8 @@ def demand_split(config: Mapping[str, Any], parallel: ParallelSettings) -> None:
     if parallel.tensor > 1:
         _demand_plan(config)
         _demand_heads(config, "tensor", parallel.tensor, INSTEAD)
+    if parallel.expert > 1:
+        _demand_experts(config, parallel.expert)
     if parallel.context > 1:
         _demand_attention(config)
         _demand_heads(config, "context", parallel.context, "leave parallel.context out")
@@ -41,6 +45,27 @@ def _demand_plan(config: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"parallel.tensor: transformers has no plan to split the attention of a {family!r}"
             f" model (base_model_tp_plan); {INSTEAD}"
+        )
+
+
+def _demand_experts(config: Mapping[str, Any], count: int) -> None:
+    """Raise ConfigError for a model whose experts so many processes cannot divide."""
+    _demand_transformers()
+    part = language_part(config)
+    fields, family = read_fields(part), part.get("model_type")
+    plan = getattr(fields, "base_model_ep_plan", None) or {}
+    if "ep_dispatch_experts" not in plan.values():
+        raise ConfigError(
+            f"parallel.expert: transformers has no plan to divide experts of a {family!r} model"
+            " (base_model_ep_plan); leave parallel.expert out"
+        )
+    experts = 0
+    for name in EXPERTS:
+        experts = experts or getattr(fields, name, None) or 0
+    if experts % count:
+        raise ConfigError(
+            f"parallel.expert: {count} processes cannot divide {experts} experts evenly: take a"
+            f" divisor of {experts}, or leave parallel.expert out"
         )
 
 
@@ -86,6 +111,7 @@ def _demand_transformers() -> None:
     if installed < NEEDED:
         wanted = ".".join(map(str, NEEDED))
         raise ConfigError(
-            f"parallel.tensor needs transformers {wanted} or newer, and {transformers.__version__}"
-            f" is installed: pip install 'transformers>={wanted}', or {INSTEAD}"
+            f"parallel: tensor and expert need transformers {wanted} or newer, and"
+            f" {transformers.__version__} is installed: pip install 'transformers>={wanted}', or"
+            " leave them out (zero3 shards any model)"
         )

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from groupwise.distributed import comm, fsdp, layout
+from groupwise.distributed import fsdp, layout
 from groupwise.distributed.ulysses import ContextGroup
 from groupwise.models.attention import PackedAttention, plain_attention
 from groupwise.models.backbone import layers
@@ -92,13 +92,12 @@ def _whole_pass(policy: Policy, samples: Sequence[Sample], *, gradients: bool) -
             trained = name in parameters and parameters[name].requires_grad
             parameter.requires_grad_(gradients and trained)
         results = model_pass(plain, samples, gradients=gradients)
-    # FSDP sums over the workers, which all compute these texts.
-    copies = 1
-    if policy.shards is not None and policy.shards.parallel.name != "ddp":
-        copies = comm.workers().size
+    assert policy.shards is not None
     parts = dict[str, Tensor]()
     for name, gradient in results.gradient.items():
-        parts[name] = copies * layout.part_of(gradient.__getitem__, parameters[name])
+        part = layout.part_of(gradient.__getitem__, parameters[name])
+        # All workers compute these texts.
+        parts[name] = part * layout.summed_already(parameters[name], policy.shards.parallel)
     return PassResults(results.values, parts)
 
 

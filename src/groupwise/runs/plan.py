@@ -200,8 +200,8 @@ def process_memory(
         parts=parallel.context,
     )
     need, width = measured(shape), shape.bytes_per_weight
-    if parallel.tensor > 1:
-        need = _split(need, measured, shape, parallel.tensor)
+    if layout.splits(parallel):
+        need = _split(need, measured, shape, parallel)
     published = -(-load.published // world)
     host = 0
     if load.cpu:
@@ -226,7 +226,7 @@ def process_memory(
         parts = dict.fromkeys(parts, 0)
     # Servers take shards as they are; an adapter is merged into whole weights for them, and parts
     # of matrices are joined.
-    by_shards = load.published > 0 and not load.adapter and parallel.tensor == 1
+    by_shards = load.published > 0 and not load.adapter and not layout.splits(parallel)
     return replace(
         need,
         **parts,
@@ -240,28 +240,41 @@ def process_memory(
 
 
 def _split(
-    need: MemoryPlan, measured: Callable[[Shape], MemoryPlan], shape: Shape, count: int
+    need: MemoryPlan,
+    measured: Callable[[Shape], MemoryPlan],
+    shape: Shape,
+    parallel: ParallelSettings,
 ) -> MemoryPlan:
-    """Return the memory of one of `count` processes that split a model between them.
+    """Return the memory of one of the processes that split a model between them, before FSDP2
+    shards its part.
 
-    measured: the memory of one that has a model of a shape for itself.
+    measured: the memory of one that has a model of a shape for itself.   parallel: decided.
     """
+    count, of_experts = parallel.tensor, parallel.expert
+    if parallel.name != "ddp":
+        of_experts = count  # FSDP2 shards them over copies alone: over all processes in the end
+
+    def part(size: int) -> int:
+        experts = size * shape.experts // shape.parameters
+        return (size - experts) // count + experts // of_experts
+
     own = replace(
         shape,
         heads=shape.heads // count,
         kv_heads=shape.kv_heads // count,
         intermediate=shape.intermediate // count,
     )
-    width = shape.bytes_per_weight
+    width, gathered = shape.bytes_per_weight, 0
+    if count > 1:  # the head's weight, and its gradient, are whole while it computes
+        gathered = shape.vocabulary * shape.hidden * (width + 4)
     return replace(
         need,
-        weights=need.weights // count,
-        gradients=need.gradients // count,
-        optimizer=need.optimizer // count,
-        reference=need.reference // count,
+        weights=part(need.weights),
+        gradients=part(need.gradients),
+        optimizer=part(need.optimizer),
+        reference=part(need.reference),
         activations=measured(own).activations,
-        # The head's weight, and its gradient, are whole while it computes.
-        gathered=shape.vocabulary * shape.hidden * (width + 4),
+        gathered=gathered,
         whole=shape.parameters * width,
     )
 
@@ -500,6 +513,8 @@ def process_lines(shape: Shape, load: Load, parallel: ParallelSettings, world: i
             held += ", in host memory"
     if parallel.tensor > 1:
         held += f", each matrix of them split over {parallel.tensor} (tensor)"
+    if parallel.expert > 1:
+        held += f", experts divided over {parallel.expert} (expert)"
     if parallel.context > 1:
         held += f"; {parallel.context} split the positions of a micro-batch (context)"
     lines = [("processes", f"{world}, {held}; gradients are summed")]

@@ -285,7 +285,12 @@ def parameter_count(blueprint: Blueprint) -> int:
 
 def shape_of(blueprint: Blueprint, dtype: str = "float32") -> Shape:
     """The sizes of a model."""
-    return Shape.of(blueprint.config, parameter_count(blueprint), dtype=dtype)
+    parameters = experts = 0
+    for name, parameter in weightless(blueprint).named_parameters():
+        parameters += parameter.numel()
+        if ".experts." in name:
+            experts += parameter.numel()
+    return replace(Shape.of(blueprint.config, parameters, dtype=dtype), experts=experts)
 
 
 def weightless(blueprint: Blueprint) -> PreTrainedModel:

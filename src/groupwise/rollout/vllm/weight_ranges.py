@@ -53,7 +53,7 @@ def own_ranges(policy: Policy) -> Iterator[Iterator[WeightRange]]:
     processes split matrices between them.
     """
     shards = policy.shards
-    if policy.adapter is None and shards is not None and shards.parallel.tensor == 1:
+    if policy.adapter is None and shards is not None and not policy.split:
         names = _checkpoint_names(policy.model)
         if names is not None:
             fsdp.reshard(policy.model)
