@@ -132,8 +132,8 @@ def test_the_plan_of_split_streams_counts_their_activations_once() -> None:
 @pytest.mark.parametrize(("name", "size", "share"), [("ddp", 2, 0.1 + 0.9 / 2), ("zero3", 4, 1 / 4)])
 def test_the_plan_of_divided_experts_counts_them_apart(name: Any, size: int, share: float) -> None:
     shape = Shape(
-        parameters=1_000_000_000, experts=900_000_000, layers=8, hidden=1024, intermediate=4096, heads=16, kv_heads=4, head_width=64,
-        vocabulary=32_000,
+        parameters=1_000_000_000, experts=900_000_000, layers=8, hidden=1024, intermediate=4096, heads=16, kv_heads=4,
+        head_width=64, vocabulary=32_000,
     )  # fmt: skip
     load = Load(prompts=8, group=8, prompt_tokens=256, completion_tokens=512, max_tokens_per_microbatch=8192)
     parallel = decided(ParallelSettings(name=name, expert=2), 10, size)
