@@ -37,8 +37,9 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 ReturnToService=2
 KillWait=10
-NodeName=n1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cores} State=UNKNOWN
-NodeName=n2 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[2]} CPUs={cores} State=UNKNOWN
+GresTypes=gpu
+NodeName=n1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cores} Gres=gpu:2 State=UNKNOWN
+NodeName=n2 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[2]} CPUs={cores} Gres=gpu:2 State=UNKNOWN
 PartitionName=p Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -68,6 +69,9 @@ class Slurm:
         cores = os.cpu_count() or 1
         text = CONFIGURATION.format(folder=folder, ports=_free_ports(3), cores=cores)
         (folder / "slurm.conf").write_text(text)
+        # Devices that every machine has, in the place of GPUs.
+        gpus = [f"NodeName=n1,n2 Name=gpu File={device}\n" for device in ("/dev/null", "/dev/zero")]
+        (folder / "gres.conf").write_text("".join(gpus))
         self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
         places = [f"--socket={folder}/munge.sock", f"--pid-file={folder}/munge.pid", f"--seed-file={folder}/munge.seed"]
         self._start("munged", "--foreground", "--force", f"--key-file={key}", f"--log-file={folder}/munge.log", *places)

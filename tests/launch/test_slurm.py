@@ -115,3 +115,50 @@ def test_an_interrupted_job_queues_again_and_ends_with_the_weights_of_an_undistu
     assert weights[0].keys() == weights[1].keys()
     for name, tensor in weights[0].items():
         assert tensor.equal(weights[1][name]), name
+
+
+STUB = """#!{python}
+import json, os, sys, time
+name = os.path.basename(sys.argv[0])
+seen = {{key: os.environ.get(key) for key in ("CUDA_VISIBLE_DEVICES", "SLURMD_NODENAME")}}
+with open(f"{{name}}-{{os.environ['SLURM_STEP_ID']}}-{{os.environ['SLURM_PROCID']}}", "w") as file:
+    json.dump([seen, sys.argv[1:]], file)
+while name == "groupwise":  # a server, until Slurm ends it
+    time.sleep(1)
+while len([file for file in os.listdir() if file.startswith("groupwise-")]) < 2:
+    time.sleep(0.1)
+"""
+
+
+def test_servers_get_their_gpus_and_trainers_their_addresses(lab: Any, tmp_path: Path) -> None:
+    """torchrun and groupwise only note here what they were started with; GPUs are other devices."""
+    write_recipe(tmp_path / "job")
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name in ("torchrun", "groupwise"):
+        (programs / name).write_text(STUB.format(python=sys.executable))
+        (programs / name).chmod(0o755)
+    (tmp_path / "job" / "model").mkdir()
+    (tmp_path / "job" / "model" / "config.json").write_text("{}")
+    setup = f"cluster.setup='export PATH={programs}:$PATH'"
+    sizes = ["cluster.trainers={nodes: 1, gpus: 2}", "cluster.samplers={nodes: 1, gpus: 2}"]
+    said = launch(tmp_path / "job", environment(lab), "--on", "slurm", *sizes, setup, "model={path: model}")
+    number = said.split()[-1]
+
+    def state() -> str:
+        return lab.run("squeue", "--noheader", "--states=all", f"--jobs={number}", "--format=%T")
+
+    def story() -> str:
+        logs = [path.read_text() for path in (tmp_path / "job").glob("slurm-*")]
+        return "\n".join([state(), *logs])
+
+    wait(lambda: state() in ("COMPLETED", "FAILED"), story)
+    assert state() == "COMPLETED", story()
+    ((seen, words),) = [json.loads(path.read_text()) for path in (tmp_path / "job").glob("torchrun-*")]
+    servers = [json.loads(path.read_text()) for path in (tmp_path / "job").glob("groupwise-*")]
+    assert seen == {"CUDA_VISIBLE_DEVICES": "0,1", "SLURMD_NODENAME": "n1"}
+    assert words[-1] == "rollout.engine.servers=[http://n2:8000,http://n2:8001]"
+    assert sorted(seen["CUDA_VISIBLE_DEVICES"] for seen, _ in servers) in (["0", "0"], ["0", "1"])
+    ports = [word for _, words in servers for word in words if word.startswith("--port")]
+    assert sorted(ports) == ["--port=8000", "--port=8001"]
+    assert {seen["SLURMD_NODENAME"] for seen, _ in servers} == {"n2"}
