@@ -386,9 +386,9 @@ VERL = (
     (128, (356.30, 177.85, 53.92, 113.81), (150.63, 113.16)),
 )
 """Their lengths are not published, and differ between the runs of a row: an update takes as long on half of the cards.  So the mean
-length of each run is the one that its own update tells, at half of the card's products per second; the spread is a guess."""
+length of each run is the one that its own update tells, at half of the card's products per second."""
 QWEN_7B = Model(7.6e9, 7.6e9, 28, 2 * 28 * 4 * 128 * 2)
-VERL_SHARE, VERL_SPREAD, VERL_COMPLETIONS = 0.5, 1.0, 512 * 16
+VERL_SHARE, VERL_COMPLETIONS = 0.5, 512 * 16
 
 
 def verl(efficiency: Efficiency) -> list[dict]:
@@ -403,9 +403,18 @@ def verl(efficiency: Efficiency) -> list[dict]:
         ):
             length = training * cards * H20.flops * VERL_SHARE / (6 * QWEN_7B.active) / VERL_COMPLETIONS
             made = on_cards(
-                QWEN_7B, H20, efficiency, prompts=512, group=16, lengths=Lengths(length, 28_672, spread=VERL_SPREAD), sampling=cards,
-                together=1, training=cards, memory=0.8, ahead=ahead,
-            )  # fmt: skip
+                QWEN_7B,
+                H20,
+                efficiency,
+                prompts=512,
+                group=16,
+                lengths=Lengths(length, 28_672),
+                sampling=cards,
+                together=1,
+                training=cards,
+                memory=0.8,
+                ahead=ahead,
+            )
             seconds = simulate(replace(made, train_seconds=always(training if ahead else 0.0))).step
             off = seconds / published - 1
             print(f"| {name} | {cards} | {length:.0f} | {published:g} | {seconds:.0f} | {off:+.0%} |")

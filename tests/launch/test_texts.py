@@ -110,7 +110,8 @@ def noted(script: str, folder: Path) -> list[list[Any]]:
     variables = {"PATH": f"{programs}:{os.environ['PATH']}", "NOTED": str(folder / "noted"), "HOME": "/nowhere"}
     variables |= {"SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "64", "SLURM_JOB_NODELIST": "n[1-4]", "SKYPILOT_TASK_ID": "t"}
     variables |= {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
-    done = subprocess.run(["bash", "-u", "-c", script + "\nwait"], env=variables, capture_output=True, text=True, timeout=60)
+    command = ["bash", "-u", "-c", script + "\nwait"]
+    done = subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and not done.stderr, done.stderr
     return [json.loads(line) for line in (folder / "noted").read_text().splitlines()]
 
@@ -134,7 +135,10 @@ def test_every_value_arrives_as_it_was_typed(system: str, tmp_path: Path) -> Non
         served = commands._parse(words[2:])
         assert served.command == "serve" and served.model == "Qwen/Qwen3-8B"
         assert served.more[-2:] == ["--max-model-len", "8192"] and "--tensor-parallel-size" in served.more
-    addresses = typed.overrides[-1].removeprefix("rollout.engine.servers=[").removesuffix("]").split(",")
+    keys = dict(override.split("=", 1) for override in typed.overrides)
+    said = keys["rollout.engine.servers"]
+    addresses = Path(said).read_text().split() if system == "slurm" else said.strip("[]").split(",")
+    assert keys.get("rollout.engine.weights_folder", "/").startswith("/")
     expected = {"slurm": 4, "skypilot": 4, "kubernetes": 4, "local": 2}[system]
     assert len(set(addresses)) == expected and all(address.startswith("http://") for address in addresses)
     if system == "local":

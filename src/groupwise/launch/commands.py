@@ -57,17 +57,29 @@ class LaunchJob:
         return letters[:40].strip("-") or "run"
 
     @property
+    def shared_weights(self) -> str:
+        """The folder of new weights on the storage that all machines mount."""
+        return f"{SHARED}/{self.label}-weights"
+
+    @property
     def save_seconds(self) -> int:
         """How long trainers that were told to end may take to save."""
         return self.cluster.grace - SPARE_SECONDS
 
     def train(
-        self, *, meeting: Sequence[str], servers: Sequence[str] = (), runs: str | None = None
+        self,
+        *,
+        meeting: Sequence[str],
+        servers: str = "",
+        runs: str | None = None,
+        weights: str | None = None,
     ) -> list[str]:
         """Return the words of torchrun on one machine.
 
-        meeting: torchrun's options about where the machines meet.   servers: addresses.
+        meeting: torchrun's options about where the machines meet.   servers: their addresses, or a
+            file of them, as the recipe's key takes it.
         runs: the folder of run folders, where it is not the recipe's.
+        weights: the folder that trainers and servers share.
         """
         words = [
             "torchrun",
@@ -83,8 +95,9 @@ class LaunchJob:
         if runs is not None:
             words.append(f"runs={runs}")
         if self.model is not None:
-            listed = ShellText(f"rollout.engine.servers=[{','.join(servers)}]")
-            words += ["rollout.engine.name=vllm", listed]
+            words += ["rollout.engine.name=vllm", ShellText(f"rollout.engine.servers={servers}")]
+            if weights is not None:
+                words.append(ShellText(f"rollout.engine.weights_folder={weights}"))
         return words
 
     def meeting(self, endpoint: str, identity: str) -> list[str]:
@@ -189,6 +202,11 @@ def _served_dtype(recipe: Recipe) -> str:
     if recipe.model.dtype == "float32":
         return "float32"
     return "bfloat16"
+
+
+def listed(addresses: Sequence[str]) -> str:
+    """Write addresses as a list of a recipe."""
+    return f"[{','.join(addresses)}]"
 
 
 class ShellText(str):

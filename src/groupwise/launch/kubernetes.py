@@ -18,6 +18,7 @@ from groupwise.launch.commands import (
     LaunchJob,
     broken_lines,
     exports,
+    listed,
     shell,
 )
 
@@ -94,7 +95,9 @@ def _trainers(job: LaunchJob, first: str, servers: list[str]) -> dict[str, Any]:
     """Make the Job of the trainers.   first: name of the pod where they meet."""
     trainers = job.cluster.trainers
     meeting = job.meeting(f"{first}:{MEETING_PORT}", job.label)
-    words = job.train(meeting=meeting, servers=servers, runs=SHARED)
+    words = job.train(
+        meeting=meeting, servers=listed(servers), runs=SHARED, weights=job.shared_weights
+    )
     return _indexed(job, trainers.nodes, trainers.gpus, f"exec {shell(words)}")
 
 

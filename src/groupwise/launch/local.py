@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from groupwise.errors import ConfigError, Ended, PeerError
-from groupwise.launch.commands import FIRST_PORT, LaunchJob, broken_lines, shell
+from groupwise.launch.commands import FIRST_PORT, LaunchJob, broken_lines, listed, shell
 from groupwise.utils.files import expanded, storing
 from groupwise.utils.process_main import end_with_parent
 
@@ -94,7 +94,7 @@ def commands_of(job: LaunchJob, *, ports: Sequence[int] | None = None) -> LocalC
             place += samplers.tensor_parallel
         servers.append(LocalCommand(tuple(words), gpus))
         urls.append(f"http://127.0.0.1:{port}")
-    words = job.train(meeting=["--standalone"], servers=urls)
+    words = job.train(meeting=["--standalone"], servers=listed(urls))
     gpus = tuple(visible[: trainers.gpus]) if trainers.gpus else None
     return LocalCommands(tuple(servers), tuple(urls), LocalCommand(tuple(words), gpus))
 

@@ -17,6 +17,7 @@ from groupwise.launch.commands import (
     LaunchJob,
     broken_lines,
     exports,
+    listed,
     shell,
 )
 
@@ -114,7 +115,9 @@ def _trainers(job: LaunchJob) -> dict[str, Any]:
     if trainers.nodes > 1:
         lines.append('head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)')
     meeting = job.meeting(f"$head:{MEETING_PORT}", "$SKYPILOT_TASK_ID")
-    words = job.train(meeting=meeting, servers=addresses, runs=SHARED)
+    words = job.train(
+        meeting=meeting, servers=listed(addresses), runs=SHARED, weights=job.shared_weights
+    )
     lines.append(broken_lines(f"exec {shell(words)}"))
     name = TRAINERS if samplers.nodes else job.label
     return _task(job, name, trainers.nodes, trainers.gpus, "\n".join(lines))

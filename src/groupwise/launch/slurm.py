@@ -109,7 +109,7 @@ def _environment(job: LaunchJob) -> str:
 
 
 def _servers(job: LaunchJob) -> str:
-    """Start the servers, and write their addresses into a variable."""
+    """Start the servers, and write their addresses into a file."""
     cluster, samplers = job.cluster, job.cluster.samplers
     first = cluster.trainers.nodes
     ports = range(FIRST_PORT, FIRST_PORT + samplers.per_node)
@@ -129,14 +129,18 @@ def _servers(job: LaunchJob) -> str:
         "-c",
         f"port=$(({FIRST_PORT} + SLURM_LOCALID)); exec {serve}",
     ]
+    runs = shlex.quote(job.runs)
     lines = [
+        f"mkdir -p {runs}",
+        f"runs=$(cd {runs} && pwd)",
+        "# The trainers read this file again and again: a server added to it joins the run.",
+        f"servers=$runs/{job.label}-servers.txt",
         'mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
-        "servers=",
         f'for node in "${{nodes[@]:{first}}}"; do',
         f"    for port in {' '.join(map(str, ports))}; do",
-        '        servers="$servers${servers:+,}http://$node:$port"',
+        '        echo "http://$node:$port"',
         "    done",
-        "done",
+        'done > "$servers"',
         f"{broken_lines(shell(step))} &",
     ]
     return "\n".join(lines) + "\n"
@@ -161,6 +165,7 @@ def _trainers(job: LaunchJob) -> str:
         lines.append(f"port=$(({MEETING_PORT} + SLURM_JOB_ID % 1000))")
         step.append("--kill-on-bad-exit=0")
     meeting = job.meeting("$head:$port", "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}")
-    line = shell([*step, *job.train(meeting=meeting, servers=["$servers"])])
+    train = job.train(meeting=meeting, servers="$servers", weights=f"$runs/{job.label}-weights")
+    line = shell([*step, *train])
     lines += [f"{broken_lines(line)} &", "trainers=$!"]
     return "\n".join(lines) + "\n"

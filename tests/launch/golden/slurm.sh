@@ -28,13 +28,16 @@ source /opt/groupwise/bin/activate
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((SLURM_CPUS_ON_NODE + 7) / 8))}
 export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=105
 
+mkdir -p runs
+runs=$(cd runs && pwd)
+# The trainers read this file again and again: a server added to it joins the run.
+servers=$runs/mine-servers.txt
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-servers=
 for node in "${nodes[@]:2}"; do
     for port in 8000 8001; do
-        servers="$servers${servers:+,}http://$node:$port"
+        echo "http://$node:$port"
     done
-done
+done > "$servers"
 srun --relative=2 --nodes=2 --ntasks=4 --ntasks-per-node=2 --gpus-per-task=H100:4 \
     "--output=slurm-$SLURM_JOB_ID-server-%t.log" bash -c \
     'port=$((8000 + SLURM_LOCALID)); exec groupwise serve Qwen/Qwen3-8B --host=0.0.0.0 "--port=$port" --dtype=bfloat16 -- --tensor-parallel-size 4 --max-model-len 8192' &
@@ -46,7 +49,8 @@ srun --relative=0 --nodes=2 --ntasks=2 --ntasks-per-node=1 --gpus-per-node=H100:
     "--rdzv-id=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" --nproc-per-node=8 \
     --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 -m groupwise train my.yaml \
     optimizer.lr=1e-5 'data.system=It'"'"'s $HOME; $(briefly) `now` "\"$port' \
-    rollout.engine.name=vllm "rollout.engine.servers=[$servers]" &
+    rollout.engine.name=vllm "rollout.engine.servers=$servers" \
+    "rollout.engine.weights_folder=$runs/mine-weights" &
 trainers=$!
 
 wait "$trainers"
