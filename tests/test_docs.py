@@ -133,7 +133,9 @@ def as_typed(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
 
 def as_recipe(block: Block) -> None:
     """A whole recipe, or keys that are laid over a small one."""
-    if not block.text.startswith("stages:") and "\nstages:" not in block.text:
+    if block.text.startswith("cluster:"):
+        block_text = BASE + block.text + "stages:\n  page: {seed: 1}\n"  # it is of all stages
+    elif not block.text.startswith("stages:") and "\nstages:" not in block.text:
         block_text = BASE + "stages:\n  page:\n" + "".join(f"    {line}\n" for line in block.text.splitlines())
     else:
         block_text = block.text

@@ -1,18 +1,16 @@
-"""The launch recipes of docs/scaling.md: what cannot be run here can at least be read by those who would run it."""
+"""The torchrun lines of docs/scaling.md, and `--nproc`: the arguments are those that torchrun and the command take."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from torch.distributed.run import get_args_parser
 
 from groupwise.cli import commands
@@ -25,9 +23,6 @@ BLOCKS = [text for language, text in FENCED if not language]
 def launched() -> Iterator[list[str]]:
     """Arguments of every torchrun on the page."""
     for block in BLOCKS:
-        if block.startswith("apiVersion"):
-            yield yaml.safe_load(block)["spec"]["template"]["spec"]["containers"][0]["command"][1:]
-            continue
         for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             if "torchrun" in words:
@@ -36,8 +31,7 @@ def launched() -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("words", launched(), ids=" ".join)
 def test_torchrun_and_the_command_take_these_arguments(words: list[str]) -> None:
-    numbers = [{"$SLURM_NNODES": "2"}.get(word, word) for word in words]
-    given: Any = get_args_parser().parse_args(numbers)
+    given: Any = get_args_parser().parse_args(words)
     assert given.module
     assert given.training_script == "groupwise"
     assert given.standalone or given.rdzv_backend == "c10d"
@@ -68,23 +62,4 @@ def test_launcher_and_processes_import_nothing_of_the_working_folder(command: li
 
 
 def test_the_launch_commands_of_the_page_are_all_found() -> None:
-    assert len(list(launched())) == 5
-    assert sum(block.startswith("#!/bin/bash\n#SBATCH") for block in BLOCKS) == 1
-
-
-def test_the_batch_script_is_one() -> None:
-    (script,) = (block for block in BLOCKS if block.startswith("#!/bin/bash"))
-    assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False).stderr == ""
-    options = [word for line in script.splitlines() if line.startswith("#SBATCH") for word in line.split()[1:]]
-    assert all(re.fullmatch(r"--[a-z-]+(=\S+)?", option) for option in options)
-
-
-def test_the_job_is_one() -> None:
-    (job,) = (yaml.safe_load(block) for block in BLOCKS if block.startswith("apiVersion"))
-    spec, pod = job["spec"], job["spec"]["template"]["spec"]
-    command = pod["containers"][0]["command"]
-    assert f"--nnodes={spec['completions']}" in command
-    assert spec["completions"] == spec["parallelism"]
-    # An indexed job's first pod has this name, below the service.
-    assert f"--rdzv-endpoint={job['metadata']['name']}-0.{pod['subdomain']}:29500" in command
-    assert pod["containers"][0]["volumeMounts"][0]["name"] == pod["volumes"][0]["name"]
+    assert len(list(launched())) == 3
