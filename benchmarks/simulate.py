@@ -444,7 +444,7 @@ def own(folders: Sequence[Path]) -> list[dict]:
             lengths=lengths,
             servers=1,
             slots=1024,
-            token_seconds=lambda _: first["sampling"] / first["length"],
+            token_seconds=row_seconds(first["sampling"] / first["length"] / first["completions"]),
             train_seconds=always(first["training"]),
             weights_seconds=first["weights"],
             ahead=int(run["ahead"]),
@@ -454,6 +454,11 @@ def own(folders: Sequence[Path]) -> list[dict]:
         print(f"| {folder.name} | {run['ahead']} | {run['step']:.2f} | {seconds:.2f} | {off:+.0%} |")
         found.append({"run": folder.name, **run, "simulated": seconds})
     return found
+
+
+def row_seconds(seconds: float) -> Callable[[int], float]:
+    """Return a server on a processor, whose decoded token takes as much longer as there are rows."""
+    return lambda rows: seconds * rows
 
 
 def logged(folder: Path) -> dict[str, float]:
@@ -473,8 +478,8 @@ def logged(folder: Path) -> dict[str, float]:
         "ahead": recipe.rollout.engine.ahead,
         "step": median(whole),
         "sampling": seconds("rollout"),
-        "weights": seconds("weights"),
-        "training": median(whole) - seconds("rollout") - seconds("weights"),
+        "weights": seconds("sync"),
+        "training": median(whole) - seconds("rollout") - seconds("sync"),
         "length": median([line["completions/mean_length"] for line in lines]),
         "completions": recipe.group.prompts_per_step * recipe.group.group_size,
     }
