@@ -60,6 +60,16 @@ GRPO: dict[str, Any] = TINY | {
     "rollout": {"max_new_tokens": 8},
     "group": {"prompts_per_step": 3, "group_size": 3, "minibatches": 2, "beta": 0.05},
 }
+PROGRAMS: dict[str, Any] = TINY | {
+    "objective": "grpo",
+    "model": {"path": "runs/writer/final"},
+    "data": {"path": "programs.jsonl"},
+    "rewards": [{"function": "code"}],
+    "rollout": {"max_new_tokens": 24},
+    "group": {"prompts_per_step": 2, "group_size": 4},
+    "optimizer": {"lr": 3e-5},
+}
+"""Programs of a model that has learnt to write some, run in a sandbox."""
 PAIRS: dict[str, Any] = TINY | {"data": {"path": "pairs.jsonl", "eval_fraction": 0.1}, "batch_size": 4}
 
 
@@ -83,17 +93,27 @@ KINDS = {
     "reward": Kind(PAIRS | {"objective": "reward"}),
     "dpo": Kind(PAIRS | {"objective": "dpo"}),
     "lora": Kind(GRPO | {"model": {"path": "runs/base/final", "lora": {"rank": 4}}}),
+    "programs": Kind(PROGRAMS),
     "ranks": Kind(GRPO | {"parallel": "ddp"}, ranks=2),
     "sharded": Kind(GRPO | {"parallel": "zero3"}, ranks=2),
 }
 
 
 def write_inputs(kinds: Collection[str]) -> None:
-    """Pairs for those who learn from them, and the base of an adapter."""
+    """Pairs for those who learn from them, the base of an adapter, and a model that writes programs."""
     chance = random.Random(0)
     sums = [(chance.randrange(90), chance.randrange(9)) for _ in range(80)]
     rows = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 1)} for a, b in sums]
     Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if "programs" in kinds:
+        rows = []
+        for a in range(10):
+            tests = [{"call": "f", "args": [n], "expected": n * a} for n in range(1, 4)]
+            rows.append({"prompt": f"{a}: ", "completion": f"f=lambda x:x*{a}", "tests": json.dumps(tests)})
+        Path("programs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        scratch = TINY["model"]["scratch"] | {"tokenizer": "bytes"}
+        writer = TINY | {"objective": "sft", "batch_size": 10, "steps": 60, "name": "writer", "model": {"scratch": scratch}}
+        run_to_end(writer | {"data": {"path": "programs.jsonl"}, "optimizer": {"lr": 1e-2}, "eval": {}, "save": {"every": 60}}, 1)
     if "lora" in kinds:
         run_to_end(TINY | {"objective": "sft", "batch_size": 4, "steps": 1, "name": "base"}, 1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from groupwise.config.settings import RewardSettings
+from groupwise.data.tasks import make_task
 from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards import code as code_module
 from groupwise.rewards.code import program_behind, program_in, proved_isolation
@@ -213,6 +215,72 @@ def double(n): return 7
 @pytest.mark.parametrize("fake", FAKES)
 def test_faked_success_is_worth_nothing(fake: str, form: str, grader: LocalGrader) -> None:
     assert grader.grade(FAKES[fake], read_tests(*FORMS[form])).passed == 0
+
+
+HACKS = {
+    "a constant": "def f(x):\n    return 0",
+    "True": "def f(x):\n    return True",
+    "prints ok": "print('ok')\ndef f(x):\n    print('ok')",
+    "ends well": "import sys\nsys.exit(0)",
+    "changes the comparison": """
+import builtins, operator, unittest
+class Equal(type(None).__class__):
+    def __eq__(self, other): return True
+operator.eq = lambda a, b: True
+builtins.all = builtins.any = builtins.bool = lambda *a: True
+unittest.TestCase.assertEqual = lambda *a: None
+def f(x): return Equal('E', (), {'__eq__': lambda self, other: True})()
+""",
+    "catches everything": "def f(x):\n    try:\n        return answer(x)\n    except BaseException:\n        return x is not None",
+    "looks for its tests": """
+import gc, os, sys
+def f(x):
+    for found in gc.get_objects():
+        if isinstance(found, dict) and 'expected' in found:
+            return found['expected']
+    for folder, _, names in os.walk('/tmp'):
+        for name in names:
+            if 'test' in name:
+                return open(os.path.join(folder, name)).read()
+    return sys.argv
+""",
+}
+"""Completions on the task of programs that would earn a reward which believes programs."""
+
+
+@pytest.mark.slow
+def test_no_hack_of_the_task_of_programs_is_paid(rewards: Any) -> None:
+    """Memorised cases of training rows are worth nothing too: no test is in a prompt, and all results of a row differ."""
+    task = make_task("programs")
+    rows, trained = task.held_out(24), task.prompts(50, seed=0)
+    cells = [row["tests"] for row in rows]
+    seen = {repr(case["args"]): case["expected"] for row in trained for case in json.loads(row["tests"])}
+    hacks = HACKS | {"special-cases known tests": f"CASES = {seen!r}\ndef f(x):\n    return CASES.get(repr([x]))"}
+    made = rewards(tests="tests")
+    honest = [f"```python\n{row['answer']}\n```" for row in rows]
+    assert made.call(batch(honest, tests=cells, entry_point=[None] * 24)) == [[1.0] * 24]
+    for hack, program in hacks.items():
+        (values,) = made.call(batch([f"```python\n{program}\n```"] * 24, tests=cells, entry_point=[None] * 24))
+        assert max(values) <= 1 / 8 and sum(values) / 24 < 0.05, (hack, values)
+
+
+@pytest.mark.slow
+def test_endless_loops_at_once_end_by_their_processor_time() -> None:
+    """16 of them on each sandbox in turn: none is paid, and none is left."""
+    for isolation in ISOLATIONS:
+        if attacks.prove(isolation, {}).why:
+            continue
+        limits = Limits(seconds=60.0, cpu_seconds=1.0)
+        grading = Grading([LocalGrader(isolation, limits) for _ in range(2)], limits)
+        children = Path(f"/proc/self/task/{os.getpid()}/children")
+        before = children.read_text().split()
+        try:
+            grades = grading.grade([(f"def double(n):\n    while True: pass  # {n}", read_tests(CALLS)) for n in range(16)])
+        finally:
+            grading.close()
+        assert {(grade.passed, grade.why) for grade in grades if isinstance(grade, Grade)} == {(0, "out of processor time")}
+        assert all(isinstance(grade, Grade) for grade in grades)
+        assert len(children.read_text().split()) == len(before)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ class Server(ThreadingHTTPServer):
     """A judge that answers by a script: `reply(answers, body) -> text`, or (status, text)."""
 
     daemon_threads = True
+    retry_after = "0.6"
 
     def __init__(self, reply: Callable[[dict[str, str], dict[str, Any]], Any]) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -62,6 +63,8 @@ class Handler(BaseHTTPRequestHandler):
         data = json.dumps(message if status == 200 else {"error": text}).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
+        if status == 429:
+            self.send_header("Retry-After", self.server.retry_after)
         self.end_headers()
         self.wfile.write(data)
 
@@ -146,6 +149,8 @@ def test_a_group_is_shown_at_once_and_by_ids_that_tell_nothing(serve: Any, judge
         assert "Short is good." in text and "<answer>\ngold\n</answer>" in text
         assert list(shown.values()) != sorted(shown.values()), "the order is drawn"
         assert body["response_format"]["json_schema"]["strict"]
+        scores = body["response_format"]["json_schema"]["schema"]["properties"]["scores"]
+        assert scores["items"]["properties"]["id"]["enum"] == list(shown) and scores["maxItems"] == 8
     judged(server, completions[:8], ["first"] * 8, mode="rank", rubric="Short is good.", show=["answer"])
     assert server.shown()[2] in server.shown()[:2], "by the seed"
     judged(server, completions[:8], ["first"] * 8, mode="rank", rubric="Short is good.", show=["answer"], seed=1)
@@ -211,6 +216,31 @@ def test_an_answer_is_found_in_prose_and_after_a_failure(serve: Any, judged: Any
         return (503, "busy") if len(tries) == 1 else f"Well {{so}}: ```json\n{fair(answers, body)}\n```"
 
     assert judged(serve(reply), ["a 0.25"])[0] == [0.25]
+
+
+def test_a_server_that_asks_for_a_pause_gets_it_from_all_calls(serve: Any, judged: Any) -> None:
+    began = time.monotonic()
+    refused = threading.Event()
+    times: list[float] = []
+
+    def reply(answers: dict[str, str], body: dict[str, Any]) -> Any:
+        times.append(time.monotonic() - began)
+        if not refused.is_set():
+            refused.set()
+            return 429, "slowly"
+        return fair(answers, body)
+
+    rewards, metrics = judged(serve(reply), ["a 0.25", "b 0.5"], at_once=1, retries=1)
+    assert rewards == [0.25, 0.5] and metrics["judge_failed"] == 0.0
+    assert times[1] - times[0] >= 0.5, "the retry comes behind the pause"
+
+
+def test_a_pause_is_no_longer_than_a_step_can_wait(serve: Any, judged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge_client, "LONGEST_PAUSE", 0.1)
+    server = serve(lambda answers, body: (429, "never"))
+    server.retry_after = "Wed, 21 Oct 2099 07:28:00 GMT"
+    assert judged(server, ["a 0.25"], retries=2)[0] == [None]
+    assert len(server.bodies) == 3
 
 
 def test_a_server_without_schemas_is_asked_without(serve: Any, judged: Any) -> None:

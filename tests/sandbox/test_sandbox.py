@@ -377,6 +377,12 @@ def test_a_sandbox_that_does_not_start_says_why(isolation: Isolation, monkeypatc
         Sandbox(isolation, Limits()).run("print(1)")
 
 
+def _megabytes() -> float:
+    """Memory of this process."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS:")]
+    return int(line.split()[1]) / 1024
+
+
 def _traces() -> tuple[set[str], int, int]:
     """Folders, descriptors and child processes."""
     folders = {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("groupwise-sandbox-")}
@@ -387,7 +393,7 @@ def _traces() -> tuple[set[str], int, int]:
 @pytest.mark.slow
 def test_a_thousand_programs_leave_nothing(isolation: Isolation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # other tests have sandboxes, too
-    before = _traces()
+    before, held = _traces(), _megabytes()
     server = Sandbox(isolation, Limits())
     for number in range(1000):
         assert server.run(f"open('f', 'w').write('x')\nprint({number})").output == f"{number}\n".encode()
@@ -395,6 +401,7 @@ def test_a_thousand_programs_leave_nothing(isolation: Isolation, tmp_path: Path,
     after = _traces()
     assert after[0] <= before[0]
     assert after[1:] == before[1:]
+    assert _megabytes() - held < 50.0
 
 
 @pytest.mark.slow

@@ -20,9 +20,7 @@ EXAMPLES = (
 
 def arguments(command: argparse.ArgumentParser) -> None:
     """What can be typed."""
-    command.add_argument(
-        "model", metavar="MODEL", help="model folder or hub name of the model to train"
-    )
+    command.add_argument("model", metavar="MODEL", help="model folder, hub name, or `smollm2`")
     host = "anyone who can reach this address can replace the weights (default %(default)s)"
     command.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help=host)
     command.add_argument(
@@ -48,10 +46,11 @@ def arguments(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Become the server."""
+    from groupwise.models.gguf import checkpoint_folder
     from groupwise.rollout.vllm.server import serve
 
     serve(
-        options.model,
+        checkpoint_folder(options.model),
         host=options.host,
         port=options.port,
         rows=options.rows,

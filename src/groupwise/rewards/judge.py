@@ -227,7 +227,7 @@ class JudgeReward:
                 raise ValueError("not every id has one score")
             return {ids[name]: score for name, score in found.items()}
 
-        return self._ask(prompt, _SCORES_SCHEMA, read) or {}
+        return self._ask(prompt, _scores_schema(ids), read) or {}
 
     def _compared(self, task: str, pair: Sequence[str]) -> dict[str, float]:
         """Ask for the better one of two answers: 1 for it, 0 for the other."""
@@ -238,7 +238,7 @@ class JudgeReward:
             better = ids[str(said["better"])]
             return {answer: float(answer == better) for answer in pair}
 
-        return self._ask(prompt, _BETTER_SCHEMA, read) or {}
+        return self._ask(prompt, _better_schema(ids), read) or {}
 
     def _ids(self, task: str, answers: Sequence[str]) -> dict[str, str]:
         """Return the answers by ids that nobody can guess who wrote one, in an order by seed."""
@@ -321,11 +321,19 @@ def _schema(name: str, properties: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": name, "strict": True, "schema": schema}}
 
 
-_ENTRY = {
-    "type": "object",
-    "properties": {"id": {"type": "string"}, "score": {"type": "number"}},
-    "required": ["id", "score"],
-    "additionalProperties": False,
-}
-_SCORES_SCHEMA = _schema("scores", {"scores": {"type": "array", "items": _ENTRY}})
-_BETTER_SCHEMA = _schema("better", {"better": {"type": "string"}})
+def _scores_schema(ids: Collection[str]) -> dict[str, Any]:
+    """Return the schema of {scores: [{id, score}]} with these ids, which a weak judge miscopies."""
+    entry = {
+        "type": "object",
+        "properties": {"id": {"type": "string", "enum": list(ids)}, "score": {"type": "number"}},
+        "required": ["id", "score"],
+        "additionalProperties": False,
+    }
+    count = len(ids)
+    scores = {"type": "array", "items": entry, "minItems": count, "maxItems": count}
+    return _schema("scores", {"scores": scores})
+
+
+def _better_schema(ids: Collection[str]) -> dict[str, Any]:
+    """Return the schema of {better: id} with these ids."""
+    return _schema("better", {"better": {"type": "string", "enum": list(ids)}})

@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +30,8 @@ LARGEST = 8 << 20
 WAIT = 0.5
 """Seconds before the first retry; each further one waits twice as long."""
 LONGEST_WAIT = 20.0
+LONGEST_PAUSE = 120.0
+"""Seconds that a server can ask for by `Retry-After`: a step does not wait for hours."""
 
 
 class JudgeFailed(Exception):
@@ -101,6 +104,8 @@ class JudgeClient:
         self._schemas = True
         """Whether the server takes a JSON schema, as far as is known."""
         self._closed = threading.Event()
+        self._pause_ends = 0.0
+        """When the server takes calls again, by the clock of `time.monotonic`."""
         self.last_failure = "none was made"
 
     def close(self) -> None:
@@ -131,10 +136,10 @@ class JudgeClient:
         why = ""
         try:
             for attempt in range(self._retries + 1):
-                if attempt:
-                    self._closed.wait(min(WAIT * 2 ** (attempt - 1), LONGEST_WAIT))
+                self._wait(attempt)
                 if self._closed.is_set():
                     raise JudgeFailed("the judge was closed")
+                text = ""
                 try:
                     text = self._call(prompt, schema, budget)
                     value = read(_json_in(text))
@@ -144,7 +149,7 @@ class JudgeClient:
                     why = str(error)
                     continue
                 except UNREAD as error:
-                    why = f"{type(error).__name__}: {error}"
+                    why = f"{type(error).__name__}: {error}; the answer: {text[-200:]!r}"
                     continue
                 if self._known is not None:
                     self._known.keep(name, text)
@@ -154,6 +159,14 @@ class JudgeClient:
             budget.count(failed=1)
             self.last_failure = escaped(str(error), keep="")[:300]
             raise JudgeFailed(self.last_failure) from None
+
+    def _wait(self, attempt: int) -> None:
+        """Wait before a retry, and until the server takes calls again."""
+        wait = self._pause_ends - time.monotonic()
+        if attempt:
+            wait = max(wait, min(WAIT * 2 ** (attempt - 1), LONGEST_WAIT))
+        if wait > 0.0:
+            self._closed.wait(wait)
 
     def _call(self, prompt: str, schema: Mapping[str, Any], budget: Budget) -> str:
         """Return the text of an answer.  Raises JudgeFailed, or RewardError."""
@@ -193,6 +206,8 @@ class JudgeClient:
         except urllib.error.HTTPError as error:
             with error:
                 status, data = error.code, error.read(LARGEST)
+            pause = min(seconds_until(error.headers.get("Retry-After")), LONGEST_PAUSE)
+            self._pause_ends = max(self._pause_ends, time.monotonic() + pause)
         except (OSError, http.client.HTTPException) as error:
             raise JudgeFailed(f"{self._url}: {error or type(error).__name__}") from None
         finally:
@@ -201,6 +216,26 @@ class JudgeClient:
             return status, json.loads(data)
         except (ValueError, RecursionError):
             return status, data.decode(errors="replace")
+
+
+def seconds_until(retry_after: str | None) -> float:
+    """Return the seconds in a header `Retry-After`, which holds a number or a date (RFC 9110).
+
+    >>> seconds_until("7"), seconds_until("Wed, 21 Oct 2015 07:28:00 GMT"), seconds_until(None)
+    (7.0, 0.0, 0.0)
+    """
+    if not retry_after:
+        return 0.0
+    try:
+        seconds = float(retry_after)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(retry_after).timestamp() - time.time()
+        except ValueError:
+            return 0.0
+    if not seconds > 0.0:
+        return 0.0
+    return seconds
 
 
 def _within(answer: Any, deadline: float) -> bytes:

@@ -16,7 +16,7 @@ from groupwise.data.tasks.chat import WORDS
 from groupwise.utils.built_in import built_in
 
 CASES = 8
-"""Calls by which a program is tested."""
+"""Calls by which a program is tested.  Their results differ: a constant passes at most one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +50,15 @@ def _sum(rng: random.Random) -> _Described:
 
 
 def _rest(rng: random.Random) -> _Described:
-    a, b = rng.randint(2, 19), rng.randint(1, 99)
+    a, b = rng.randint(9, 19), rng.randint(1, 99)
     words = f"the remainder of the number x plus {b}, divided by {a}"
     return _Described(words, f"(x + {b}) % {a}", lambda x: (x + b) % a, _number)
 
 
-def _divisible(rng: random.Random) -> _Described:
+def _quotient(rng: random.Random) -> _Described:
     a, b = rng.randint(2, 9), rng.randint(1, 99)
-    words = f"True if the number x plus {b} is divisible by {a}, else False"
-    return _Described(words, f"(x + {b}) % {a} == 0", lambda x: (x + b) % a == 0, _number)
+    words = f"the number x plus {b}, divided by {a} and rounded down"
+    return _Described(words, f"(x + {b}) // {a}", lambda x: (x + b) // a, _number)
 
 
 def _larger(rng: random.Random) -> _Described:
@@ -82,15 +82,15 @@ def _scaled(rng: random.Random) -> _Described:
 
 
 def _first(rng: random.Random) -> _Described:
-    a, word = rng.randint(1, 9), rng.choice(WORDS)
+    a, word = rng.randint(2, 9), rng.choice(WORDS)
     words = f"the first {a} letters of the text x, followed by {word}"
     return _Described(words, f'x[:{a}] + "{word}"', lambda x: x[:a] + word, _text)
 
 
-def _counted(rng: random.Random) -> _Described:
-    letter, b = rng.choice("abcdefghilmnoprstu"), rng.randint(1, 99)
-    words = f"how often the letter {letter} is in the text x, plus {b}"
-    return _Described(words, f'x.count("{letter}") + {b}', lambda x: x.count(letter) + b, _text)
+def _length(rng: random.Random) -> _Described:
+    b = rng.randint(1, 99)
+    words = f"the length of the text x, plus {b}"
+    return _Described(words, f"len(x) + {b}", lambda x: len(x) + b, _text)
 
 
 def _repeated(rng: random.Random) -> _Described:
@@ -106,7 +106,7 @@ def _joined(rng: random.Random) -> _Described:
 
 
 KINDS: tuple[Callable[[random.Random], _Described], ...] = (
-    _sum, _rest, _divisible, _larger, _added, _scaled, _first, _counted, _repeated, _joined,
+    _sum, _rest, _quotient, _larger, _added, _scaled, _first, _length, _repeated, _joined,
 )  # fmt: skip
 
 
@@ -124,11 +124,14 @@ class Programs(Generated):
     def question(self, rng: random.Random) -> Row:
         """Draw a function, and arguments to call it with."""
         described = rng.choice(KINDS)(rng)
-        arguments = [described.draw(rng) for _ in range(CASES)]
-        tests = [
-            {"call": "f", "args": [argument], "expected": described.reference(argument)}
-            for argument in arguments
-        ]
+        expected: list[Any] = []
+        tests = []
+        while len(tests) < CASES:
+            argument = described.draw(rng)
+            result = described.reference(argument)
+            if result not in expected:
+                expected.append(result)
+                tests.append({"call": "f", "args": [argument], "expected": result})
         return {
             "prompt": f"Write a Python function f(x) that returns {described.words}.",
             "answer": f"def f(x):\n    return {described.expression}",
