@@ -187,12 +187,16 @@ def fails(answers: dict[str, str], body: dict[str, Any]) -> tuple[int, str]:
     return 500, "no room"
 
 
+def dies(answers: dict[str, str], body: dict[str, Any]) -> str:
+    raise ConnectionAbortedError
+
+
 def hangs(answers: dict[str, str], body: dict[str, Any]) -> str:
     time.sleep(2.0)
     return "{}"
 
 
-@pytest.mark.parametrize("reply", [lies, leaves_out, repeats, exceeds, chats, fails])
+@pytest.mark.parametrize("reply", [lies, leaves_out, repeats, exceeds, chats, fails, dies])
 @pytest.mark.parametrize("mode", ["score", "rank", "pairs"])
 def test_an_answer_that_cannot_be_used_is_none_and_counted(reply: Any, mode: str, serve: Any, judged: Any) -> None:
     server = serve(reply)
