@@ -20,6 +20,9 @@ pytestmark = pytest.mark.slow
         ("mixtral", "zero3", "bfloat16", False),  # its experts lie stacked: a checkpoint has each of them
         ("llama", "zero3", "float32", True),
         ("llama", "ddp", "bfloat16", False),
+        ("llama", {"tensor": 2}, "bfloat16", False),
+        ("mixtral", {"expert": 2}, "bfloat16", False),
+        ("llama", {"context": 2}, "bfloat16", False),
     ],
 )
 def test_after_every_version_the_mirror_has_the_bits_of_the_policy(
