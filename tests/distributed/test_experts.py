@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from groupwise.config.recipes import load_recipe
@@ -116,3 +117,5 @@ def test_a_run_goes_on_in_other_layouts(recipe: Callable, ranks: Callable, tmp_p
     for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight, atol=2e-5, rtol=0)
     assert [line["step"] for line in read_metrics(tmp_path / "runs" / "moved")] == [1, 2, 3]
+    names = [set(load_file(folder / "model.safetensors")) for folder in folders]
+    assert names[0] == names[1], "a checkpoint of divided experts has other tensors"

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from groupwise.config.settings import ParallelSettings
@@ -159,7 +160,7 @@ def own_parts(policy: Policy) -> dict[str, Tensor]:
 
 def write_parts(policy: Policy, folder: Path, parts: Mapping[str, Tensor]) -> None:
     """This process's files of a Hugging Face folder that exists; together they are what
-    `saving.save_to_resume` writes.
+    `saving.save_to_resume` writes: experts lie one by one, as in the checkpoint they came from.
     """
     assert policy.shards is not None
     files = _files(policy)
@@ -173,17 +174,25 @@ def write_parts(policy: Policy, folder: Path, parts: Mapping[str, Tensor]) -> No
         if count == 1
         else [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
     )
+    model = policy.shards.whole
     if parts:
-        save_file(dict(parts), folder / names[comm.world().rank], metadata={"format": "pt"})
+        stored = {}
+        for name, tensor in revert_weight_conversion(model, dict(parts)).items():
+            if name not in parts:  # a part of a tensor, beside others of it
+                tensor = tensor.clone(memory_format=torch.contiguous_format)
+            stored[name] = tensor
+        save_file(stored, folder / names[comm.world().rank], metadata={"format": "pt"})
     if not comm.world().first:
         return
-    model = policy.shards.whole
     if count > 1:
-        total = sum(tensor.nbytes for tensor in saved_names(model).values())
-        index = {
-            "metadata": {"total_size": total},
-            "weight_map": {name: names[file] for name, file in files.items()},
-        }
+        tensors = saved_names(model)
+        weight_map = {}
+        for name, file in files.items():
+            empty = {name: torch.empty(tensors[name].shape, device="meta")}
+            for stored in revert_weight_conversion(model, empty):
+                weight_map[stored] = names[file]
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
     config = copy.deepcopy(model.config)
     config.architectures, config.dtype = [type(model).__name__], policy.dtype
