@@ -110,7 +110,10 @@ class ImageEncoder:
         """What the tower reads of some images: tensors by the names of the model's arguments."""
         images = [picture.open() for picture in pictures]
         features = self.processor(images=images, return_tensors="pt")
-        return {name: features[name] for name in self.processor.model_input_names}
+        return {name: features[name] for name in self.inputs}
+
+    inputs: tuple[str, ...] = ("pixel_values",)
+    """Names of what the tower reads."""
 
     def written(self, text: str, pictures: Sequence[Picture], where: str) -> str:
         """Put an image's placeholders where the chat template has written its mark.
@@ -141,6 +144,8 @@ MARKED = "\U000ffffc"
 
 class PatchEncoder(ImageEncoder):
     """Qwen's families: an embedding for each square of merged patches, as many as the size asks."""
+
+    inputs = ("pixel_values", "image_grid_thw")
 
     def embeddings(self, picture: Picture) -> int:
         """Count the embeddings of an image."""

@@ -21,10 +21,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.hub import cached_file
 
 from groupwise.data.images import (
+    FixedEncoder,
     ImageEncoder,
     NoImages,
     PatchEncoder,
@@ -38,12 +41,14 @@ from groupwise.models.attention import Attend, plain_attention
 from groupwise.models.output_head import backbone_of
 from groupwise.models.policy import Policy
 from groupwise.models.reach import ATTRIBUTE, Reach
+from groupwise.ops.query import Query
 from groupwise.records import ImageSpan
 
 FAMILIES = {
     "qwen2_5_vl": "Qwen2.5-VL",
     "qwen3_vl": "Qwen3-VL",
     "qwen3_5": "Qwen3.5",
+    "gemma3": "Gemma 3",
 }
 """Types of models whose images are read, and their names."""
 FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -278,6 +283,94 @@ class PatchVision(Vision):
         return {"visual_pos_masks": mask_1T, "deepstack_visual_embeds": deep}
 
 
+class BlockVision(Vision):
+    """Gemma 3: as many embeddings for every image, which attend to each other in both directions.
+
+    The embeddings of an image see all that stands before them and one another (in layers with a
+    window, those inside of it), in training and when a prompt is read.
+    """
+
+    types = "token_type_ids"
+
+    def spliced(
+        self,
+        policy: Policy,
+        tokens_T: Tensor,
+        position_T: Tensor,
+        attend: Attend,
+        images: Sequence[ImageSpan],
+    ) -> tuple[Callable[..., Any], dict[str, Any], Attend]:
+        """See `Vision`."""
+        blocks: list[tuple[int, int, int]] = []
+        for span in images:
+            for begin, end in self._runs(span.images.tokens):
+                if begin >= span.place and end <= span.place + span.stop - span.start:
+                    shift = span.start - span.place
+                    blocks.append((span.start, begin + shift, end + shift))
+        run, inputs, attend = super().spliced(policy, tokens_T, position_T, attend, images)
+        return run, inputs, BlockAttention(attend, blocks) if blocks else attend
+
+    def _runs(self, tokens: np.ndarray) -> list[tuple[int, int]]:
+        """The first placeholder of each image, and the one behind its last."""
+        inside = np.concatenate([[0], tokens == self.token, [0]]).astype(np.int8)
+        steps = np.diff(inside)
+        begins, ends = np.flatnonzero(steps == 1), np.flatnonzero(steps == -1)
+        return list(zip(begins.tolist(), ends.tolist(), strict=True))
+
+    def features(self, core: Any, inputs: Mapping[str, Any]) -> list[Features]:
+        """See `Vision`."""
+        seen = core.get_image_features(**inputs, return_dict=True)
+        return [Features(embedding_ND, ()) for embedding_ND in seen.pooler_output]
+
+    def positions(
+        self, policy: Policy, position_T: Tensor, images: Sequence[ImageSpan]
+    ) -> dict[str, Any]:
+        """See `Vision`."""
+        return {"position_ids": position_T[None]}
+
+
+class BlockAttention:
+    """Attention of a stream in which the tokens of an image see one another."""
+
+    def __init__(self, attend: Attend, blocks: Sequence[tuple[int, int, int]]) -> None:
+        """blocks: where each image's segment starts, and its placeholders begin and end."""
+        self.attend, self.blocks = attend, blocks
+
+    @property
+    def recurrent(self) -> Any:
+        """See `Attend`."""
+        return self.attend.recurrent
+
+    def sequence_lengths(self, position_T: Tensor) -> Tensor:
+        """See `Attend`."""
+        return self.attend.sequence_lengths(position_T)
+
+    def __call__(self, query: Query) -> Tensor:
+        """See `Attend`: causal attention, and that of the images' tokens in its place."""
+        out_THE = self.attend(query)
+        places, rows = [], []
+        for start, begin, end in self.blocks:
+            places.append(torch.arange(begin, end, device=out_THE.device))
+            rows.append(_both_ways(query, start, begin, end))
+        return out_THE.index_copy(0, torch.cat(places), torch.cat(rows).to(out_THE.dtype))
+
+
+def _both_ways(query: Query, start: int, begin: int, end: int) -> Tensor:
+    """What the tokens (N, H, E) of an image see: all from `start` to `end` within their reach."""
+    assert query.cap is None and query.sinks_H is None, "no family with images has these"
+    place_N1 = torch.arange(begin, end, device=query.query_THD.device)[:, None]
+    place_K = torch.arange(start, end, device=query.query_THD.device)
+    out_1HNE = functional.scaled_dot_product_attention(
+        query.query_THD[begin:end].transpose(0, 1)[None],
+        query.key_TKD[start:end].transpose(0, 1)[None],
+        query.value_TKE[start:end].transpose(0, 1)[None],
+        attn_mask=place_K >= query.reach.first(place_N1 - start) + start,
+        scale=query.scale,
+        enable_gqa=True,
+    )
+    return out_1HNE[0].transpose(0, 1)
+
+
 KEPT_PROMPTS = 4096
 """Prompts whose positions are kept."""
 
@@ -344,11 +437,31 @@ def make_encoder(
     files: Mapping[str, bytes],
 ) -> ImageEncoder:
     """The encoder of a checkpoint in `FAMILIES`.   files: those of `FILES` that it has."""
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    token = str(tokenizer.convert_ids_to_tokens(config["image_token_id"]))
-    processor = Qwen2VLImageProcessorPil.from_pretrained(path)
-    encoder = PatchEncoder(processor, begin="", token=token, end="", mark=token)
+    fields: Any = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+    token = str(tokenizer.convert_ids_to_tokens(fields.image_token_id))
+    encoder: ImageEncoder
+    if config["model_type"] == "gemma3":
+        processor = Gemma3ImageProcessorPil.from_pretrained(path)
+        if processor.do_pan_and_scan:
+            raise ConfigError(
+                "its preprocessor_config.json asks for crops (do_pan_and_scan), which are not read"
+            )
+        first = str(tokenizer.convert_ids_to_tokens(fields.boi_token_index))
+        last = str(tokenizer.convert_ids_to_tokens(fields.eoi_token_index))
+        encoder = FixedEncoder(
+            processor,
+            fields.mm_tokens_per_image,
+            begin=f"\n\n{first}",
+            token=token,
+            end=f"{last}\n\n",
+            mark=first,
+        )
+    else:
+        processor = Qwen2VLImageProcessorPil.from_pretrained(path)
+        encoder = PatchEncoder(processor, begin="", token=token, end="", mark=token)
     encoder.files = dict(files)
     return encoder
 
@@ -364,6 +477,9 @@ def seeing(policy: Policy, encoder: ImageEncoder | NoImages) -> Policy:
         raise ConfigError(
             "model.attention 'single' reads no images: leave it out, or take prompts without images"
         )
+    config: Any = policy.model.config
+    if isinstance(encoder, FixedEncoder):
+        return replace(policy, vision=BlockVision(encoder, int(config.image_token_id)))
     for module in policy.model.modules():
         reach: Reach = vars(module).get(ATTRIBUTE, Reach())
         if reach.window is not None or reach.chunk is not None:
@@ -372,5 +488,4 @@ def seeing(policy: Policy, encoder: ImageEncoder | NoImages) -> Policy:
                 " images move: its images are not read; set use_sliding_window to false in its"
                 " config.json if it was trained so"
             )
-    config: Any = policy.model.config
     return replace(policy, vision=PatchVision(encoder, int(config.image_token_id)))

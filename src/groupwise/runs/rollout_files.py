@@ -2,6 +2,7 @@
 
     rollouts/000312.parquet     `rollout_table.table_of`'s columns and `run`; evaluations/ of the
     held-out prompts, of the same form
+    images/DIGEST.png           a small copy of an image of a prompt
 
 Importing this file does not import torch.
 """
@@ -15,6 +16,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from groupwise.data.images import Picture, small_png
 from groupwise.errors import DataError, RunError
 from groupwise.records import Step
 from groupwise.runs.metrics_log import read_metrics
@@ -32,6 +34,10 @@ from groupwise.runs.run_files import RunFiles
 TOKENS = "tokens.parquet"
 ROLLOUTS, EVALUATIONS = "rollouts", "evaluations"
 """The folders of a run's rollouts, and of held-out completions."""
+IMAGES = "images"
+"""The folder of small copies of prompts' images, by digest."""
+IMAGE_SIDE = 256
+"""Pixels of the longer side of such a copy, at most."""
 LARGEST = 1 << 32
 """Bytes of a step's file."""
 
@@ -49,8 +55,28 @@ def write(run: RunFiles, kind: str, step: Step, name: str) -> None:
     )
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", row_group_size=max(len(table), 1))
+    _write_images(run, step)
     (run.folder / kind).mkdir(exist_ok=True)
     run.write(f"{kind}/{step.number:06d}.parquet", sink.getvalue().to_pybytes())
+
+
+def _write_images(run: RunFiles, step: Step) -> None:
+    """Write a small copy of each image of a step's prompts, for the viewer, unless it is there."""
+    pictures: dict[str, Picture] = {}
+    for group in step.groups:
+        if group.prompt.images is not None:
+            for picture in group.prompt.images.pictures:
+                pictures[picture.digest] = picture
+    for digest, picture in pictures.items():
+        name = image_name(digest)
+        if picture.data and not run.has(name):
+            (run.folder / IMAGES).mkdir(exist_ok=True)
+            run.write(name, small_png(picture, IMAGE_SIDE))
+
+
+def image_name(digest: str) -> str:
+    """The file of an image's small copy."""
+    return f"{IMAGES}/{digest}.png"
 
 
 def steps(run: RunFiles, kind: str = ROLLOUTS) -> tuple[dict[int, str], list[str]]:

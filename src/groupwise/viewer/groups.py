@@ -21,6 +21,7 @@ A quantity that was not recorded has no column.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -206,6 +207,7 @@ def group(source: CompletionSource, step: int, place: int, kind: str = TRAINING)
         "key": key_of(prompt.text),
         "prompt": [part[:CHARACTERS] for part in (prompt.before, prompt.added, prompt.behind)],
         "prompt_length": len(prompt.text),
+        "images": _images(source, first.get("prompt_images")),
         "row": loaded(first.get("row")),
         "sampling": loaded(first.get("sampling")),
         "functions": names,
@@ -213,6 +215,22 @@ def group(source: CompletionSource, step: int, place: int, kind: str = TRAINING)
         "completions": completions,
         "quantities": _present(shown, total),
     }
+
+
+def _images(source: CompletionSource, digests: object) -> list[str | None]:
+    """The images of a prompt as `data:` URLs; None for one that is not there."""
+    urls: list[str | None] = []
+    for digest in digests if isinstance(digests, list) else ():
+        data = source.image(str(digest))
+        if data is None:
+            urls.append(None)
+        else:
+            urls.append(f"data:image/png;base64,{base64.b64encode(data).decode()}")
+    return urls[:IMAGES]
+
+
+IMAGES = 16
+"""Images of a prompt that are shown."""
 
 
 def more(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import math
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +26,7 @@ from groupwise.errors import ConfigError, DataError, RunError
 from groupwise.runs import rollout_files
 from groupwise.runs.folder import CONFIG, DONE, LARGEST_CONFIG, standing
 from groupwise.runs.metrics_log import METRICS, MOST_PROBLEMS, last_metrics
-from groupwise.runs.rollout_files import TOKENS
+from groupwise.runs.rollout_files import TOKENS, image_name
 from groupwise.runs.rollout_table import bounded_table, family, jsonable
 from groupwise.runs.run_files import RunFiles
 from groupwise.runs.starts import ENVIRONMENT, attempts_of
@@ -105,12 +106,20 @@ class CompletionSource:
         """The text of token ids, if it is known."""
         return None
 
+    def image(self, digest: str) -> bytes | None:
+        """The small copy of an image (PNG), if it is there."""
+        return None
+
     def problems(self) -> list[str]:
         """What could not be read."""
         return []
 
 
 Found = TypeVar("Found")
+DIGEST = re.compile(r"[0-9a-f]{32}")
+PNG = b"\x89PNG\r\n\x1a\n"
+LARGEST_IMAGE = 1 << 20
+"""Bytes of a small copy."""
 PIECE = 1024
 """Bytes of a token that are shown."""
 
@@ -248,6 +257,14 @@ class RunSource(CompletionSource):
         if self._vocabulary is None and self.files.has(TOKENS):
             self._vocabulary = self._try(TOKENS, self._read_vocabulary, None)
         return self._vocabulary
+
+    def image(self, digest: str) -> bytes | None:
+        """From the folder of images; nothing that is no PNG, or has no digest's name."""
+        name = image_name(digest)
+        if not DIGEST.fullmatch(digest) or not self.files.has(name):
+            return None
+        data = self._try(name, lambda: self.files.read(name, LARGEST_IMAGE), b"")
+        return data if data.startswith(PNG) else None
 
     def _read_vocabulary(self) -> Vocabulary:
         try:

@@ -471,6 +471,17 @@ function promptBox(group) {
       ...visible(behind),
       left > 0 ? h("i", { text: ` … ${many(left, "character")} more` }) : null,
     ),
+    group.images?.length
+      ? h(
+          "div",
+          { class: "prompt-images" },
+          group.images.map((url, i) =>
+            url
+              ? h("img", { src: url, alt: `image ${i + 1} of the prompt` })
+              : h("i", { text: `image ${i + 1} is not in the run's folder` }),
+          ),
+        )
+      : null,
     row.length
       ? h(
           "dl",
