@@ -291,6 +291,7 @@ ENGINE_TRAITS: Mapping[str, EngineTraits] = {
         beside=True,
         takes=(
             "servers",
+            "patience",
             "colocated",
             "tensor_parallel",
             "dtype",
@@ -314,8 +315,11 @@ class EngineSettings:
     name: Name = "native"
     """`native` (in the trainer's process), `transformers` (`generate`, slow), `vllm` (a server that
     the run starts), or `file.py:function`, which makes your own engine."""
-    servers: tuple[str, ...] = ()
-    """vllm: addresses of running servers, e.g. `[http://127.0.0.1:8000]`."""
+    servers: str | Mapping[str, str] | tuple[str, ...] = ()
+    """vllm: running servers: addresses, `[http://a:8000]`; a file with one a line, which is read
+    again; or `{router: http://a:8080}`, a vllm-router."""
+    patience: Annotated[float, Gt(0.0)] = 300.0
+    """vllm: seconds without any running server after which the run ends."""
     colocated: bool = False
     """vllm: sample in the trainer's processes, in turn with training, in the same environment."""
     tensor_parallel: Positive = 1

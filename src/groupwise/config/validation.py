@@ -875,9 +875,31 @@ def _has_wrong_port(url: str) -> bool:
     return False
 
 
+def _is_address(url: str) -> bool:
+    return bool(re.fullmatch(r"http://[^/\s]+/?", url)) and not _has_wrong_port(url)
+
+
+def _servers(at: str, servers: str | Mapping[str, str] | Sequence[str]) -> Findings:
+    """What `rollout.engine.servers` may be: addresses, a file of them, or a router's."""
+    if isinstance(servers, Mapping):
+        if set(servers) != {"router"}:
+            yield (
+                f"{at} is a list of addresses, a file with one a line, or one key, router:"
+                f" {{router: http://127.0.0.1:8080}}; got {show(servers)}"
+            )
+        for url in servers.values():
+            if not _is_address(url):
+                yield f"{at}.router is an address like http://127.0.0.1:8080, got {url!r}"
+    elif isinstance(servers, str):
+        if servers.startswith(("http://", "https://")):
+            yield f"{at}: an address stands in a list: [{servers}]; text is the name of a file"
+    else:
+        yield from _addresses(at, servers)
+
+
 def _addresses(at: str, servers: Sequence[str]) -> Findings:
     for url in servers:
-        if not re.fullmatch(r"http://[^/\s]+/?", url) or _has_wrong_port(url):
+        if not _is_address(url):
             yield f"{at} is a list of addresses like http://127.0.0.1:8000, got {url!r}"
 
 
@@ -1017,7 +1039,12 @@ def _engine(engine: EngineSettings, at: str) -> Findings:
     if traits.own_weights and engine.correct != plain.correct and not engine.ahead:
         trained = f"{engine.name} samples with the weights that are trained"
         yield f"{at}.correct: {trained}: there is nothing to correct, unless it is ahead of them"
-    yield from _addresses(f"{at}.servers", engine.servers)
+    yield from _servers(f"{at}.servers", engine.servers)
+    if engine.patience != plain.patience and not engine.servers:
+        yield (
+            f"{at}.patience is how long running servers may be away; name them in servers: a server"
+            " that the run starts itself is not waited for"
+        )
     if engine.colocated and (engine.servers or engine.ahead):
         yield (
             f"{at}.colocated samples in the trainer's process, in turn with training: leave servers"

@@ -4,6 +4,7 @@ In: recipes, run folders and files of completions.  Out: what `groupwise check`,
 `replay` and `compare` print.
 
 - `check`: tries model, tokenizer, data and rewards of a recipe.
+- `servers`: whether the servers that a recipe names are there.
 - `samplers`: says which sampler is the fastest on this machine.
 - `score`: runs reward functions over completions that exist.
 - `explain`: works one step through in numbers.

@@ -40,6 +40,7 @@ from groupwise.inspection.samplers import (
     compare_on_gpu,
     copy_bandwidth,
 )
+from groupwise.inspection.servers import look_at_servers
 from groupwise.models.loading import embedding_rows
 from groupwise.models.policy import Policy
 from groupwise.models.shape import Shape
@@ -167,6 +168,12 @@ def _check_job(job: Job) -> Iterator[Finding]:
         yield from _sandboxes(prove)
     if set(recipe.environment.tools) & set(SANDBOX_TOOLS):
         yield from _sandboxes(prove_tools)
+    if recipe.rollout.engine.servers:
+        states = look_at_servers(recipe.rollout.engine.servers, job.policy)
+        for state in states:
+            yield Finding("servers", state.good, state.text)
+        if not any(state.good for state in states[1:]):
+            return
     order = Order(len(job.prompts), recipe.seed, recipe.data.shuffle)
     prompts = [visit(job.prompts[row], epoch) for epoch, row in order.take(PROMPTS)]
     yield from _samples(recipe, job, rewards, prompts)

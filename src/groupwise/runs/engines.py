@@ -47,6 +47,7 @@ def _vllm(policy: Policy, settings: RolloutSettings, environment: Environment | 
     return VllmEngine(
         policy,
         servers=engine.servers,
+        patience=engine.patience,
         colocated=engine.colocated,
         tensor_parallel=engine.tensor_parallel,
         dtype=engine.dtype,
@@ -184,6 +185,11 @@ def check_agreement(step: Step, engine: Engine) -> None:
             " sample with other weights, at another temperature or from an old cache. The step is"
             " thrown away; `groupwise check` tests the servers"
         )
+
+
+def engine_metrics(engine: Engine) -> dict[str, float]:
+    """What servers did for a step; nothing where there are none."""
+    return engine.metrics() if isinstance(engine, VllmEngine) else {}
 
 
 def engine_lines(engine: Engine, ahead: PrefetchedRollouts) -> Lines:

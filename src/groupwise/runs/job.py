@@ -30,6 +30,7 @@ from groupwise.runs.engines import (
     check_agreement,
     demand_colocated,
     engine_lines,
+    engine_metrics,
     make_ahead,
     make_engine,
     sampler_of,
@@ -308,8 +309,8 @@ class OnlineJob(Job):
         """Check a step, and add its work and what was sampled for it and thrown away."""
         check_agreement(step, self.sampler)
         measured = self.meter.read(step)
-        account = self.visits.account(step.groups)
-        return replace(measured, metrics={**measured.metrics, **account})
+        added = self.visits.account(step.groups) | engine_metrics(self.sampler)
+        return replace(measured, metrics={**measured.metrics, **added})
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

@@ -652,6 +652,42 @@ METRICS: tuple[Section, ...] = (
         ),
     ),
     Section(
+        "Servers",
+        "With vLLM servers: those that the first process sees at the end of a step.",
+        (
+            Metric(
+                "servers/alive",
+                "servers",
+                "count",
+                "Servers that get requests ([pools](scaling.md#a-pool-of-servers)).",
+                "all that are named",
+                label="Servers alive",
+            ),
+            Metric(
+                "servers/prefix_hits",
+                "share",
+                "prompt tokens found in the prefix cache / prompt tokens",
+                "Work that the servers' prefix caches save. The turns of a conversation share"
+                " their beginning.",
+                label="Prefix-cache hits",
+            ),
+            Metric(
+                "servers/retries",
+                "requests",
+                "count",
+                "Requests that were sent again: a server was lost, was busy, or had older weights.",
+                "0",
+                label="Requests sent again",
+            ),
+            Metric(
+                "servers/version/NAME",
+                "updates",
+                "optimizer steps of its weights",
+                "Version with which the server at the address NAME samples.",
+            ),
+        ),
+    ),
+    Section(
         "Several processes",
         "With more than one process.",
         (

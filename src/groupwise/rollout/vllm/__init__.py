@@ -1,13 +1,16 @@
 """The vLLM engine: completions come from vLLM, which gets the policy's weights after every update.
 
 - `engine`: implements `rollout.engine.Engine` by servers, or by vLLM in this process.
-- `client`, `request_pool`: one request to a server, and several at a time.
+- `addresses`: where the servers are: a list, a file that is read again, or a vllm-router.
+- `pool`, `member`: the servers that are there, their versions, and who gets a request.
+- `request`, `request_pool`: a request on its way, and those of one call of `generate`.
+- `client`: one connection to a server.
 - `server`: starts a server in an environment of its own.
 - `weight_ranges`, `publisher`, `version_server`: which weights a process holds, versions of them in
   a folder, and its files by HTTP.
 - `published`: a version of the weights, and a server that is brought to it.
-- `delivery`: from an updated policy to servers that sample with it.
-- `weight_sync`: whether servers can sample for a policy, and all of them at once.
+- `delivery`: from an updated policy to a version that servers can fetch.
+- `weight_sync`: whether a server can sample for a policy, and weights for one in this process.
 - `colocated`: runs vLLM in this process.
 - `scoring`: log-probs of given tokens, for a teacher on servers.
 - `plugin`: what runs on vLLM's side; it imports nothing of this library.

@@ -10,6 +10,7 @@ import json
 import re
 import socket
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from groupwise.errors import ConfigError, EngineError, PeerError
@@ -20,6 +21,14 @@ after five).
 """
 DEAD = ("EngineCore", "EngineDead")
 """What a server says when the process that computes has ended."""
+
+
+class RefusedRequest(EngineError):
+    """A server that answers a request with another status than 200."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class Client:
@@ -56,16 +65,26 @@ class Client:
         """The answer to GET, as it is."""
         return self._call("GET", path, None, timeout).decode(errors="replace")
 
-    def post(self, path: str, body: Any = None, *, timeout: float | None) -> Any:
+    def post(
+        self,
+        path: str,
+        body: Any = None,
+        *,
+        timeout: float | None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Any:
         """The answer to POST, read as JSON; None if it is empty.
 
         timeout: seconds without a sign of the server; None: whoever calls watches it otherwise.
-            Raises PeerError if it is gone or silent, EngineError if it says no.
+        Raises PeerError if it is gone or silent, RefusedRequest if it says no, EngineError for an
+        answer that is not JSON.
         """
-        return self._read(
-            path,
-            self._call("POST", path, json.dumps({} if body is None else body).encode(), timeout),
-        )
+        text = json.dumps({} if body is None else body).encode()
+        return self._read(path, self._call("POST", path, text, timeout, headers))
+
+    def order(self, path: str, *, timeout: float) -> None:
+        """POST without a body; the answer is not read.  Raises as `post`."""
+        self._call("POST", path, b"", timeout)
 
     def _read(self, path: str, text: bytes) -> Any:
         try:
@@ -75,7 +94,17 @@ class Client:
                 f"{self.name} answers {path} with what is not JSON: {text[:200]!r}"
             ) from error
 
-    def _call(self, method: str, path: str, body: bytes | None, timeout: float | None) -> bytes:
+    def _call(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        timeout: float | None,
+        headers: Mapping[str, str] | None = None,
+    ) -> bytes:
+        sent = dict(headers or {})
+        if body:
+            sent["Content-Type"] = "application/json"
         if time.monotonic() - self._used > FRESH:
             self.close()
         line = self._open = self._open or http.client.HTTPConnection(
@@ -87,9 +116,7 @@ class Client:
             used: socket.socket = line.sock  # type: ignore[assignment]
             used.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             used.settimeout(timeout)
-            line.request(
-                method, path, body, {"Content-Type": "application/json"} if body is not None else {}
-            )
+            line.request(method, path, body, sent)
             answer = line.getresponse()
             text = answer.read()
             self._used = time.monotonic()
@@ -102,11 +129,13 @@ class Client:
             raise PeerError(f"{self.name} {_cause(error, timeout)} ({method} {path})") from error
         if answer.status != 200:
             answer_text = " ".join(text.decode(errors="replace").split())[:500]
-            kind = PeerError if any(word in answer_text for word in DEAD) else EngineError
-            raise kind(
+            message = (
                 f"{self.name} answers {method} {path} with {answer.status}:"
                 f" {answer_text or answer.reason}"
             )
+            if any(word in answer_text for word in DEAD):
+                raise PeerError(message)
+            raise RefusedRequest(message, answer.status)
         return text
 
     def close(self) -> None:

@@ -27,10 +27,11 @@ from typing import Any
 import torch
 
 from groupwise.distributed import comm
-from groupwise.errors import EngineError
+from groupwise.errors import EngineError, GroupwiseError
 from groupwise.models.policy import Policy
+from groupwise.rollout.vllm.request import Answer
 from groupwise.rollout.vllm.server import CANDIDATES, PLUGIN
-from groupwise.rollout.vllm.weight_sync import Answer, Facts, buckets, unfit
+from groupwise.rollout.vllm.weight_sync import Facts, buckets, unfit
 from groupwise.utils import files
 
 ENVIRONMENT = {
@@ -45,7 +46,7 @@ and it refuses to start where the trainer holds a part of that."""
 
 
 class Colocated:
-    """What `VllmEngine` asks of servers (`weight_sync.Servers`), of a vLLM in this process."""
+    """What `VllmEngine` asks of servers (`pool.ServerPool`), of a vLLM in this process."""
 
     names = ("vLLM in this process",)
 
@@ -79,7 +80,17 @@ class Colocated:
         self.asleep = False
         """True after it has given up its weights, until `send`."""
 
-    def connect(self, policy: Policy, _: float = 0.0) -> None:
+    @property
+    def known(self) -> dict[str, Facts]:
+        """What it is, by its name."""
+        return dict(zip(self.names, self.facts, strict=False))
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest sequence that it holds."""
+        return int(self.facts[0]["context"])
+
+    def connect(self, policy: Policy) -> None:
         """Start vLLM; all processes must call it.  Raises EngineError if it cannot sample for this
         policy.
         """
@@ -236,6 +247,13 @@ class LocalRequests:
     def wake(self) -> None:
         """Let `take` return, with nobody's answer.  From any thread."""
         self._woken.set()
+
+    def again(self, name: str, error: GroupwiseError) -> None:
+        """Raise `error`: no other weights can have drawn an answer."""
+        raise error
+
+    def finish(self, name: str) -> None:
+        """Nothing is kept of a conversation."""
 
     def put(self, name: str, body: Any) -> None:
         """Add a request."""

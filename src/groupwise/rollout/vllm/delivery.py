@@ -1,8 +1,9 @@
-"""From an updated policy to servers that sample with it: publish a version, have them fetch it."""
+"""From an updated policy to a version that servers can fetch."""
 
 from __future__ import annotations
 
 import socket
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +14,9 @@ from groupwise.errors import ConfigError
 from groupwise.models.policy import Policy
 from groupwise.rollout.vllm.client import Client
 from groupwise.rollout.vllm.plugin.groupwise_versions import Manifest
-from groupwise.rollout.vllm.published import Delivery, Published, VersionUnreadable
+from groupwise.rollout.vllm.published import Published
 from groupwise.rollout.vllm.publisher import FULL_EVERY, Publisher
 from groupwise.rollout.vllm.version_server import VersionServer
-from groupwise.rollout.vllm.weight_sync import Servers
 from groupwise.utils.files import expanded, temporary_folder
 from groupwise.utils.terminal import logger
 
@@ -37,15 +37,18 @@ class Transport:
 
 
 class WeightDelivery:
-    """Brings servers to the versions of a policy; all processes of a run call it together."""
+    """Publishes the versions of a policy, and says where a server finds them."""
 
-    def __init__(self, servers: Servers, run: str, transport: Transport) -> None:
+    def __init__(self, run: str, transport: Transport) -> None:
         """run: the name of the run in the labels of versions.
 
-        Raises ConfigError where processes on several machines have no folder in common.
+        All processes must call it.  Raises ConfigError where processes on several machines have no
+        folder in common.
         """
-        self.servers, self.run, self._transport = servers, run, transport
+        self.run, self._transport = run, transport
         self._publisher: Publisher | None = None
+        self._newest: Manifest | None = None
+        self._lock = threading.Lock()
         self._addresses: dict[str, VersionServer] = {}
         """An HTTP server for each address of this machine by which a server reaches it."""
         self._check_folder()
@@ -59,22 +62,28 @@ class WeightDelivery:
                 key="rollout.engine.weights_folder",
             )
 
-    def send(self, policy: Policy, version: int, *, keep: bool) -> list[Delivery]:
-        """Publish a version, and return when all servers sample with it: how each came to it.
+    def publish(self, policy: Policy, version: int, dtype: str) -> None:
+        """Publish a version.  All processes must call it.   dtype: of the servers."""
+        if self._publisher is None:
+            folder = comm.from_first(self._make_folder)
+            self._publisher = Publisher(
+                folder,
+                self.run,
+                getattr(torch, dtype),
+                full_every=self._transport.full_every,
+            )
+        before = self._newest
+        self._newest = self._publisher.publish(policy, version)
+        if before is not None:  # a server may still be on its way to it
+            self._publisher.forget(min(before.version, version))
 
-        All processes must call it, after `Servers.connect`.
-        keep: see `VersionedServer.go_to`, which also says what is raised.
+    def publish_full(self) -> None:
+        """Add the whole weights to the newest version, for a server that could not read its patch.
+
+        All processes must call it.
         """
-        publisher = self._publisher
-        if publisher is None:
-            publisher = self._publisher = self._make_publisher()
-        manifest = publisher.publish(policy, version)
-        deliveries = comm.from_first(lambda: self._try(manifest, keep=keep))
-        if deliveries is None:
-            manifest = publisher.publish_full()
-            deliveries = comm.from_first(lambda: self._deliver(manifest, keep=keep))
-        publisher.forget(version)
-        return deliveries
+        assert self._publisher is not None, "publish first"
+        self._newest = self._publisher.publish_full()
 
     def close(self) -> None:
         """End the HTTP servers, and remove what was published."""
@@ -83,43 +92,21 @@ class WeightDelivery:
         if self._publisher is not None:
             self._publisher.close()
 
-    def _make_publisher(self) -> Publisher:
-        folder, dtype = comm.from_first(
-            lambda: (self._make_folder(), str(self.servers.facts[0]["dtype"]))
-        )
-        return Publisher(
-            folder, self.run, getattr(torch, dtype), full_every=self._transport.full_every
-        )
-
     def _make_folder(self) -> Path:
         if self._transport.folder is not None:
             return expanded(self._transport.folder).absolute() / self.run
         return temporary_folder("versions")
 
-    def _try(self, manifest: Manifest, *, keep: bool) -> list[Delivery] | None:
-        """How all servers came to a version; None if one cannot read it."""
-        try:
-            return self._deliver(manifest, keep=keep)
-        except VersionUnreadable as error:
-            log.warning("%s; it gets all weights", error)
-            return None
-
-    def _deliver(self, manifest: Manifest, *, keep: bool) -> list[Delivery]:
-        published = [self._published(manifest, client) for client in self.servers.clients]
-        deliveries = self.servers.go_to(published, keep=keep)
-        for name, delivery in zip(self.servers.names, deliveries, strict=True):
-            if delivery.healed:
-                log.warning("%s has read all weights again: %s", name, delivery.healed)
-        return deliveries
-
-    def _published(self, manifest: Manifest, client: Client) -> Published:
-        """A version as a server can reach it."""
-        assert self._publisher is not None
+    def locate(self, client: Client) -> Published:
+        """Return the newest version as a server can reach it.  From any thread."""
+        newest = self._newest
+        assert self._publisher is not None and newest is not None, "publish first"
         folder = self._publisher.folder
         if self._transport.folder is not None or not self._transport.addressed:
-            return Published(manifest.version, manifest.label, str(folder))
+            return Published(newest.version, newest.label, str(folder))
         host = client.own_address()
-        if host not in self._addresses:
-            self._addresses[host] = VersionServer(folder, host).start()
-        server = self._addresses[host]
-        return Published(manifest.version, manifest.label, server.url, server.token)
+        with self._lock:
+            if host not in self._addresses:
+                self._addresses[host] = VersionServer(folder, host).start()
+            server = self._addresses[host]
+        return Published(newest.version, newest.label, server.url, server.token)

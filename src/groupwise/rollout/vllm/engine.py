@@ -22,6 +22,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,22 +38,31 @@ from groupwise.records import Finish, Prompt, Rollout, Sampling
 from groupwise.rollout.engine import check_request, completion_limit, make_rollout
 from groupwise.rollout.episodes import Conversations, Groups
 from groupwise.rollout.sampling import stream_keys
+from groupwise.rollout.vllm.addresses import Servers, addresses_of
 from groupwise.rollout.vllm.colocated import Colocated, LocalRequests
 from groupwise.rollout.vllm.delivery import Transport, WeightDelivery
+from groupwise.rollout.vllm.pool import ServerPool
+from groupwise.rollout.vllm.published import VersionedServer
 from groupwise.rollout.vllm.publisher import FULL_EVERY
 from groupwise.rollout.vllm.request_pool import RequestPool
 from groupwise.rollout.vllm.server import MODEL, START_SECONDS, OwnServer, cache_bytes
-from groupwise.rollout.vllm.weight_sync import PATIENCE, Servers
+from groupwise.rollout.vllm.weight_sync import meet
 from groupwise.utils.spelling import counted
 
 EXACT, ROUNDED = 0.01, 0.1
 """Mean difference of sampled and scored log-probs that rounding can explain: in float32, and where
 a side rounds to bfloat16.
 """
+PATIENCE = 300.0
+"""Seconds without any running server after which sampling fails."""
 NEVER = -9000.0
 """vLLM writes the log-prob of what could not be drawn as -9999."""
 NO_TOKEN = -1e9
 """Added to the logit of an id that is no token."""
+
+
+class StaleAnswer(EngineError):
+    """An answer that other weights have drawn than those that were asked for."""
 
 
 class VllmEngine:
@@ -65,7 +75,8 @@ class VllmEngine:
         self,
         policy: Policy,
         *,
-        servers: Sequence[str] = (),
+        servers: Servers = (),
+        patience: float = PATIENCE,
         max_rows: int = 256,
         dtype: str | None = None,
         in_flight: bool = False,
@@ -75,9 +86,11 @@ class VllmEngine:
         weights_folder: str | None = None,
         full_every: int = FULL_EVERY,
     ) -> None:
-        """servers: `http://host:port` of running ones (`groupwise serve`).  None: one of its own
-        starts, and ends with `close`.
+        """servers: `http://host:port` of running ones (`groupwise serve`), a file with one address
+        a line, or `{"router": URL}` of a running vllm-router.  None: one of its own starts, and
+        ends with `close`.
 
+        patience: seconds without any running server after which sampling fails.
         max_rows, dtype: of its own server: completions decoded at the same time; `float32` or
             `bfloat16` (default: the policy's products').
         in_flight: `generate` may run in other threads while `send_weights` sends weights;
@@ -94,15 +107,14 @@ class VllmEngine:
         self.environment = environment
         self.policy, self.version = policy, 0
         self._own: OwnServer | None = None
-        self._in_flight, self._pools = in_flight, set[RequestPool | LocalRequests]()
+        self._in_flight, self._requested = in_flight, set[RequestPool | LocalRequests]()
         self._held: int | None = None
-        """The last version that all servers had."""
-        self._sending = False
+        """The last version that was sent."""
         self._delivery: WeightDelivery | None = None
         dtype = dtype or _dtype(policy)
         if colocated:
             self._run, self._alive = secrets.token_hex(4), None
-            self.servers: Servers | Colocated = Colocated(
+            self.servers: ServerPool | Colocated = Colocated(
                 self._describe,
                 policy,
                 max_rows,
@@ -113,13 +125,23 @@ class VllmEngine:
             return
         # The name is of this run alone: weights that another run has sent to the same servers are
         # not taken for ours.
-        self._run, urls = comm.from_first(
-            lambda: (secrets.token_hex(4), list(servers) or [self._start(max_rows, dtype)]),
+        self._run, named = comm.from_first(
+            lambda: (secrets.token_hex(4), servers or [self._start(max_rows, dtype)]),
         )
         self._alive = None if self._own is None else self._own.check
-        self.servers = Servers(urls, self._alive)
         transport = Transport(weights_folder, addressed=bool(servers), full_every=full_every)
-        self._delivery = WeightDelivery(self.servers, self._run, transport)
+        self._delivery = WeightDelivery(self._run, transport)
+        self.servers = ServerPool(
+            addresses_of(named),
+            self._run,
+            serve=VersionedServer,
+            meet=partial(meet, policy=policy),
+            locate=self._delivery.locate,
+            leads=comm.world().first,
+            keep=in_flight,
+            patience=patience if servers else START_SECONDS,
+            alive=self._alive,
+        )
 
     def _start(self, rows: int, dtype: str) -> str:
         if self.policy.device.type != "cpu":
@@ -166,18 +188,21 @@ class VllmEngine:
         """Mean difference of sampled and scored log-probs, nats, that rounding can explain;
         infinite until a server is known.
         """
-        if not self.servers.facts:
+        types = {_dtype(self.policy)}
+        for facts in self.servers.known.values():
+            types.add(str(facts["dtype"]))
+        if not self.servers.known:
             return math.inf
-        return (
-            EXACT
-            if {str(self.servers.facts[0]["dtype"]), _dtype(self.policy)} == {"float32"}
-            else ROUNDED
-        )
+        return EXACT if types == {"float32"} else ROUNDED
+
+    def metrics(self) -> dict[str, float]:
+        """Return what servers did since the last call, by the names of the metric table."""
+        return {} if isinstance(self.servers, Colocated) else self.servers.metrics()
 
     def close(self) -> None:
         """Hang up, break off what other threads still sample, and end the server of its own."""
-        for pool in list(self._pools):
-            pool.cancel()
+        for requests in list(self._requested):
+            requests.cancel()
         self.servers.close()
         if self._delivery is not None:
             self._delivery.close()
@@ -189,7 +214,7 @@ class VllmEngine:
         """See `engine.Engine`: sends the weights to all servers, unless they have this version.
         All processes must call it.
 
-        Raises PeerError if a server is gone or silent, EngineError if one does not take them.
+        Raises PeerError if no server is there, EngineError if one does not take them.
         """
         self.version = version
         if version != self._held:
@@ -197,14 +222,10 @@ class VllmEngine:
 
     def _push(self) -> None:
         """Send the weights; all processes must call it."""
-        self._sending = True
-        try:
-            if isinstance(self.servers, Colocated):
-                self._push_colocated(self.servers)
-            else:
-                self._push_to_servers(self.servers)
-        finally:
-            self._sending = False
+        if isinstance(self.servers, Colocated):
+            self._push_colocated(self.servers)
+        else:
+            self._push_to_servers(self.servers)
         self._held = self.version
 
     def _push_colocated(self, colocated: Colocated) -> None:
@@ -219,16 +240,23 @@ class VllmEngine:
         with gathered(self.policy) as whole:
             comm.together(send)
 
-    def _push_to_servers(self, servers: Servers) -> None:
+    def _push_to_servers(self, pool: ServerPool) -> None:
+        """Publish a version; the servers fetch it on their own.
+
+        The first time, and where nothing is sampled meanwhile, one server is waited for.
+        """
         assert self._delivery is not None
-
-        def connect() -> list[Mapping[str, Any]]:
-            if not servers.facts:
-                servers.connect(self.policy, START_SECONDS if self._own is not None else PATIENCE)
-            return servers.facts
-
-        servers.facts = comm.from_first(connect)
-        self._delivery.send(self.policy, self.version, keep=self._in_flight)
+        if self._held is None:
+            comm.together(pool.start)
+        self._delivery.publish(self.policy, self.version, pool.dtype)
+        pool.publish(self.version)
+        waits = self._held is None or not self._in_flight
+        if waits:
+            comm.from_first(pool.wait_for_version)
+        if comm.from_first(pool.take_unreadable):
+            self._delivery.publish_full()
+            if waits:
+                comm.from_first(pool.wait_for_version)
 
     def generate(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: Sampling, seed: int
@@ -250,14 +278,17 @@ class VllmEngine:
             )  # vLLM adds the index
             limit = completion_limit(self.policy, prompt, sampling)
             bodies[prompt.id] = self._body(prompt.tokens, count, limit, drawn, sampling)
-        rows = sum(int(facts["rows"]) for facts in self.servers.facts)
-        # One request more than fits keeps every row busy.
-        each = -(-rows // group_size) // len(self.servers.facts) + 1
-        with self._requests([each] * len(self.servers.facts), len(bodies)) as requests:
+        with self._requests(oldest) as requests:
             for name, body in bodies.items():
                 requests.put(name, body)
             for who, name, answer in requests:
-                yield self._group(who, by_id[name], answer, group_size, sampling, oldest)
+                try:
+                    group = self._group(who, by_id[name], answer, group_size, sampling, oldest)
+                except StaleAnswer as error:
+                    requests.again(name, error)
+                    continue
+                requests.finish(name)
+                yield group
 
     def _episodes(
         self,
@@ -276,16 +307,17 @@ class VllmEngine:
             for prompt in prompts
             for index in range(group_size)
         }
-        rows, groups = [int(facts["rows"]) for facts in self.servers.facts], Groups(group_size)
+        groups = Groups(group_size)
+        rows = sum(int(facts["rows"]) for facts in self.servers.known.values())
         with (
-            self._requests(rows, len(streams)) as requests,
+            self._requests(oldest) as requests,
             Conversations(
                 self.policy,
                 environment,
                 sampling,
                 seed,
                 streams.values(),
-                rows=sum(rows),
+                rows=rows,
                 replied=requests.wake,
             ) as conversations,
         ):
@@ -294,23 +326,27 @@ class VllmEngine:
                 who, name, answer = requests.take()
                 if who:
                     stream = streams[name]
-                    (choice,) = self._choices(
-                        who, stream.prompt, answer, 1, sampling, stream.left, oldest
-                    )
+                    try:
+                        (choice,) = self._choices(
+                            who, stream.prompt, answer, 1, sampling, stream.left, oldest
+                        )
+                    except StaleAnswer as error:
+                        requests.again(name, error)
+                        continue
                     stream.add(choice.tokens, choice.logp, choice.version(self._run).tolist())
                     stream.support += choice.support if sampling.truncates else ()
                     conversations.turn(stream, choice.finish(self.policy.eos_ids))
                 for stream, rollout in conversations.heard(self._held or 0):
+                    name = f"{stream.index}/{stream.prompt.id}"
                     if rollout is None:
-                        requests.put(
-                            f"{stream.index}/{stream.prompt.id}", self._turn(stream, sampling, seed)
-                        )
+                        requests.put(name, self._turn(stream, sampling, seed))
                     else:
+                        requests.finish(name)
                         yield from groups.add(rollout)
 
     def _turn(self, stream: Stream, sampling: Sampling, seed: int) -> dict[str, Any]:
         """The body of a request for the next turn of a conversation."""
-        ids, context = stream.ids(), min(int(facts["context"]) for facts in self.servers.facts)
+        ids, context = stream.ids(), self.servers.context
         if ids.size + stream.left > context:
             raise EngineError(
                 f"a server holds sequences of {context} tokens, but a turn of {stream.prompt.place}"
@@ -321,26 +357,22 @@ class VllmEngine:
         return self._body(ids, 1, stream.left, int(key[0] >> np.uint64(16)), sampling)
 
     @contextmanager
-    def _requests(self, rooms: Sequence[int], most: int) -> Iterator[RequestPool | LocalRequests]:
-        """Requests to what samples, which `close` breaks off.
-
-        rooms: of each server, requests on their way at the same time.   most: of all.
-        """
+    def _requests(self, oldest: int) -> Iterator[RequestPool | LocalRequests]:
+        """Requests to what samples, which `close` breaks off.   oldest: see `_group`."""
         if isinstance(self.servers, Colocated):
-            pool: RequestPool | LocalRequests = self.servers.requests()
+            requests: RequestPool | LocalRequests = self.servers.requests()
         else:
-            urls = self.servers.dealt(rooms)
-            pool = RequestPool(urls[:most], self._alive, paused=lambda: self._sending)
-        self._pools.add(pool)
+            requests = RequestPool(self.servers, oldest)
+        self._requested.add(requests)
         try:
-            with pool:
-                yield pool
+            with requests:
+                yield requests
         finally:
-            self._pools.discard(pool)
+            self._requested.discard(requests)
 
     def _check(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> None:
         """Raises EngineError for what these servers cannot do."""
-        for name, facts in zip(self.servers.names, self.servers.facts, strict=True):
+        for name, facts in self.servers.known.items():
             if group_size > facts["rows"] and not sampling.greedy:
                 raise EngineError(
                     f"{name} decodes {facts['rows']} completions at a time, fewer than a group of"
@@ -458,10 +490,10 @@ class VllmEngine:
                 f"{where}: {counted(len(choices), 'completion')} came back, {count} were asked for"
             )
         for choice in choices:
-            if wrong := choice.wrong(self.policy, sampling, limit) or choice.foreign(
-                self._run, oldest, self.version
-            ):
+            if wrong := choice.wrong(self.policy, sampling, limit):
                 raise EngineError(f"{where}, completion {choice.index}: {wrong}")
+            if foreign := choice.foreign(self._run, oldest, self.version):
+                raise StaleAnswer(f"{where}, completion {choice.index}: {foreign}")
         return choices
 
 

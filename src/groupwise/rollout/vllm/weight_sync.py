@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import as_completed
-from functools import partial
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from groupwise.errors import ConfigError, EngineError, PeerError
+from groupwise.errors import EngineError
 from groupwise.models.lora import is_untied
 from groupwise.models.policy import Policy
 from groupwise.models.saving import merged
@@ -21,25 +18,12 @@ from groupwise.rollout.vllm.client import Client
 from groupwise.rollout.vllm.plugin.groupwise_versions import FORMAT
 from groupwise.rollout.vllm.published import (
     UPDATE_SECONDS,
-    Delivery,
-    Published,
-    VersionedServer,
 )
-from groupwise.utils import threads
 from groupwise.utils.batching import batch_by_size
 
-Item = TypeVar("Item")
-Alive = Callable[[], None]
-"""Raises if a server is known to have ended; it knows better than a broken connection what
-happened.
-"""
 Facts = Mapping[str, Any]
 """What `groupwise_vllm.Extension.groupwise_facts` says of a server."""
-Answer = tuple[str, str, Any]
-"""Who answers, name of the request, what was answered."""
 
-PATIENCE = 8.0
-"""Seconds within which a healthy server answers a short question."""
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head widths that vLLM's attention knows on a CPU; with another it dies at the first completion.
 """
@@ -51,100 +35,26 @@ BUCKET_BYTES = 1 << 28
 """Weights that travel together."""
 
 
-class Servers:
-    """Running servers that share the weights of one policy."""
-
-    asleep = False
-    """They keep their weights."""
-
-    def __init__(self, urls: Sequence[str], alive: Alive | None = None) -> None:
-        """alive: of servers that this process has started.   Raises ConfigError for what is no
-        address, or named twice.
-        """
-        self.clients = [Client(url) for url in urls]
-        if len({client.url for client in self.clients}) < len(self.clients):
-            raise ConfigError(
-                f"a server is named twice: {' and '.join(client.url for client in self.clients)}"
-            )
-        self.alive = alive
-        self.facts: list[Facts] = []
-
-    @property
-    def names(self) -> list[str]:
-        """What the servers are called in messages."""
-        return [client.name for client in self.clients]
-
-    def dealt(self, rooms: Sequence[int]) -> list[str]:
-        """Addresses for connections, dealt out in turn to the servers.   rooms: connections to
-        each.
-        """
-        urls = []
-        for place in range(max(rooms)):
-            for client, room in zip(self.clients, rooms, strict=True):
-                if place < room:
-                    urls.append(client.url)
-        return urls
-
-    def close(self) -> None:
-        """Hang up."""
-        for client in self.clients:
-            client.close()
-
-    def connect(self, policy: Policy, patience: float = PATIENCE) -> None:
-        """Wait until all answer, and see that each can sample for this policy.
-
-        patience: seconds that a server may take to appear.  Raises PeerError for one that does not,
-            EngineError for an unfit one."""
-        self.facts = [
-            self._connect(client, policy, time.monotonic() + patience) for client in self.clients
-        ]
-        types = sorted({str(one["dtype"]) for one in self.facts})
-        if len(types) > 1:
-            raise EngineError(f"the vLLM servers differ in dtype: {types}; start them alike")
-
-    def _connect(self, client: Client, policy: Policy, deadline: float) -> Facts:
-        while True:
-            if self.alive is not None:
-                self.alive()
-            try:
-                client.get("/health", timeout=PATIENCE)
-                break
-            except PeerError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.2)
-        try:
-            facts = _facts(client)
-        except EngineError as error:
-            raise EngineError(
-                f"the server at {client.url} runs without Groupwise's plug-in for vLLM: start it"
-                " with `groupwise serve MODEL`"
-            ) from error
-        if facts.get("format") != FORMAT:
-            raise EngineError(
-                f"{client.name} was started by another version of Groupwise: start it anew with"
-                " `groupwise serve MODEL`"
-            )
-        if wrong := unfit(facts, policy):
-            raise EngineError(f"{client.name} cannot sample for this policy: {wrong}")
-        return facts
-
-    def go_to(self, published: Sequence[Published], *, keep: bool = False) -> list[Delivery]:
-        """Bring all servers to a version at the same time; from now on every token that they draw
-        carries its label.
-
-        published: the version, for each server as it can reach it.
-        keep: see `VersionedServer.go_to`, which also says what is raised.
-        """
-        tasks = []
-        for client, one in zip(self.clients, published, strict=True):
-            tasks.append(partial(VersionedServer(client).go_to, one, keep=keep))
-        return together(tasks, self.alive)
-
-
-def _facts(client: Client) -> Facts:
+def meet(client: Client, policy: Policy) -> Facts:
+    """Ask a server what it is.  Raises PeerError if it is gone or silent, EngineError if it cannot
+    sample for a policy.
+    """
     body = {"method": "groupwise_facts"}
-    return client.post("/collective_rpc", body, timeout=UPDATE_SECONDS)["results"][0]
+    try:
+        facts = client.post("/collective_rpc", body, timeout=UPDATE_SECONDS)["results"][0]
+    except EngineError as error:
+        raise EngineError(
+            f"the server at {client.url} runs without Groupwise's plug-in for vLLM: start it"
+            " with `groupwise serve MODEL`"
+        ) from error
+    if facts.get("format") != FORMAT:
+        raise EngineError(
+            f"{client.name} was started by another version of Groupwise: start it anew with"
+            " `groupwise serve MODEL`"
+        )
+    if wrong := unfit(facts, policy):
+        raise EngineError(f"{client.name} cannot sample for this policy: {wrong}")
+    return facts
 
 
 def unfit(facts: Facts, policy: Policy) -> str | None:
@@ -202,26 +112,3 @@ def buckets(
         names, parts = zip(*bucket, strict=True)
         flat = torch.cat([part.to(dtype).reshape(-1) for part in parts])
         yield list(names), [list(part.shape) for part in parts], flat.view(torch.uint8)
-
-
-def together(tasks: Sequence[Callable[[], Item]], alive: Alive | None) -> list[Item]:
-    """Run all at the same time, and return what they return, in order; the first failure ends the
-    wait, whatever the others still wait for.
-    """
-    begun = [threads.begin(task, "servers") for task in tasks]
-    for done in as_completed(begun):
-        failure = done.exception()
-        if isinstance(failure, Exception):
-            raise_cause(failure, alive)
-        if failure is not None:
-            raise failure
-    return [done.result() for done in begun]
-
-
-def raise_cause(failure: Exception, alive: Alive | None) -> NoReturn:
-    """Raise a failure of a server by its cause."""
-    if alive is not None:
-        for _ in range(20):  # a server that ends breaks its connections before it is gone
-            alive()
-            time.sleep(0.1)
-    raise failure
