@@ -26,11 +26,11 @@ from groupwise.records import Finish, Prompt, Rollout, Sampling, Step
 from groupwise.rollout import sampling as draws
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.stopping import Stopping
-from groupwise.rollout.vllm import publisher, request_pool
+from groupwise.rollout.vllm import member, publisher
 from groupwise.rollout.vllm.client import Client
 from groupwise.rollout.vllm.engine import EXACT, VllmEngine
+from groupwise.rollout.vllm.member import read_counters
 from groupwise.rollout.vllm.published import Delivery, VersionedServer
-from groupwise.rollout.vllm.request_pool import computed_tokens
 from groupwise.rollout.vllm.scoring import ScoringServers
 from groupwise.rollout.vllm.version_server import VersionHandler
 from groupwise.runs.engines import check_agreement
@@ -194,14 +194,15 @@ def test_a_wrong_temperature_is_found(engine: VllmEngine, prompts: list[Prompt],
     stops(engine, draw(engine, prompts))
 
 
-def test_stale_weights_are_found(engine: VllmEngine, prompts: list[Prompt], moved: Callable) -> None:
-    """By their version where the server says it, by their log-probs where it says a wrong one."""
+def test_stale_weights_are_found(engine: VllmEngine, serving: Any, prompts: list[Prompt], moved: Callable) -> None:
+    """By their log-probs where the server says a wrong version; by the version where it says it, and then they are renewed."""
     draw(engine, prompts)
     moved(engine.policy)
     stops(engine, draw(engine, prompts))
-    engine.servers.clients[0].post("/update_weight_version", {"new_version": "somebody else's"}, timeout=10)
-    with pytest.raises(EngineError, match=r"stale or foreign weights .somebody else's"):
-        draw(engine, prompts)
+    Client(serving.url).post("/update_weight_version", {"new_version": "somebody else's"}, timeout=10)
+    retries = engine.metrics()["servers/retries"]
+    assert {int(v) for rollout in draw(engine, prompts) for v in rollout.version} == {engine.version}
+    assert engine.metrics()["servers/retries"] > 0.0 == retries
     engine.send_weights(engine.version + 1)
     assert gaps(engine.policy, draw(engine, prompts)).max() < 1e-4
 
@@ -221,12 +222,14 @@ def test_a_missing_cache_reset_is_found(
     assert gaps(engine.policy, draw(engine, prompts)).max() < 1e-4
 
 
-def test_a_tied_head_kept_stale_is_found(engine: VllmEngine, prompts: list[Prompt], moved: Callable, tmp_path: Any) -> None:
+def test_a_tied_head_kept_stale_is_found(
+    engine: VllmEngine, serving: Any, prompts: list[Prompt], moved: Callable, tmp_path: Any
+) -> None:
     """vLLM's own reload on a CPU renews the embedding and not the packed head: the trap that the plug-in closes."""
     draw(engine, prompts)
     moved(engine.policy)
     save(engine.policy, tmp_path)
-    wire = engine.servers.clients[0]
+    wire = Client(serving.url)
     wire.post("/pause?mode=abort", timeout=10)
     wire.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path)}}, timeout=60)
     wire.post("/resume", timeout=10)
@@ -257,9 +260,9 @@ def test_weights_that_arrive_in_flight_draw_the_rest_of_a_completion(serving: An
     found: list[Rollout] = []
     for _ in range(10):
         thread = threading.Thread(target=lambda: found.extend(draw(engine, prompts, sampling)))
-        before = computed_tokens(engine.servers.clients[0])
+        before = read_counters(Client(serving.url)).computed
         thread.start()
-        while computed_tokens(Client(serving.url)) < before + 60:
+        while read_counters(Client(serving.url)).computed < before + 60:
             time.sleep(0.01)
         old = frozen_copy(serving.policy)
         moved(serving.policy)
@@ -284,9 +287,9 @@ def test_p3_a_server_whose_engine_stands_still_is_named(
     serving: Any, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The HTTP server goes on answering; the process that computes is stopped."""
-    monkeypatch.setattr(request_pool, "STALLED", 4.0)
-    monkeypatch.setattr(request_pool, "STARTING", math.inf)  # it has computed before: who took it for a new one would wait for ever
-    engine = VllmEngine(serving.policy, servers=[serving.url])
+    monkeypatch.setattr(member, "STALLED", 4.0)
+    monkeypatch.setattr(member, "STARTING", math.inf)  # it has computed before: who took it for a new one would wait for ever
+    engine = VllmEngine(serving.policy, servers=[serving.url], patience=5.0)
     draw(engine, prompts)
     table = subprocess.run(["ps", "-ww", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
     parents = {int(pid): (int(parent), name) for pid, parent, name in (line.split(None, 2) for line in table.splitlines())}
@@ -304,6 +307,8 @@ def test_p3_a_server_whose_engine_stands_still_is_named(
     finally:
         for pid in cores:
             os.kill(pid, signal.SIGCONT)
+    engine.close()
+    engine = VllmEngine(serving.policy, servers=[serving.url])
     assert gaps(engine.policy, draw(engine, prompts, seed=10)).max() < 1e-4
     engine.close()
 
@@ -349,7 +354,7 @@ def test_tokens_of_another_run_on_the_same_server_are_refused(serving: Any, prom
     first, second = (VllmEngine(serving.policy, servers=[serving.url]) for _ in range(2))
     first.send_weights(0)
     second.send_weights(0)
-    with pytest.raises(EngineError, match="stale or foreign weights"):
+    with pytest.raises(EngineError, match="takes its weights from another run"):
         draw(first, prompts)
     assert gaps(second.policy, draw(second, prompts)).max() < 1e-4
     for engine in (first, second):
@@ -414,12 +419,16 @@ def test_sampling_goes_on_while_a_version_is_fetched(
         send(self)
 
     monkeypatch.setattr(VersionHandler, "do_GET", hold)
-    thread = threading.Thread(target=lambda: engine.send_weights(2))
-    thread.start()
+    many = [replace(prompt, id=f"{prompt.id}/{copy}") for prompt in prompts for copy in range(8)]
+    groups = engine.generate(many, group_size=4, sampling=SAMPLING, seed=0)
+    during = list(next(groups))
+    engine.send_weights(2)  # returns at once
     assert asked.wait(60)
-    during = draw(engine, prompts)
+    before = read_counters(Client(serving.url)).computed
+    for group in groups:
+        during += group
+    assert read_counters(Client(serving.url)).computed > before + 100
     go_on.set()
-    thread.join(60)
     assert {int(v) for rollout in during for v in rollout.version} == {1}
     assert gaps(old, during).max() < 1e-4
     after = draw(engine, prompts)
