@@ -321,7 +321,14 @@ class ServerPool:
                 self._note_unreadable(member, move.exception())
                 return
             move.result()
-        version = self._version_of(member)
+        try:
+            version = self._version_of(member)
+        except PeerError as error:
+            if isinstance(error.__cause__, TimeoutError) and member.version is not None:
+                return  # it may compute something long; `inspect` tells it from one that hangs
+            raise
+        if self._failure is not None:
+            return
         self._note(member, version)
         if version != newest and self._leads:
             member.move = threads.begin(partial(self._go, member), "server-version")

@@ -12,6 +12,8 @@ from groupwise.rollout.vllm.client import Client
 
 UPDATE_SECONDS = 120.0
 """A part of an update of the weights that takes longer has failed."""
+ANSWER_SECONDS = 8.0
+"""Seconds within which a server says what it has, unless it computes something long."""
 SHORTEST_WAIT, LONGEST_WAIT = 0.002, 0.1
 """Seconds between two questions whether a version has been fetched."""
 
@@ -59,7 +61,7 @@ class VersionedServer:
 
         Raises PeerError if the server is gone or silent.
         """
-        return self.client.get("/weight_info", timeout=UPDATE_SECONDS)["weight_version"]
+        return self.client.get("/weight_info", timeout=ANSWER_SECONDS)["weight_version"]
 
     def go_to(self, published: Published, *, keep: bool) -> Delivery:
         """Bring the server to a published version, from whatever version it has; blocks until it
