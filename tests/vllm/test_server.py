@@ -430,7 +430,7 @@ def test_sampling_goes_on_while_a_version_is_fetched(
     assert read_counters(Client(serving.url)).computed > before + 100
     go_on.set()
     assert {int(v) for rollout in during for v in rollout.version} == {1}
-    assert gaps(old, during).max() < 1e-4
+    assert gaps(old, during).max() < 5e-4
     after = draw(engine, prompts)
     assert {int(v) for rollout in after for v in rollout.version} == {2}
     assert gaps(serving.policy, after).max() < 1e-4

@@ -62,7 +62,7 @@ NO_TOKEN = -1e9
 
 
 class StaleAnswer(EngineError):
-    """An answer that other weights have drawn than those that were asked for."""
+    """An answer that other weights have drawn than those that were asked for, or none of them."""
 
 
 class VllmEngine:
@@ -491,7 +491,10 @@ class VllmEngine:
             )
         for choice in choices:
             if wrong := choice.wrong(self.policy, sampling, limit):
-                raise EngineError(f"{where}, completion {choice.index}: {wrong}")
+                wrong = f"{where}, completion {choice.index}: {wrong}"
+                if choice.reason == "abort":  # as a server does that goes to another version
+                    raise StaleAnswer(wrong)
+                raise EngineError(wrong)
             if foreign := choice.foreign(self._run, oldest, self.version):
                 raise StaleAnswer(f"{where}, completion {choice.index}: {foreign}")
         return choices
