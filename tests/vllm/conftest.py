@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,33 @@ class Serving:
     process: subprocess.Popen[bytes]
 
 
+@contextmanager
+def start_server(model: Path, log: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """`groupwise serve` of a model, by its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    line = [sys.executable, "-m", "groupwise", "serve", str(model), "--port", str(port), "--rows", "16", "--cache", "64M", *options]
+    with log.open("wb") as file:
+        process = subprocess.Popen(line, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+    deadline = time.monotonic() + 280
+    while True:
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                break
+        time.sleep(0.5)
+    try:
+        yield f"http://127.0.0.1:{port}", process
+    finally:
+        print(log.read_text(errors="replace")[-6000:])  # pytest shows it where a test has failed
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(20)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+
+
 @pytest.fixture(scope="module")
 def serving(tiny_policy: Callable[..., Policy], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """`groupwise serve` with a tiny model whose head is tied to its embedding."""
@@ -72,26 +100,8 @@ def serving(tiny_policy: Callable[..., Policy], tmp_path_factory: pytest.TempPat
     assert policy.model.config.tie_word_embeddings
     folder = tmp_path_factory.mktemp("served")
     save(policy, folder / "model")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    line = [sys.executable, "-m", "groupwise", "serve", str(folder / "model"), "--port", str(port), "--rows", "16"]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen([*line, "--cache", "64M"], stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-    deadline = time.monotonic() + 280
-    while True:
-        assert process.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()[-3000:]
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                break
-        time.sleep(0.5)
-    yield Serving(f"http://127.0.0.1:{port}", policy, process)
-    print((folder / "log").read_text(errors="replace")[-6000:])  # pytest shows it where a test has failed
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(20)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+    with start_server(folder / "model", folder / "log") as (url, process):
+        yield Serving(url, policy, process)
 
 
 @pytest.fixture

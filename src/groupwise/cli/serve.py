@@ -41,6 +41,13 @@ def arguments(command: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="size of the KV cache, e.g. 4G (default: 512M on a CPU, vLLM's own on a GPU)",
     )
+    command.add_argument(
+        "--lora-rank",
+        type=typed.positive,
+        default=0,
+        metavar="N",
+        help="take adapters up to this rank alone, and not merged into all weights",
+    )
     command.set_defaults(more=[])
 
 
@@ -56,5 +63,6 @@ def run(options: argparse.Namespace) -> int:
         rows=options.rows,
         dtype=options.dtype,
         cache=options.cache,
+        lora_rank=options.lora_rank,
         more=options.more,
     )

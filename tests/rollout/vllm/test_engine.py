@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, Gemma3Config
 from groupwise.config.settings import LoraSettings
 from groupwise.errors import ConfigError, EngineError, PeerError
 from groupwise.models.lora import adapt
+from groupwise.models.policy import without_adapter
 from groupwise.models.saving import save
 from groupwise.records import Finish, Prompt, Sampling
 from groupwise.rollout.vllm import member, pool, published, publisher, weight_sync
@@ -55,6 +56,8 @@ class FakeServer:
         self.mirror = Mirror(Path(tempfile.mkdtemp(prefix="groupwise-mirror-")))
         self.fetched: dict[str, Any] = {}
         self.deliveries: list[dict[str, Any]] = []
+        self.adapters: dict[str, str] = {}
+        """Folders of adapters by their names."""
         self.spoil: Callable[[dict[str, Any]], Any] = lambda answer: answer
         self.hold: Callable[[dict[str, Any]], None] = lambda body: None
         self.status: dict[str, int] = {}
@@ -103,7 +106,7 @@ class FakeServer:
     def facts_of(vocabulary: int) -> dict[str, Any]:
         return {
             "logprobs": "processed_logprobs", "candidates": 256, "dtype": "float32", "context": 64, "vocabulary": vocabulary,
-            "rows": 8, "workers": 1, "device": "cpu", "format": FORMAT,
+            "rows": 8, "workers": 1, "device": "cpu", "format": FORMAT, "lora_rank": 0,
         }  # fmt: skip
 
     def do(self, path: str, body: dict[str, Any]) -> Any:
@@ -119,7 +122,17 @@ class FakeServer:
                 self.label = body["weight_version"]
             case "/metrics":
                 return f'vllm:prompt_tokens_total{{engine="0"}} {self.computed}\nvllm:generation_tokens_total{{engine="0"}} 0.0\n'
+            case "/v1/models":
+                return {"data": [{"id": name} for name in ("policy", *self.adapters)]}
+            case "/v1/load_lora_adapter":
+                assert body["lora_name"] not in self.adapters and body["lora_path"] not in self.adapters.values()
+                self.adapters[body["lora_name"]] = body["lora_path"]
+                return "Success"
+            case "/v1/unload_lora_adapter":
+                del self.adapters[body["lora_name"]]
+                return "Success"
             case "/inference/v1/generate":
+                assert body["model"] == "policy" or body["model"] in self.adapters
                 self.requests.append(body)
                 self.hold(body)
                 return self.spoil({"choices": [self.choice(body, i) for i in range(body["sampling_params"]["n"])]})
@@ -135,10 +148,17 @@ class FakeServer:
         """The plug-in's methods, with the real mirror."""
         if method == "groupwise_facts":
             return self.facts
+        if method == "groupwise_drop_adapter":
+            self.mirror.drop_adapter(arguments["label"])
         if method == "groupwise_fetch":
-            self.fetched = {"done": True, "error": "", "read_bytes": 0, "full": False, "healed": "", "seconds": 0.0}
+            self.fetched = dict.fromkeys(("error", "healed", "folder"), "") | {"done": True, "read_bytes": 0, "full": False}
+            self.fetched["seconds"] = 0.0
+            source = VersionSource(arguments["source"], arguments["token"])
             try:
-                found = self.mirror.go_to(VersionSource(arguments["source"], arguments["token"]), arguments["version"])
+                if arguments["adapter"]:
+                    folder = self.mirror.adapter(source, arguments["version"])
+                    return self.fetched.update(folder=str(folder), read_bytes=source.read_bytes)
+                found = self.mirror.go_to(source, arguments["version"])
                 self.fetched |= {"read_bytes": found.read_bytes, "full": found.full, "healed": found.healed}
             except WrongVersion as error:
                 self.fetched["error"] = str(error)
@@ -441,6 +461,85 @@ def test_the_same_version_is_sent_once(server, engine_of, prompts_of) -> None:
     assert server.calls.count("/finish_weight_update") == 1
     engine.send_weights(1)
     assert server.calls.count("/finish_weight_update") == 2
+
+
+# ---- adapters alone
+
+
+@pytest.fixture
+def adapted_engine(policy_of) -> Iterator[Callable[..., VllmEngine]]:
+    made: list[VllmEngine] = []
+
+    def make(server: FakeServer, **lora: Any) -> VllmEngine:
+        policy = policy_of(dtype=torch.float32, num_attention_heads=1, num_key_value_heads=1)
+        policy = adapt(policy, LoraSettings(**({"rank": 4} | lora)), base="")
+        with torch.no_grad():
+            for name, parameter in policy.model.named_parameters():
+                if name in policy.adapter.trained:
+                    parameter.normal_()
+        made.append(VllmEngine(policy, servers=[server.url]))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+@pytest.mark.slow
+def test_an_adapter_goes_alone_to_a_server_that_has_room_for_its_rank(server, adapted_engine, prompts_of) -> None:
+    """Under a name of its own for each version; two stay; the weights under them are sent once."""
+    server.facts["lora_rank"] = 8
+    engine = adapted_engine(server)
+    for version in range(4):
+        engine.send_weights(version)
+        (group,) = draw(engine, prompts_of(4)).values()
+        assert {int(one) for rollout in group for one in rollout.version} == {version}
+        run, _, newest = server.requests[-1]["model"].partition(":")
+        assert newest == str(version)
+        assert list(server.adapters) == [f"{run}:{one}" for one in (version - 1, version) if one >= 0]
+        saved = load_file(Path(server.adapters[f"{run}:{version}"]) / "adapter_model.safetensors")
+        assert len(saved) == len(engine.policy.adapter.trained)
+    assert server.label == f"{run}.base:0"
+    assert server.calls.count("/update_weights") == 1
+    below = without_adapter(engine.policy)
+    expected = dict(buckets_of(below))
+    assert all(torch.equal(server.weights[name], weight) for name, weight in expected.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rank", "lora"),
+    [
+        (0, {}),
+        (2, {}),
+        (8, {"modules_to_save": ("gate_proj",), "targets": ("q_proj",)}),
+        (8, {"rank": 8, "rank_pattern": {"q_proj": 16}}),
+    ],
+    ids=["no adapters", "too low a rank", "a module of its own", "too low a rank for one layer"],
+)
+def test_an_adapter_that_a_server_cannot_take_is_merged(
+    rank: int, lora: dict[str, Any], server, adapted_engine, prompts_of
+) -> None:
+    server.facts["lora_rank"] = rank
+    engine = adapted_engine(server, **lora)
+    engine.send_weights(0)
+    engine.send_weights(1)
+    assert not server.adapters and server.calls.count("/update_weights") == 2
+    assert len(draw(engine, prompts_of(4))) == 1
+    assert server.requests[-1]["model"] == "policy"
+    assert all(torch.equal(server.weights[name], weight) for name, weight in buckets_of(engine.policy))
+
+
+@pytest.mark.slow
+def test_a_server_that_has_lost_the_weights_under_the_adapters_gets_them_again(server, adapted_engine, prompts_of) -> None:
+    """What other weights drew meanwhile is never taken for the adapter's."""
+    server.facts["lora_rank"] = 8
+    engine = adapted_engine(server)
+    engine.send_weights(0)
+    label, server.label = server.label, "somebody.base:0"
+    (group,) = draw(engine, prompts_of(4)).values()
+    assert {int(one) for rollout in group for one in rollout.version} == {0}
+    assert server.label == label and server.calls.count("/update_weights") == 2
 
 
 # ---- weights that reach completions on their way

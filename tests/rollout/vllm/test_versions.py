@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from groupwise.config.settings import LoraSettings
 from groupwise.models.lora import adapt
 from groupwise.models.policy import Policy
 from groupwise.rollout.vllm.plugin import groupwise_versions as versions
 from groupwise.rollout.vllm.plugin.groupwise_versions import Mirror, VersionSource, WrongVersion, apply_patch, encode_patch
-from groupwise.rollout.vllm.publisher import Publisher
+from groupwise.rollout.vllm.published import answer_of
+from groupwise.rollout.vllm.publisher import AdapterPublisher, Publisher
 from groupwise.rollout.vllm.version_server import VersionServer
 
 RNG = np.random.default_rng(0)
@@ -368,6 +370,68 @@ def test_an_adapter_is_merged_where_a_server_takes_whole_weights(policy_of: Call
     publisher = Publisher(tmp_path / "run", "run", torch.float32)
     shapes = publisher.publish(policy, 0).shapes
     assert not any("lora" in name or "base_layer" in name for name in shapes)
+
+
+# ---- adapters alone
+
+
+@pytest.fixture
+def adapters(policy_of: Callable[..., Policy], tmp_path: Path) -> AdapterPublisher:
+    """Two versions of an adapter."""
+    policy = adapt(policy_of(dtype=torch.float32), LoraSettings(rank=2), base="")
+    publisher = AdapterPublisher(tmp_path / "adapters", "run", torch.float32)
+    for version in range(2):
+        with torch.no_grad():
+            for name, parameter in policy.model.named_parameters():
+                if name in policy.adapter.trained:
+                    parameter.fill_(version + 0.5)
+        publisher.publish(policy, version)
+    return publisher
+
+
+def test_each_adapter_has_a_folder_of_its_own(adapters: AdapterPublisher, tmp_path: Path) -> None:
+    mirror, source = Mirror(tmp_path / "mirror"), VersionSource(str(adapters.folder))
+    folders = [mirror.adapter(source, version) for version in range(2)]
+    for version, folder in enumerate(folders):
+        saved = load_file(folder / "adapter_model.safetensors")
+        assert saved and all((tensor == version + 0.5).all() for tensor in saved.values())
+        assert json.loads((folder / "adapter_config.json").read_text())["r"] == 2
+    mirror.drop_adapter("run:0")
+    assert [folder.exists() for folder in folders] == [False, True]
+
+
+@pytest.mark.parametrize("damage", ["a byte", "the end", "all"])
+def test_a_damaged_adapter_is_refused(damage: str, adapters: AdapterPublisher, tmp_path: Path) -> None:
+    path = adapters.folder / versions.folder_name(1) / "adapter_model.safetensors"
+    data = bytearray(path.read_bytes())
+    if damage == "a byte":
+        data[-1] ^= 1
+    path.write_bytes(data if damage == "a byte" else data[:-1])
+    if damage == "all":
+        path.unlink()
+    mirror = Mirror(tmp_path / "mirror")
+    with pytest.raises(WrongVersion, match=r"another digest|too early|cannot be read"):
+        mirror.adapter(VersionSource(str(adapters.folder)), 1)
+    assert not list(mirror.folder.glob("adapter-run*"))
+
+
+def test_weights_are_no_adapter(published: Publisher, tmp_path: Path) -> None:
+    with pytest.raises(WrongVersion, match="version 1 is no adapter"):
+        Mirror(tmp_path / "mirror").adapter(VersionSource(str(published.folder)), 1)
+
+
+def test_old_adapters_go(adapters: AdapterPublisher) -> None:
+    adapters.forget(1)
+    assert [path.name for path in adapters.folder.iterdir()] == ["v000001"]
+
+
+def test_tokens_of_an_adapter_carry_its_label_where_the_weights_under_it_are_the_runs() -> None:
+    def answer(label: str) -> dict[str, Any]:
+        return {"id": 1, "choices": [{"index": 0, "weight_versions": [{"version": label, "start": 0, "end": 3}]}]}
+
+    assert answer_of(answer("run.base:0"), "run:7") == answer("run:7") | {"id": 1}
+    for foreign in ("default", "run:6", "other.base:0"):
+        assert answer_of(answer(foreign), "run:7") == answer(foreign)
 
 
 # ---- the trainer's HTTP server

@@ -86,6 +86,11 @@ class Client:
         """POST without a body; the answer is not read.  Raises as `post`."""
         self._call("POST", path, b"", timeout)
 
+    def tell(self, path: str, body: Any, *, timeout: float) -> str:
+        """The answer to POST, as it is.  Raises as `post`."""
+        answer = self._call("POST", path, json.dumps(body).encode(), timeout)
+        return answer.decode(errors="replace")
+
     def _read(self, path: str, text: bytes) -> Any:
         try:
             return json.loads(text) if text else None

@@ -248,8 +248,8 @@ class VllmEngine:
         assert self._delivery is not None
         if self._held is None:
             comm.together(pool.start)
-        self._delivery.publish(self.policy, self.version, pool.dtype)
-        pool.publish(self.version)
+        self._delivery.publish(self.policy, self.version, pool.dtype, pool.lora_rank)
+        pool.publish(self.version, adapter=self._delivery.alone)
         waits = self._held is None or not self._in_flight
         if waits:
             comm.from_first(pool.wait_for_version)

@@ -26,7 +26,13 @@ from groupwise.errors import EngineError, GroupwiseError, PeerError
 from groupwise.rollout.vllm.addresses import Addresses, Router
 from groupwise.rollout.vllm.client import Client, RefusedRequest
 from groupwise.rollout.vllm.member import Member
-from groupwise.rollout.vllm.published import Published, VersionedServer, VersionUnreadable
+from groupwise.rollout.vllm.published import (
+    Published,
+    VersionedServer,
+    VersionUnreadable,
+    answer_of,
+    request_of,
+)
 from groupwise.rollout.vllm.request import Request
 from groupwise.utils import threads
 from groupwise.utils.terminal import logger
@@ -41,6 +47,8 @@ RETRIED = (429, 500, 502, 503, 504)
 """What a server answers that cannot work at the moment, and a router whose server is gone."""
 STALE_ANSWERS = 3
 """Answers by other weights to one request, before the run ends."""
+AT_LEAST = ("rows", "context", "candidates", "lora_rank")
+"""What a server that joins must have as much of as the first one."""
 SAMPLE = "/inference/v1/generate"
 
 
@@ -80,6 +88,7 @@ class ServerPool:
         self.members: dict[str, Member] = {}
         self._newest: int | None = None
         """The version that servers go to."""
+        self._adapter = False
         self._unreadable = False
         self._queue: deque[Request] = deque()
         """Requests that no server can take yet, the oldest first."""
@@ -135,6 +144,11 @@ class ServerPool:
         return str(self._first["dtype"])
 
     @property
+    def lora_rank(self) -> int:
+        """The highest rank of adapters that all servers take alone; 0: one takes none."""
+        return min(int(facts["lora_rank"]) for facts in self.known.values())
+
+    @property
     def context(self) -> int:
         """Tokens of the longest sequence that all servers hold."""
         return min(int(facts["context"]) for facts in self.known.values())
@@ -150,8 +164,12 @@ class ServerPool:
         self._wait(lambda member: member.facts is not None)
         return ()
 
-    def publish(self, version: int) -> None:
-        """Bring the servers to the newest version, each on its own.  Raises what ended the pool."""
+    def publish(self, version: int, *, adapter: bool = False) -> None:
+        """Bring the servers to the newest version, each on its own.  Raises what ended the pool.
+
+        adapter: the version is an adapter alone, which requests name.
+        """
+        self._adapter = adapter
         self._newest = version
         self.wake()
         self.raise_failure()
@@ -346,7 +364,7 @@ class ServerPool:
                 f"{member.name} computes in {facts['dtype']} ({facts['device']}), the others in"
                 f" {first['dtype']} ({first['device']}): start them alike"
             )
-        for name in ("rows", "context", "candidates") if member.joins else ():
+        for name in AT_LEAST if member.joins else ():
             if facts[name] < first[name]:
                 raise EngineError(
                     f"{member.name} has {name} {facts[name]}, the first server {first[name]}: a"
@@ -618,14 +636,18 @@ class ServerPool:
             headers["X-Session-ID"] = self._key(request.name)
         with self._changed:
             self._waiting[client] = member, request
+            label = f"{self._run}:{member.version}"
+        body = request_of(request.body, label) if self._adapter else request.body
         try:
-            answer = client.post(SAMPLE, request.body, timeout=None, headers=headers)
+            answer = client.post(SAMPLE, body, timeout=None, headers=headers)
         except Exception as error:  # any failure belongs to who waits for the answer
             self._failed(request, member, client, error)
             return
         with self._changed:
             self._release(request, member, client)
             self._deal()
+        if self._adapter:
+            answer = answer_of(answer, label)
         request.answer(member.name, answer)
 
     def _release(self, request: Request, member: Member, client: Client) -> None:

@@ -9,11 +9,14 @@ from typing import Any
 
 from groupwise.errors import EngineError
 from groupwise.rollout.vllm.client import Client
+from groupwise.rollout.vllm.server import ADAPTERS
 
 UPDATE_SECONDS = 120.0
 """A part of an update of the weights that takes longer has failed."""
 ANSWER_SECONDS = 8.0
 """Seconds within which a server says what it has, unless it computes something long."""
+BASE = ".base"
+"""End of the run's name in the label of the weights under adapters."""
 SHORTEST_WAIT, LONGEST_WAIT = 0.002, 0.1
 """Seconds between two questions whether a version has been fetched."""
 
@@ -30,6 +33,9 @@ class Published:
     """The folder of all versions, or the address of the trainer that hands them out."""
     token: str = ""
     """The secret that the address asks for; empty for a folder."""
+    base: Published | None = None
+    """The weights under an adapter, which alone is the version; None: the version is the weights.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,8 @@ class Delivery:
     """Why it could not use patches that should have been there; empty if nothing was wrong."""
     seconds: float = 0.0
     """Time that it took to fetch, apply and check them, while sampling went on."""
+    folder: str = ""
+    """The server's folder of an adapter."""
 
 
 class VersionUnreadable(EngineError):
@@ -57,11 +65,27 @@ class VersionedServer:
         self.client = client
 
     def version(self) -> str | None:
-        """Return the label of the weights that the server has now.
+        """Return the label of the weights that the server has now, or of its newest adapter over
+        base weights; None where it has base weights alone.
 
         Raises PeerError if the server is gone or silent.
         """
-        return self.client.get("/weight_info", timeout=ANSWER_SECONDS)["weight_version"]
+        label = self.client.get("/weight_info", timeout=ANSWER_SECONDS)["weight_version"]
+        run, _, _ = str(label).rpartition(":")
+        if not run.endswith(BASE):
+            return label
+        adapters = self.adapters(run.removesuffix(BASE))
+        return adapters[-1] if adapters else None
+
+    def adapters(self, run: str) -> list[str]:
+        """Return the labels of the adapters of a run that the server has, the oldest first."""
+        served = self.client.get("/v1/models", timeout=ANSWER_SECONDS)["data"]
+        versions = []
+        for model in served:
+            name, _, version = str(model["id"]).rpartition(":")
+            if name == run:
+                versions.append(int(version))
+        return [f"{run}:{version}" for version in sorted(versions)]
 
     def go_to(self, published: Published, *, keep: bool) -> Delivery:
         """Bring the server to a published version, from whatever version it has; blocks until it
@@ -74,6 +98,8 @@ class VersionedServer:
         Raises PeerError if the server is gone or silent, VersionUnreadable if it cannot read the
         version, EngineError if it does not take it.
         """
+        if published.base is not None:
+            return self._add_adapter(published, published.base, keep=keep)
         delivery = self._fetch(published)
         self._post(f"/pause?mode={'keep' if keep else 'abort'}")
         self._post("/reset_prefix_cache")
@@ -83,12 +109,35 @@ class VersionedServer:
         self._post("/resume")
         return delivery
 
+    def _add_adapter(self, published: Published, base: Published, *, keep: bool) -> Delivery:
+        """Add an adapter beside those that the server has, and remove old ones.
+
+        Each has a name and a folder of its own: an adapter that is loaded in the place of another
+        one is answered for from the keys and values of the old one.
+        """
+        if self.client.get("/weight_info", timeout=UPDATE_SECONDS)["weight_version"] != base.label:
+            self.go_to(base, keep=keep)
+        delivery = self._fetch(published)
+        run, _, _ = published.label.rpartition(":")
+        known = self.adapters(run)
+        if published.label not in known:
+            folder = delivery.folder
+            body = {"lora_name": published.label, "lora_path": folder}
+            self.client.tell("/v1/load_lora_adapter", body, timeout=UPDATE_SECONDS)
+        for label in [*known, published.label][:-ADAPTERS]:
+            self.client.tell(
+                "/v1/unload_lora_adapter", {"lora_name": label}, timeout=UPDATE_SECONDS
+            )
+            self._call("groupwise_drop_adapter", {"label": label})
+        return delivery
+
     def _fetch(self, published: Published) -> Delivery:
         """Have the server fetch a version beside its sampling, and wait until it has."""
         arguments = {
             "source": published.source,
             "token": published.token,
             "version": published.version,
+            "adapter": published.base is not None,
         }
         self._call("groupwise_fetch", arguments)
         wait = SHORTEST_WAIT
@@ -110,6 +159,7 @@ class VersionedServer:
             full=bool(first["full"]),
             healed=str(first["healed"]),
             seconds=float(first["seconds"]),
+            folder=str(first["folder"]),
         )
 
     def _call(self, method: str, arguments: Mapping[str, Any]) -> list[Any]:
@@ -118,3 +168,26 @@ class VersionedServer:
 
     def _post(self, path: str, body: Any = None) -> Any:
         return self.client.post(path, body, timeout=UPDATE_SECONDS)
+
+
+def request_of(body: Mapping[str, Any], label: str) -> dict[str, Any]:
+    """A request for completions by an adapter."""
+    return {**body, "model": label}
+
+
+def answer_of(answer: Mapping[str, Any], label: str) -> dict[str, Any]:
+    """The answer to `request_of`: its tokens carry the label of the adapter.
+
+    A server says the version of the weights under it.  Where that is no base of the adapter's run
+    the tokens keep it, and are refused as foreign.
+    """
+    run, _, _ = label.rpartition(":")
+    choices = []
+    for choice in answer["choices"]:
+        spans = []
+        for span in choice["weight_versions"] or ():
+            under = str(span["version"]).rpartition(":")[0]
+            name = label if under == run + BASE else span["version"]
+            spans.append({**span, "version": name})
+        choices.append({**choice, "weight_versions": spans})
+    return {**answer, "choices": choices}

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from groupwise.distributed import comm
+from groupwise.distributed import comm, fsdp
+from groupwise.models.lora import write_adapter
 from groupwise.models.policy import Policy
 from groupwise.rollout.vllm.plugin.groupwise_versions import (
     MANIFEST,
@@ -187,6 +189,58 @@ class Publisher:
             path = self._folder(manifest.version) / MANIFEST
             files.write(path, manifest.to_json().encode())
         return []
+
+
+@dataclass(slots=True)
+class AdapterPublisher:
+    """Publishes adapters alone, in peft's own form; all processes of the run call it together."""
+
+    folder: Path
+    """All processes see it; see `Publisher.folder`."""
+    run: str
+    dtype: torch.dtype
+    """The type in which the servers compute, to which vLLM would round an adapter anyway."""
+    last: Manifest | None = field(default=None, init=False)
+    """The newest version."""
+
+    def publish(self, policy: Policy, version: int) -> Manifest:
+        """Write the adapter as a version.
+
+        All processes must call it.  Raises StorageError on all of them.
+        """
+        assert policy.adapter is not None
+        trained = {}
+        for name, parameter in policy.model.named_parameters():
+            if name in policy.adapter.trained:
+                trained[name] = fsdp.whole(parameter.detach()).to(self.dtype)
+        self.last = comm.from_first(lambda: self._write(policy, version, trained))
+        return self.last
+
+    def _write(self, policy: Policy, version: int, trained: dict[str, Tensor]) -> Manifest:
+        folder = self.folder / folder_name(version)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MANIFEST).unlink(missing_ok=True)
+        write_adapter(policy, folder, trained)
+        written = []
+        for path in sorted(folder.iterdir()):
+            data = np.frombuffer(path.read_bytes(), np.uint8)
+            written.append(File(path.name, data.size, digest(data)))
+        manifest = Manifest(run=self.run, version=version, adapter=tuple(written))
+        files.write(folder / MANIFEST, manifest.to_json().encode())
+        return manifest
+
+    def forget(self, oldest: int) -> None:
+        """Remove the adapters before a version."""
+        if not comm.world().first:
+            return
+        for folder in self.folder.glob("v*"):
+            if folder.name < folder_name(oldest):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Remove all adapters."""
+        if comm.world().first:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class BlockFile:

@@ -49,6 +49,11 @@ CANDIDATES = 256
 """Most likely tokens that a server may be asked for beside each drawn one: the support of a
 truncated distribution.
 """
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that `vllm serve --max-lora-rank` takes."""
+ADAPTERS = 2
+"""Adapters that a server computes with at the same time: the newest version, and the one before it
+for completions that have begun with it."""
 START_SECONDS = 600.0
 """A server that has not answered by then does not start."""
 END_SECONDS = 10.0
@@ -118,12 +123,14 @@ def command(
     rows: int,
     dtype: str,
     cache: str | None = None,
+    lora_rank: int = 0,
     more: Sequence[str] = (),
 ) -> list[str]:
     """The command that serves a model the way rollouts need it.
 
     rows: completions decoded at the same time.   cache: room for keys and values, as vLLM writes
         it; default: 512M on a CPU, vLLM's own on a GPU.
+    lora_rank: of adapters that come alone, without the weights under them; 0: none do.
     more: further arguments of `vllm serve`; they win over those here.
     """
     arguments: dict[str, str | None] = {
@@ -143,11 +150,25 @@ def command(
         "--worker-extension-cls": "groupwise_vllm.Extension",
         "--seed": "0",
     }
+    if lora_rank:
+        arguments["--max-lora-rank"] = str(_vllm_rank(lora_rank))
+        arguments["--max-loras"] = str(ADAPTERS)
+        arguments["--max-cpu-loras"] = str(2 * ADAPTERS)
     options = [
         text for name, value in arguments.items() if value is not None for text in (name, value)
     ]
     switches = ["--enable-prefix-caching", "--enable-scale-out", "--disable-uvicorn-access-log"]
+    if lora_rank:
+        switches.append("--enable-lora")
     return [str(python), str(PLUGIN / "groupwise_vllm.py"), model, *options, *switches, *more]
+
+
+def _vllm_rank(rank: int) -> int:
+    """The rank that vLLM makes room for.  Raises ConfigError for more than it can."""
+    for known in LORA_RANKS:
+        if rank <= known:
+            return known
+    raise ConfigError(f"vLLM knows adapters up to rank {LORA_RANKS[-1]}, not {rank}")
 
 
 def environment() -> dict[str, str]:
@@ -157,6 +178,7 @@ def environment() -> dict[str, str]:
             PLUGIN
         ),  # and not the trainer's, whose packages are those of another environment
         "VLLM_SERVER_DEV_MODE": "1",  # the routes for new weights
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # those for adapters
         "VLLM_NO_USAGE_STATS": "1",
     }
     # vLLM would bind its threads to cores, also to those that the trainer computes on.
@@ -182,6 +204,7 @@ class OwnServer:
         rows: int,
         dtype: str,
         cache: str,
+        lora_rank: int = 0,
         more: Sequence[str] = (),
     ) -> None:
         """Returns at once, long before the server answers.  write: puts a config and a tokenizer,
@@ -207,6 +230,7 @@ class OwnServer:
             rows=rows,
             dtype=dtype,
             cache=cache,
+            lora_rank=lora_rank,
             more=more,
         )
         with self.log.open("wb") as log:
@@ -278,14 +302,22 @@ def serve(
     rows: int,
     dtype: str | None,
     cache: str | None,
+    lora_rank: int = 0,
     more: Sequence[str],
 ) -> NoReturn:
-    """Become a server: replaces this process.  dtype: default the checkpoint's.  Raises ConfigError
-    without vLLM.
+    """Become a server: replaces this process.  dtype: default the checkpoint's.  lora_rank: see
+    `command`.   Raises ConfigError without vLLM.
     """
-    python, dtype = find_python(), dtype or stored_dtype(model)
     line = command(
-        model, python=python, host=host, port=port, rows=rows, dtype=dtype, cache=cache, more=more
+        model,
+        python=find_python(),
+        host=host,
+        port=port,
+        rows=rows,
+        dtype=dtype or stored_dtype(model),
+        cache=cache,
+        lora_rank=lora_rank,
+        more=more,
     )
     sys.stdout.flush()
     os.execve(line[0], line, environment())

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from groupwise.utils.http import Handler, Server
 
-FILE = re.compile(r"/(v\d{6,12})/([A-Za-z0-9_][A-Za-z0-9_.-]{0,99})")
-"""The path of a file of a version."""
+FILE = re.compile(r"/((?:base/)?v\d{6,12})/([A-Za-z0-9_][A-Za-z0-9_.-]{0,99})")
+"""The path of a file of a version, or of the weights under adapters."""
 SECONDS = 120.0
 """A server that takes nothing for so long is hung up on."""
 

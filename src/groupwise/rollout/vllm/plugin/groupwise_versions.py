@@ -452,7 +452,9 @@ class Mirror:
     def adapter(self, source: VersionSource, version: int) -> Path:
         """Fetch the adapter of a version into a folder of its own.  Raises WrongVersion."""
         manifest = source.manifest(version)
-        folder = self.folder / f"adapter-{manifest.run}-{version}"
+        if not manifest.adapter:
+            raise WrongVersion(f"version {version} is no adapter")
+        folder = self._adapter_folder(manifest.label)
         with self.locked(write=True):
             if folder.exists():
                 return folder
@@ -469,9 +471,12 @@ class Mirror:
             temporary.rename(folder)
         return folder
 
-    def drop_adapter(self, run: str, version: int) -> None:
+    def drop_adapter(self, label: str) -> None:
         """Remove an adapter that was fetched."""
-        shutil.rmtree(self.folder / f"adapter-{run}-{version}", ignore_errors=True)
+        shutil.rmtree(self._adapter_folder(label), ignore_errors=True)
+
+    def _adapter_folder(self, label: str) -> Path:
+        return self.folder / f"adapter-{label.replace('/', '')}"
 
     def _read_full(self, manifest: Manifest, source: VersionSource) -> None:
         """Replace all that the mirror holds by a full version."""

@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -117,7 +118,7 @@ class MirroredWeights(WeightTransferEngine[NoIntroduction, Label]):
         """Open the model's layers for new weights."""
         # Asked once: an update that was broken off leaves a tied head as a parameter of its own
         # until the next one is complete.
-        self.needed = self.needed or frozenset(name for name, _ in self.model.named_parameters())
+        self.needed = self.needed or plain_names(name for name, _ in self.model.named_parameters())
         self.missing = set(self.needed)
         initialize_layerwise_reload(self.model)
 
@@ -164,7 +165,7 @@ class MirroredWeights(WeightTransferEngine[NoIntroduction, Label]):
     def _load(self, weights: list[tuple[str, torch.Tensor]]) -> set[str]:
         """Load tensors by their checkpoint's names; returns the parameters that they went into."""
         loaded = self.model.load_weights(weights)
-        brought = set(self.missing) if loaded is None else set(loaded)
+        brought = set(self.missing) if loaded is None else set(plain_names(loaded))
         self.missing -= brought
         return brought
 
@@ -203,6 +204,13 @@ class MirroredWeights(WeightTransferEngine[NoIntroduction, Label]):
         """Nothing is held open."""
 
 
+def plain_names(names: Iterable[str]) -> frozenset[str]:
+    """Names of parameters as they are without adapters: vLLM puts layers of its own around those
+    that can have one.
+    """
+    return frozenset(name.replace(".base_layer.", ".") for name in names)
+
+
 def layer_of(name: str) -> str:
     """The layer of a tensor: everything up to the first number, or the module.
 
@@ -215,33 +223,47 @@ def layer_of(name: str) -> str:
 class Fetch:
     """A version on its way into the mirror, in a thread beside sampling."""
 
-    def __init__(self, mirror: Mirror, source: VersionSource, version: int) -> None:
+    def __init__(
+        self, mirror: Mirror, source: VersionSource, version: int, *, adapter: bool
+    ) -> None:
         self.state: dict[str, Any] = {
             "done": False,
             "error": "",
             "read_bytes": 0,
             "full": False,
             "healed": "",
+            "folder": "",
             "seconds": 0.0,
         }
-        self._mirror, self._source, self._version = mirror, source, version
+        self._mirror, self._source = mirror, source
+        self._version, self._adapter = version, adapter
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
         begin = time.perf_counter()
         try:
-            fetched = self._mirror.go_to(self._source, self._version)
-            self.state |= {
-                "read_bytes": fetched.read_bytes,
-                "full": fetched.full,
-                "healed": fetched.healed,
-            }
+            if self._adapter:
+                self._fetch_adapter()
+            else:
+                self._fetch_weights()
         except WrongVersion as error:
             self.state["error"] = str(error)
         except Exception as error:  # the trainer is told, whatever it is
             self.state["error"] = f"{type(error).__name__}: {error}"
         self.state["seconds"] = time.perf_counter() - begin
         self.state["done"] = True
+
+    def _fetch_weights(self) -> None:
+        fetched = self._mirror.go_to(self._source, self._version)
+        self.state["read_bytes"] = fetched.read_bytes
+        self.state["full"] = fetched.full
+        self.state["healed"] = fetched.healed
+
+    def _fetch_adapter(self) -> None:
+        folder = self._mirror.adapter(self._source, self._version)
+        self.state["read_bytes"] = self._source.read_bytes
+        self.state["full"] = True
+        self.state["folder"] = str(folder)
 
 
 class Extension:
@@ -252,10 +274,18 @@ class Extension:
     groupwise_now: Fetch
     """The version that is fetched, or was last."""
 
-    def groupwise_fetch(self, source: str, token: str, version: int) -> None:
-        """Begin to fetch a version into the mirror; `groupwise_fetched` says when it is there."""
+    def groupwise_fetch(self, source: str, token: str, version: int, adapter: bool) -> None:
+        """Begin to fetch a version into the mirror; `groupwise_fetched` says when it is there.
+
+        adapter: the version is an adapter, which gets a folder of its own.
+        """
         mirror = self.weight_transfer_engine.mirror
-        self.groupwise_now = Fetch(mirror, VersionSource(source, token), version)
+        versions = VersionSource(source, token)
+        self.groupwise_now = Fetch(mirror, versions, version, adapter=adapter)
+
+    def groupwise_drop_adapter(self, label: str) -> None:
+        """Remove the folder of an adapter."""
+        self.weight_transfer_engine.mirror.drop_adapter(label)
 
     def groupwise_fetched(self) -> dict[str, Any]:
         """How far the version is that `groupwise_fetch` was asked for."""
@@ -264,6 +294,7 @@ class Extension:
     def groupwise_facts(self) -> dict[str, Any]:
         """What a trainer must know of a server before it trusts it (`/collective_rpc`)."""
         config = self.vllm_config
+        lora = config.lora_config
         return {
             "logprobs": config.model_config.logprobs_mode,
             "candidates": config.model_config.max_logprobs,
@@ -274,6 +305,7 @@ class Extension:
             "workers": config.parallel_config.world_size_across_dp,
             "device": config.device_config.device_type,
             "format": FORMAT,
+            "lora_rank": 0 if lora is None else lora.max_lora_rank,
         }
 
 
