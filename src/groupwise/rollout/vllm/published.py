@@ -17,6 +17,10 @@ ANSWER_SECONDS = 8.0
 """Seconds within which a server says what it has, unless it computes something long."""
 BASE = ".base"
 """End of the run's name in the label of the weights under adapters."""
+FOLDERS = 8
+"""Folders of adapters that a server keeps: a completion that has begun with one goes on with it, and
+vLLM may read it again.
+"""
 SHORTEST_WAIT, LONGEST_WAIT = 0.002, 0.1
 """Seconds between two questions whether a version has been fetched."""
 
@@ -63,6 +67,8 @@ class VersionedServer:
     def __init__(self, client: Client) -> None:
         """client: to the server; one thread at a time uses it."""
         self.client = client
+        self._folders: list[str] = []
+        """Labels of the adapters whose folders the server has, the oldest first."""
 
     def version(self) -> str | None:
         """Return the label of the weights that the server has now, or of its newest adapter over
@@ -125,10 +131,12 @@ class VersionedServer:
             body = {"lora_name": published.label, "lora_path": folder}
             self.client.tell("/v1/load_lora_adapter", body, timeout=UPDATE_SECONDS)
         for label in [*known, published.label][:-ADAPTERS]:
-            self.client.tell(
-                "/v1/unload_lora_adapter", {"lora_name": label}, timeout=UPDATE_SECONDS
-            )
-            self._call("groupwise_drop_adapter", {"label": label})
+            body = {"lora_name": label}
+            self.client.tell("/v1/unload_lora_adapter", body, timeout=UPDATE_SECONDS)
+        if published.label not in self._folders:
+            self._folders.append(published.label)
+        while len(self._folders) > FOLDERS:
+            self._call("groupwise_drop_adapter", {"label": self._folders.pop(0)})
         return delivery
 
     def _fetch(self, published: Published) -> Delivery:
