@@ -18,8 +18,8 @@ ANSWER_SECONDS = 8.0
 BASE = ".base"
 """End of the run's name in the label of the weights under adapters."""
 FOLDERS = 8
-"""Folders of adapters that a server keeps: a completion that has begun with one goes on with it, and
-vLLM may read it again.
+"""Folders of adapters that a server keeps: a completion that has begun with one goes on with it,
+and vLLM may read it again.
 """
 SHORTEST_WAIT, LONGEST_WAIT = 0.002, 0.1
 """Seconds between two questions whether a version has been fetched."""
