@@ -13,8 +13,10 @@ import pytest
 from groupwise.config.recipes import make_recipe
 from groupwise.config.settings import EnvironmentSettings
 from groupwise.data.tasks import make_task
-from groupwise.errors import ConfigError, EnvironmentFailure
+from groupwise.errors import ConfigError, EnvironmentFailure, RewardError
 from groupwise.records import Finish
+from groupwise.rewards.code import code
+from groupwise.rewards.environment import EnvironmentState
 from groupwise.runs.environments import make_runtime
 from groupwise.sandbox import attacks, server
 from groupwise.sandbox.isolation import ISOLATIONS
@@ -112,6 +114,41 @@ def test_a_sandbox_that_fails_ends_the_episode_and_is_no_result(table: Callable[
     other, _ = at.begin(1)
     with pytest.raises(EnvironmentFailure, match="2 of 2 episodes were broken off"):
         at.say(other, call("shell", command="ls"))
+
+
+@pytest.mark.slow
+@BOTH
+def test_files_of_a_row_are_repaired_and_graded(table: Callable[..., Any], runs: str) -> None:
+    """The program is the file, whatever the completion says; a file that forges a verdict earns nothing."""
+    row = make_task("repairs").prompts(1, seed=0)[0]
+    forged = "import os, sys\nprint('passed')\nsys.stdout.flush()\nos._exit(0)\n"
+    states = []
+    at = table(tools=TOOLS, runs=runs)
+    for index, source in enumerate((row["answer"], forged, None)):
+        talk, _ = at.begin(index, files=row["files"])
+        if source is not None:
+            command = f"cat > solution.py <<'END'\n{source}END\npython3 check.py"
+            at.say(talk, call("shell", command=command))
+        at.say(talk, f"```python\n{row['answer']}```")
+        episode = talk.close(Finish.EOS)
+        if source is not None:
+            assert episode.turns[0].calls[0].result == "passed"
+        states.append(EnvironmentState("tools", episode.state or {}, None))
+    reward = code(["tests"], file="solution.py")
+    try:
+        states.append(EnvironmentState("tools", {}, None))  # of an episode that was broken off
+        said = [row["answer"]] * 4
+        got = reward([""] * 4, said, lambda *_: None, lambda *_: None, tests=[row["tests"]] * 4, environments=states)
+    finally:
+        reward.close()
+    assert got[0] == 1.0 and got[1] == 0.0 and got[2] < 1.0 and got[3] is None
+
+
+def test_a_file_is_asked_of_episodes_alone() -> None:
+    reward = code(["tests"], file="solution.py")
+    with pytest.raises(RewardError, match="no episode has files"):
+        reward([""], ["x"], lambda *_: None, lambda *_: None, tests=["[]"])
+    reward.close()
 
 
 def test_tools_are_refused_where_no_sandbox_holds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from groupwise.errors import EnvironmentFailure
 from groupwise.sandbox import attacks, server
 from groupwise.sandbox.isolation import ISOLATIONS, Isolation
 from groupwise.sandbox.limits import Limits
@@ -236,6 +237,42 @@ def test_the_folder_ends_with_a_killed_process(isolation: Isolation) -> None:
     while isolation.needs_folder and folder.exists():
         assert time.monotonic() < deadline, "the folder outlives the process"
         time.sleep(0.05)
+
+
+def test_files_are_there_before_the_first_call_and_are_read_after_the_last(isolation: Isolation) -> None:
+    texts = {"a.txt": "one\r\n", "in/b.py": "x = '\N{SNOWMAN}'\n", "gone": "!", "l": "", "long": "y" * 100_000, "none": None}
+    tools = SandboxTools(isolation, LIMITS)
+    tools.place(texts)
+    untouched = {name: text for name, text in texts.items() if text is not None}
+    assert tools.files() == untouched
+    spoilt = "json.py, os.py, codecs.py"  # modules that the reading must not take from the folder
+    assert tools.shell("ls -p; cat in/b.py") == "a.txt\ngone\nin/\nl\nlong\nx = '\N{SNOWMAN}'"
+    tools.shell("".join(f"echo 'raise SystemExit' > {name}; " for name in spoilt.split(", ")))
+    tools.python("import os\nopen('a.txt', 'a').write('two')\nopen('l', 'wb').write(bytes([255]))")
+    if isolation.needs_folder:
+        untouched["gone"] = "!"
+    else:
+        tools.shell("rm gone")
+        del untouched["gone"]
+    found = tools.files()
+    assert found == {**untouched, "a.txt": "one\r\ntwo", "l": "\N{REPLACEMENT CHARACTER}", "long": "y" * 65536}
+    tools.close()
+
+
+def test_a_link_shows_no_file_of_this_machine(isolation: Isolation, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    tools = SandboxTools(isolation, LIMITS)
+    tools.place({"a.txt": ""})
+    tools.shell(f"ln -sf {tmp_path}/secret b; cat b > a.txt; python3 -c \"import os; os.symlink('{tmp_path}/secret', 'c')\"")
+    tools.shell("mv -f c a.txt; cp -P c a.txt")
+    assert "secret" not in tools.files().get("a.txt", "")
+    tools.close()
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "../up", "a/../../up", "", "a\0b"])
+def test_files_outside_of_the_folder_are_refused(isolation: Isolation, path: str) -> None:
+    with pytest.raises(EnvironmentFailure, match="is not in its folder"):
+        SandboxTools(isolation, LIMITS).place({path: "x"})
 
 
 def test_folders_that_nobody_holds_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

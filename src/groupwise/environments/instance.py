@@ -107,6 +107,8 @@ class Instance:
 
     def reset(self, row: Mapping[str, Any], seed: int) -> str | None:
         """Make the environment and begin its episode; return its observation, or None."""
+        if self._sandbox is not None and row.get("files"):
+            self._sandbox.place(row["files"])
         if self._factory is None:
             return None
         self._object = self._factory(**self._args)
@@ -168,6 +170,8 @@ class Instance:
                 if _has_method(made, "get_reward"):
                     reward = _number(self._awaited(made.get_reward()))
                 state = attributes_of(made)
+            if judged and self._sandbox is not None:
+                state = (state or {}) | {"files": self._sandbox.files()}
         finally:
             if made is not None and _has_method(made, "close"):
                 try:

@@ -44,6 +44,7 @@ def code(
     tests: str | None = None,
     entry: str | None = None,
     prefix: str | None = None,
+    file: str | None = None,
     language: str = "python",
     sandbox: str = "auto",
     credit: Literal["share", "all"] = "share",
@@ -63,6 +64,8 @@ def code(
         func_name, where the data have one.
     prefix: the column with code that goes before the program, such as the imports and the helper
         functions that a prompt of HumanEval begins with.
+    file: the program is this file of the episode's folder at its end, not in the completion; for
+        rows with `files` and the tools `python` or `shell`.
     language: another one than python needs a sandbox elsewhere.
     sandbox: `auto` takes the first of bubblewrap and sandlock that no attack of ours breaks on this
         machine; or one of them; the address of a SandboxFusion service; or module:function,
@@ -105,6 +108,7 @@ def code(
         tests=test_column,
         entry=_column("entry", entry, ENTRY_COLUMNS, columns),
         prefix=_column("prefix", prefix, (), columns),
+        file=file,
         language=language,
         whole=credit == "all",
         name=name,
@@ -155,13 +159,14 @@ class CodeReward:
         tests: str,
         entry: str | None,
         prefix: str | None,
+        file: str | None,
         language: str,
         whole: bool,
         name: str,
     ) -> None:
         self.grading, self._name = grading, name
         self._tests, self._entry, self._prefix = tests, entry, prefix
-        self._language, self._whole = language, whole
+        self._language, self._whole, self._file = language, whole, file
 
     def __call__(
         self,
@@ -169,14 +174,28 @@ class CodeReward:
         completions: Sequence[str],
         log_metric: Callable[[str, float], None],
         log_extra: Callable[[str, Sequence[Any]], None],
+        environments: Sequence[Any] | None = None,
         **columns: Sequence[Any],
     ) -> list[float | None]:
         """Return the reward of each completion."""
         programs: list[tuple[str, Tests] | None] = []
         unread: dict[int, str] = {}
         cached = self.grading.cached
+        folders = list(map(_files_of, environments or [None] * len(completions)))
+        if self._file is not None and not any(folder is not None for folder in folders):
+            raise RewardError(
+                f"the reward 'code' has file: {self._file!r}, and no episode has files: set"
+                " environment.tools to python or shell, and give rows a column files"
+            )
         for place, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            if self._prefix is None:
+            folder = folders[place]
+            if self._file is not None and folder is None:
+                unread[place] = "the episode was broken off"
+                programs.append(None)
+                continue
+            if folder is not None and self._file is not None:
+                source = folder.get(self._file)
+            elif self._prefix is None:
                 source = program_in(completion, prompt, self._language)
             else:
                 source = program_behind(str(columns[self._prefix][place]), completion)
@@ -226,6 +245,11 @@ class CodeReward:
 
     def _worth(self, grade: Grade) -> float:
         return float(grade.share == 1.0) if self._whole else grade.share
+
+
+def _files_of(state: Any) -> Mapping[str, str] | None:
+    """Return the files of an episode's folder at its end; None where nobody could read them."""
+    return getattr(state, "files", None)
 
 
 def _note(grade: Grade) -> str:

@@ -324,8 +324,12 @@ class Rewards:
         return tuple(reward.weight for reward in self._rewards)
 
     def asks(self, *names: str) -> bool:
-        """True if some function asks for one of these by name."""
-        return any(name in reward.signature.named for reward in self._rewards for name in names)
+        """True if some function needs one of these by name."""
+        for reward in self._rewards:
+            needed = set(reward.signature.named) - set(reward.signature.optional)
+            if needed.intersection(names):
+                return True
+        return False
 
     @property
     def golds(self) -> dict[str, str]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from pathlib import PurePosixPath
+from typing import Any, Literal
 
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, EnvironmentFailure
 from groupwise.sandbox.attacks import proved_isolation
 from groupwise.sandbox.isolation import ISOLATIONS, Isolation
 from groupwise.sandbox.limits import Limits
-from groupwise.sandbox.server import LIMITS
+from groupwise.sandbox.server import LIMITS, SandboxFailed
 from groupwise.sandbox.workspace import EpisodeSandbox, Shown
 from groupwise.utils.built_in import built_in
 from groupwise.utils.spelling import nearest
@@ -20,6 +22,28 @@ ISOLATION_NAMES = ("auto", *(isolation.name for isolation in ISOLATIONS))
 
 
 SANDBOX_TOOLS = ("python", "shell")
+FILES_BYTES = 1 << 20
+"""Bytes that a row's files may grow to."""
+FILE_BYTES = 1 << 16
+"""Bytes that are read of a file."""
+_WRITE = """
+import os
+for path, text in {files!r}.items():
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        file.write(text)
+"""
+_READ = """
+import json
+texts = {{}}
+for path in {paths!r}:
+    try:
+        with open(path, "rb") as file:
+            texts[path] = file.read({most}).decode(errors="replace")
+    except OSError:
+        pass
+print(json.dumps(texts))
+""".replace("{most}", str(FILE_BYTES))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,8 +101,10 @@ class SandboxTools:
     """The tools of one episode: they share a folder, which `close` ends."""
 
     def __init__(self, isolation: Isolation, limits: Limits) -> None:
-        self._workspace = EpisodeSandbox(isolation, limits)
+        self._sandbox = EpisodeSandbox(isolation, limits)
         self._limits = limits
+        self._files: dict[str, str] = {}
+        self._written = False
 
     def python(self, code: str) -> str:
         """Run Python and return what it prints.
@@ -86,7 +112,7 @@ class SandboxTools:
         Args:
             code: The program.
         """
-        return result_text(self._workspace.call("python", code), self._limits)
+        return self._call("python", code)
 
     def shell(self, command: str) -> str:
         """Run a command in a shell and return what it prints.
@@ -94,11 +120,49 @@ class SandboxTools:
         Args:
             command: The command.
         """
-        return result_text(self._workspace.call("shell", command), self._limits)
+        return self._call("shell", command)
+
+    def place(self, files: Mapping[str, str | None]) -> None:
+        """Put files, text by path, into the folder before the first call.
+
+        Raises EnvironmentFailure for a path that leads out of the folder, and for what is no text.
+        """
+        for path, text in files.items():
+            if text is None:  # a table has each column in each row
+                continue
+            if not isinstance(text, str):
+                raise EnvironmentFailure(f"the file {path!r} of a row is no text: {text!r:.60}")
+            parts = PurePosixPath(path).parts
+            if not parts or parts[0] == "/" or ".." in parts or "\0" in path:
+                raise EnvironmentFailure(
+                    f"a row's file {path!r} is not in its folder: use a relative path without '..'"
+                )
+            self._files[path] = text
+
+    def files(self) -> dict[str, str]:
+        """Return the files of `place` as the calls have left them; what is gone is not there."""
+        if not self._written:
+            return dict(self._files)
+        program = _READ.format(paths=list(self._files))
+        sizes = sum(map(len, self._files.values()))
+        longest = max(FILES_BYTES, 8 * sizes)
+        shown = self._sandbox.call("python", program, replace(self._limits, output=longest))
+        if shown.ended != "0" or shown.left_out:
+            raise SandboxFailed(f"the files cannot be read: {shown.ended} {shown.output[-300:]}")
+        return json.loads(shown.output)
 
     def close(self) -> None:
         """End all processes, and remove the folder."""
-        self._workspace.kill()
+        self._sandbox.kill()
+        self._written = False
+
+    def _call(self, tool: Literal["python", "shell"], source: str) -> str:
+        if self._files and not self._written:
+            shown = self._sandbox.call("python", _WRITE.format(files=self._files))
+            if shown.ended != "0":
+                raise SandboxFailed(f"the files cannot be written: {shown.ended} {shown.output}")
+            self._written = True
+        return result_text(self._sandbox.call(tool, source), self._limits)
 
 
 def result_text(printed: Shown, limits: Limits) -> str:

@@ -58,14 +58,20 @@ class EpisodeSandbox(Isolated):
         super().__init__(isolation, limits)
         self._memory = limits.memory + RUNNER_MEMORY
 
-    def call(self, tool: Literal["python", "shell"], source: str) -> Shown:
-        """Run Python or a command.  Raises SandboxFailed where the sandbox itself ends."""
-        limits = self.limits.as_json() | {"own_disk": not self.isolation.needs_folder}
+    def call(
+        self, tool: Literal["python", "shell"], source: str, limits: Limits | None = None
+    ) -> Shown:
+        """Run Python or a command.   limits: of this call, instead of the sandbox's.
+
+        Raises SandboxFailed where the sandbox itself ends.
+        """
+        held = limits or self.limits
+        sent = held.as_json() | {"own_disk": not self.isolation.needs_folder}
         self._start()
-        deadline = time.monotonic() + self.limits.seconds + END_SECONDS
-        request = {"tool": tool, "source": source, "limits": limits}
+        deadline = time.monotonic() + held.seconds + END_SECONDS
+        request = {"tool": tool, "source": source, "limits": sent}
         try:
-            answer = self._exchange(request, deadline, ESCAPED * self.limits.output + FRAME)
+            answer = self._exchange(request, deadline, ESCAPED * held.output + FRAME)
         except ProgramEnded as error:
             raise SandboxFailed(
                 f"the {self.isolation.name} sandbox gave no answer: {error}"

@@ -55,7 +55,7 @@ def test_a_guessing_game_is_seeded_and_asks_for_every_number_as_often():
 
 
 # The calculator's calls are JSON, and the chat tasks are for a model that brings its tokenizer.
-OTHERS = ("preferences", "calculator", "chat_sums", "chat_json", "chat_words", "programs")
+OTHERS = ("preferences", "calculator", "chat_sums", "chat_json", "chat_words", "programs", "repairs")
 
 
 @pytest.mark.parametrize("name", [name for name in GENERATED if name not in OTHERS])
@@ -120,6 +120,26 @@ def test_references_of_programs_pass_their_tests_and_no_other_reference_does():
         if other["answer"] != row["answer"]:
             exec(other["answer"], given)
             assert not all(_same(given["f"], args, expected) for args, expected in cases), (row, other)
+
+
+def test_wrong_functions_of_repairs_fail_their_check_and_right_ones_pass_it():
+    for row in make_task("repairs").prompts(100, seed=0):
+        assert not _passes(row["files"]["solution.py"], row), row
+        assert _passes(row["answer"], row), row
+
+
+def _passes(source, row):
+    """True where the check of a row passes, and all its hidden tests."""
+    given: dict = {}
+    exec(source, given)  # a function of ours
+    check = row["files"]["check.py"].replace("from solution import f\n", "").replace('print("passed")\n', "")
+    cases = [(case["args"], case["expected"]) for case in json.loads(row["tests"])]
+    try:
+        exec(check, given)
+    except AssertionError:
+        assert sum(not _same(given["f"], args, expected) for args, expected in cases) > 1
+        return False
+    return all(_same(given["f"], args, expected) for args, expected in cases)
 
 
 def _same(function, args, expected):
