@@ -23,9 +23,9 @@ SOURCE = "def f(x):\n    return {expression}\n"
 @built_in("repairs")
 @dataclass(frozen=True, kw_only=True)
 class Repairs(Generated):
-    """A file `solution.py` with a wrong function, a check that fails, and hidden tests.
+    """A file with a wrong function, a check that fails, and hidden tests.
 
-    The tools are `shell` or `python`, the reward is `code` with `file: solution.py`.  With
+    The tools are `shell` or `python`, the reward is `code` with its argument `file`.  With
     probability `slip` a demonstrator writes another wrong function.
 
     >>> (row,) = Repairs().held_out(1)
