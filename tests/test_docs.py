@@ -271,12 +271,12 @@ def test_pages_name_settings_that_exist() -> None:
 
 
 def test_pages_are_about_the_project_alone() -> None:
-    """No machine's paths; completions are no responses (docs/words.md lists such words in brackets)."""
+    """No machine's paths; completions are no responses (docs/words.md lists such words in brackets), but Responses is an API."""
     for path in [*PAGES, *DOCS.glob("*.py")]:
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"/(work|home|root|tmp|usr|mnt)/", text), path.name
         prose = re.sub(r"^```json.*?^```$|\[[^\]\n]*\] \||`[^`\n]*`|\"\w+\"", "", text, flags=re.MULTILINE | re.DOTALL)
-        wrong = re.findall(r"\b(?:responses?|behaviour)\b", prose, flags=re.IGNORECASE)
+        wrong = re.findall(r"\b(?:[Rr]esponse|responses|[Bb]ehaviour)\b", prose)
         assert not wrong, f"{path.name}: {wrong}"
 
 
