@@ -183,6 +183,23 @@ def test_the_run_ends_when_no_server_answers_for_longer_than_patience(start, eng
         engine.send_weights(1)
 
 
+@pytest.mark.slow
+def test_weights_are_published_and_conversations_begun_while_no_server_is_there(
+    start, engine_of, prompts_of, scripted_environment
+) -> None:
+    server = start().wait()
+    engine = engine_of([server.url], in_flight=True)
+    engine.send_weights(0)
+    server.kill()
+    until(lambda: not engine.servers.known)
+    engine.send_weights(1)
+    engine.environment = scripted_environment(cut=0.0, delays=0)
+    drawing = Drawing(engine, prompts_of(8, 8))
+    server.start()
+    drawing.result()
+    assert server.label().endswith(":1")
+
+
 # ---- servers that are late, or join
 
 
@@ -301,6 +318,8 @@ def test_a_file_of_addresses_is_read_again(tmp_path: Path, caplog: pytest.LogCap
     named.write_text("http://a:1\nhttp://\n")
     assert found.read() == ("http://a:1", "http://c:3")
     assert "a server is written http://host:port, got 'http://'" in caplog.text
+    named.write_text("")
+    assert found.read() == ("http://a:1", "http://c:3"), "it is being written"
     named.write_text("http://b:2\n")
     assert found.read() == ("http://b:2",)
 

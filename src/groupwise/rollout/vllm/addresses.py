@@ -77,11 +77,13 @@ class AddressFile:
         return unique([line for line in lines if line and not line.startswith("#")])
 
     def read(self) -> tuple[str, ...]:
-        """Return the addresses in the file; those before where it cannot be read now, with a
-        warning.
+        """Return the addresses in the file.
+
+        Where it cannot be read now, or is empty as one that is being written, those before stay,
+        the former with a warning.
         """
         try:
-            self._urls = self._parse()
+            self._urls = self._parse() or self._urls
         except ConfigError as error:
             log.warning("the servers stay as they are: %s", error)
         return self._urls

@@ -86,6 +86,11 @@ class Colocated:
         return dict(zip(self.names, self.facts, strict=False))
 
     @property
+    def rows(self) -> int:
+        """Completions that it decodes at the same time."""
+        return int(self.facts[0]["rows"])
+
+    @property
     def context(self) -> int:
         """Tokens of the longest sequence that it holds."""
         return int(self.facts[0]["context"])

@@ -308,7 +308,7 @@ class VllmEngine:
             for index in range(group_size)
         }
         groups = Groups(group_size)
-        rows = sum(int(facts["rows"]) for facts in self.servers.known.values())
+        rows = self.servers.rows
         with (
             self._requests(oldest) as requests,
             Conversations(

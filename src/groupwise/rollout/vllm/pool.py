@@ -146,12 +146,27 @@ class ServerPool:
     @property
     def lora_rank(self) -> int:
         """The highest rank of adapters that all servers take alone; 0: one takes none."""
-        return min(int(facts["lora_rank"]) for facts in self.known.values())
+        return self._least("lora_rank")
 
     @property
     def context(self) -> int:
         """Tokens of the longest sequence that all servers hold."""
-        return min(int(facts["context"]) for facts in self.known.values())
+        return self._least("context")
+
+    @property
+    def rows(self) -> int:
+        """Completions that all servers decode at the same time; of the first where none is there at
+        the moment.
+        """
+        assert self._first is not None, "start first"
+        rows = sum(int(facts["rows"]) for facts in self.known.values())
+        return rows or int(self._first["rows"])
+
+    def _least(self, name: str) -> int:
+        """Return the least of what the first server has of something, and those that are there."""
+        assert self._first is not None, "start first"
+        found = [self._first, *self.known.values()]
+        return min(int(facts[name]) for facts in found)
 
     def start(self) -> tuple[()]:
         """Wait until a server is there, and all that are named have been asked once.
