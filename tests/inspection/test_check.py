@@ -97,8 +97,8 @@ def test_p07_positions_that_start_anew_are_found(check: Callable, monkeypatch: p
     genuine = passes.hidden
     planted = {"on": False}
 
-    def hidden(policy: object, tokens: torch.Tensor, position: torch.Tensor, attend: object) -> torch.Tensor:
-        return genuine(policy, tokens, torch.arange(len(position)) % 90 if planted["on"] else position, attend)
+    def hidden(policy: object, tokens: torch.Tensor, position: torch.Tensor, *further: object) -> torch.Tensor:
+        return genuine(policy, tokens, torch.arange(len(position)) % 90 if planted["on"] else position, *further)
 
     monkeypatch.setattr(passes, "hidden", hidden)
     import groupwise.inspection.check as module

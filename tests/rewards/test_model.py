@@ -93,9 +93,9 @@ def test_the_ids_that_are_scored_are_the_ids_that_were_trained_on(
     read: list[tuple[list[int], list[int]]] = []
     original = passes.hidden
 
-    def hidden(policy: Policy, tokens: torch.Tensor, position: torch.Tensor, attend: Any) -> torch.Tensor:
+    def hidden(policy: Policy, tokens: torch.Tensor, position: torch.Tensor, *further: Any) -> torch.Tensor:
         read.append((tokens.tolist(), position.tolist()))
-        return original(policy, tokens, position, attend)
+        return original(policy, tokens, position, *further)
 
     monkeypatch.setattr(passes, "hidden", hidden)
     optimizer = Optimizer(scorer.model, OptimizerSettings(lr=1e-3), 1)

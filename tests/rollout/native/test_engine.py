@@ -138,9 +138,9 @@ def test_p35_finished_rows_make_room_for_waiting_ones(policy_of, prompts_of, mon
     rows = []
     hidden = native.hidden
 
-    def counted(policy, tokens_T, position_T, attend):
+    def counted(policy, tokens_T, position_T, attend, images):
         rows.append((type(attend).__name__, tokens_T.shape[0]))
-        return hidden(policy, tokens_T, position_T, attend)
+        return hidden(policy, tokens_T, position_T, attend, images)
 
     monkeypatch.setattr(native, "hidden", counted)
     groups = run(policy, prompts, sampling, group_size=4, max_rows=8)
