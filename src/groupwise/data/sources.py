@@ -415,8 +415,10 @@ def _digested(value: object) -> Any:
     """
     if callable(listed := getattr(value, "tolist", None)):  # arrays and numbers of numpy, tensors
         return listed()
-    if callable(written := getattr(value, "tobytes", None)):  # images of PIL
-        return short_digest([written()])
+    written: Any = getattr(value, "tobytes", None)
+    if callable(written):  # images of PIL
+        pixels: Any = written()
+        return short_digest([pixels])
     if isinstance(value, bytes | Decimal | UUID | date | time | timedelta):
         return repr(value)
     return type(value).__name__
