@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import torch
 import yaml
 from rich.console import Console
 from safetensors.torch import load_file
+from scripted_judge import Server
 from transformers import AutoTokenizer
 
 from groupwise.api.evaluate import evaluate
@@ -214,6 +217,42 @@ def test_a_chat_model_learns_from_programs(checkpoint: Path, tmp_path: Path) -> 
     run(ROOT / "recipes/smollm2-programs.yaml", tmp_path, [f"model.path={checkpoint}", "data.eval_limit=4", *few])
     last = steps_of(tmp_path / "runs/smollm2-programs/grpo")[-1]
     assert last["log/code_not_judged"] == 0.0 and "rewards/code/mean" in last
+
+
+@pytest.mark.slow
+def test_a_chat_model_learns_from_a_judge(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """smollm2-judge without a server is planned, and refused before it begins; with one it trains."""
+    server = Server(prefers_the_longer)
+    path = tmp_path / "judge.yaml"
+    small = [f"runs={tmp_path / 'runs'}", f"model.path={checkpoint}", "steps=2", "rollout.max_new_tokens=8"]
+    small += ["group.prompts_per_step=2", "group.group_size=3", "data.limit=32", "data.eval_limit=4", "save.every=2"]
+    recipe = yaml.safe_load((ROOT / "recipes/smollm2-judge.yaml").read_text())
+    judge = recipe["rewards"][0]["args"]
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        judge |= {"url": f"http://127.0.0.1:{nobody.getsockname()[1]}/v1", "cache": str(tmp_path / "answers.sqlite")}
+        path.write_text(yaml.safe_dump(recipe, sort_keys=False))
+        assert main(["train", str(path), *small, "--dry-run"]) == 0
+        for command, status in (("check", 1), ("train", 2)):
+            capsys.readouterr()
+            assert main([command, str(path), *small]) == status
+            said = " ".join("".join(capsys.readouterr()).split())
+            assert "nothing answers at" in said and "groupwise serve MODEL" in said
+            assert ("ok model proven" in said) == (command == "check"), "the later checks alone need the server"
+        assert not (tmp_path / "runs/smollm2-judge").exists()
+    judge["url"] = server.url
+    path.write_text(yaml.safe_dump(recipe, sort_keys=False))
+    assert main(["train", str(path), *small]) == 0
+    server.shutdown()
+    server.server_close()
+    last = steps_of(tmp_path / "runs/smollm2-judge")[-1]
+    assert last["step"] == 2 and last["log/judge_failed"] == 0.0
+    assert last["rewards/judge/mean"] == pytest.approx(0.5), "of each pair one wins"
+
+
+def prefers_the_longer(answers: dict[str, str], body: dict) -> str:
+    """A judge of pairs."""
+    return json.dumps({"better": max(answers, key=lambda name: (len(answers[name]), answers[name]))})
 
 
 @pytest.mark.slow

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
+import socket
 import sqlite3
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted_judge import Server
 
 from groupwise.config.settings import RewardSettings
 from groupwise.errors import ConfigError, RewardError
@@ -21,55 +21,10 @@ from groupwise.rewards import judge_client
 from groupwise.rewards.compose import build_rewards
 from groupwise.rewards.user_functions import Completions
 
-ANSWER = re.compile(r"<answer id=(\w+)>\n(.*?)\n</answer id=\w+>", re.DOTALL)
-
 
 def worth(answer: str) -> float:
     """What a fair judge gives: the number in an answer."""
     return float(answer.split()[-1])
-
-
-class Server(ThreadingHTTPServer):
-    """A judge that answers by a script: `reply(answers, body) -> text`, or (status, text)."""
-
-    daemon_threads = True
-    retry_after = "0.6"
-
-    def __init__(self, reply: Callable[[dict[str, str], dict[str, Any]], Any]) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.reply = reply
-        self.bodies: list[dict[str, Any]] = []
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}/v1"
-
-    def shown(self) -> list[dict[str, str]]:
-        """The answers of each call, by id."""
-        return [dict(ANSWER.findall(body["messages"][0]["content"])) for body in self.bodies]
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        body["key"] = self.headers.get("Authorization")
-        self.server.bodies.append(body)
-        said = self.server.reply(dict(ANSWER.findall(body["messages"][0]["content"])), body)
-        status, text = said if isinstance(said, tuple) else (200, said)
-        message = {"choices": [{"message": {"content": text}}], "usage": {"prompt_tokens": 100, "completion_tokens": 10}}
-        data = json.dumps(message if status == 200 else {"error": text}).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        if status == 429:
-            self.send_header("Retry-After", self.server.retry_after)
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        pass
 
 
 def fair(answers: dict[str, str], body: dict[str, Any]) -> str:
@@ -267,13 +222,15 @@ def test_a_prompt_that_is_refused_does_not_end_schemas(serve: Any, judged: Any) 
     assert "response_format" in server.bodies[-1]
 
 
-@pytest.mark.parametrize("limit", [{"calls_per_step": 2}, {"tokens_per_step": 200}])
+@pytest.mark.parametrize("limit", [{"calls_per_group": 2}, {"tokens_per_group": 200}])
 def test_a_spent_budget_gives_none_to_the_rest(limit: dict[str, int], serve: Any, judged: Any) -> None:
     server = serve()
     rewards, metrics = judged(server, [f"x 0.{n}" for n in range(5)], at_once=1, **limit)
     assert rewards == [0.0, 0.1, None, None, None]
     assert metrics["judge_failed"] == 3.0 and len(server.bodies) == 2
-    assert judged.again(judged.made[-1], ["y 0.5"])[0] == [0.5], "each step has its own"
+    assert judged.again(judged.made[-1], ["y 0.5"])[0] == [0.5], "each call of the reward has its own"
+    two = judged.again(judged.made[-1], [f"z 0.{n}" for n in range(4)], ["first"] * 2 + ["second"] * 2)[0]
+    assert two == [0.0, 0.1, 0.2, 0.3], "two groups may cost twice as much"
 
 
 def test_answers_are_kept_on_disk(serve: Any, judged: Any, tmp_path: Path) -> None:
@@ -333,12 +290,54 @@ def test_an_answer_of_no_use_is_not_kept(serve: Any, judged: Any, tmp_path: Path
     assert judged(server, ["a 0.5"], cache=cache, url=server_url)[0] == [0.5]
 
 
-def test_a_judge_that_stays_silent_ends_the_run(serve: Any, judged: Any) -> None:
+def test_a_judge_that_stays_silent_for_steps_ends_the_run(serve: Any, judged: Any) -> None:
     server = serve(fails)
     judged(server, ["a 0.5"], retries=0)
-    judged.again(judged.made[-1], ["a 0.5"])
+    rewards = judged.made[-1]
+    for _ in range(4):
+        judged.again(rewards, ["a 0.5"])  # groups of one step
+    rewards.reach(1, 10)
+    judged.again(rewards, ["a 0.5"])
+    rewards.reach(2, 10)
     with pytest.raises(RewardError, match=r"no answer in 3 steps in a row.*500"):
-        judged.again(judged.made[-1], ["a 0.5"])
+        judged.again(rewards, ["a 0.5"])
+
+
+def test_an_answer_ends_the_silence(serve: Any, judged: Any) -> None:
+    server = serve(fails)
+    judged(server, ["a 0.5"], retries=0)
+    rewards = judged.made[-1]
+    rewards.reach(1, 10)
+    judged.again(rewards, ["a 0.5"])
+    server.reply = fair
+    assert judged.again(rewards, ["a 0.5"])[0] == [0.5]
+    server.reply = fails
+    rewards.reach(2, 10)
+    assert judged.again(rewards, ["a 0.5"])[0] == [None]
+
+
+def test_a_group_without_pairs_is_no_silence(serve: Any, judged: Any) -> None:
+    server = serve()
+    assert judged(server, ["a 0.5", "a 0.5"], mode="pairs")[0] == [None, None]
+    for step in (1, 2, 3):
+        judged.made[-1].reach(step, 10)
+        assert judged.again(judged.made[-1], ["a 0.5", "a 0.5"])[0] == [None, None]
+    assert not server.bodies
+
+
+def test_a_server_that_is_not_there_is_named_with_the_command_that_starts_one(serve: Any, judged: Any) -> None:
+    server = serve()
+    judged(server, ["a 0.5"])
+    judged.made[-1].reach_servers()  # 501 for the list of models is an answer
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}/v1"
+        settings = RewardSettings(function="judge", args={"url": url, "model": "j"})
+        with (
+            build_rewards([settings], columns=["prompt"]) as rewards,
+            pytest.raises(ConfigError, match=rf"nothing answers at {url} \(.*refused.*`groupwise serve MODEL"),
+        ):
+            rewards.reach_servers()
 
 
 def test_a_wrong_key_ends_the_run_at_once(serve: Any, judged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,8 +354,8 @@ def test_a_wrong_key_ends_the_run_at_once(serve: Any, judged: Any, monkeypatch: 
         ({"url": "localhost:1"}, "needs a url with http"),
         ({"mode": "vote"}, "'score', 'rank' or 'pairs'"),
         ({"url": 5}, "url: 5: Input should be a valid string"),
-        ({"calls_per_step": 0}, "calls_per_step above 0"),
-        ({"tokens_per_step": 0}, "tokens_per_step above 0"),
+        ({"calls_per_group": 0}, "calls_per_group above 0"),
+        ({"tokens_per_group": 0}, "tokens_per_group above 0"),
         ({"retries": -1}, "retries of at least 0"),
         ({"prices": "free"}, "prices"),
         ({"show": ["hint"]}, "shows hint, which the data do not have"),

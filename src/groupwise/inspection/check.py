@@ -49,7 +49,7 @@ from groupwise.records import Finish, Prompt, Rollout, RolloutGroup, Sampling
 from groupwise.rewards.accuracy import as_text, check_gold
 from groupwise.rewards.completions import prompt_of
 from groupwise.rewards.compose import Rewards
-from groupwise.rewards.registry import CODE
+from groupwise.rewards.registry import CODE, JUDGE
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.inputs import resolved
 from groupwise.runs.job import Job, make_job
@@ -154,6 +154,9 @@ def _check_job(job: Job) -> Iterator[Finding]:
         return
     yield from _procedural(recipe)
     assert rewards is not None
+    if any(reward.function == JUDGE for reward in recipe.rewards):
+        rewards.reach_servers()
+        yield _good("judge", "its server answers")
     if isinstance(job.prepared.environment, ToolEnvironment):
         yield from _environments(recipe, job.prepared.environment, job.prompts)
     episodes = rewards.asks("environments", "environment_rewards")  # a gold answer has none

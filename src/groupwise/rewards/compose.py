@@ -370,6 +370,12 @@ class Rewards:
             self._thread.close()
             self._thread = None
 
+    def reach_servers(self) -> None:
+        """Raise ConfigError if the server of a judge does not answer."""
+        for reward in self._rewards:
+            if reward.spec == JUDGE and reward.function is not None:
+                reward.function.reach_server()
+
     def plan(self) -> Iterator[str]:
         """Yield each function with where it runs, and what happens to a call that does not end."""
         for reward in self._rewards:

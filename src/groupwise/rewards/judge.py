@@ -18,6 +18,7 @@ from typing import Any, Literal
 from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards.final_message import final_message
 from groupwise.rewards.judge_client import Budget, JudgeClient, JudgeFailed
+from groupwise.rewards.trainer_state import TrainerState
 from groupwise.utils.built_in import built_in
 from groupwise.utils.terminal import logger
 from groupwise.utils.threads import Thread
@@ -30,7 +31,7 @@ RUBRIC = (
 )
 """What is judged, where a recipe does not say it."""
 PATIENCE = 3
-"""Steps without one answer of the judge, after which a run ends."""
+"""Steps in a row without one answer of the judge, after which a run ends."""
 
 _TASK = """You judge answers to a task.
 
@@ -72,8 +73,8 @@ def judge(
     retries: int = 2,
     max_tokens: int = 1024,
     temperature: float = 0.0,
-    calls_per_step: int | None = None,
-    tokens_per_step: int | None = None,
+    calls_per_group: int | None = None,
+    tokens_per_group: int | None = None,
     prices: Sequence[float] = (0.0, 0.0),
     cache: str | None = None,
     seed: int = 0,
@@ -89,7 +90,8 @@ def judge(
     key: the environment variable with the server's key, if it needs one.
     at_once: calls side by side.   seconds: for one call.   retries: of a call that failed.
     max_tokens, temperature: of the judge's answer.
-    calls_per_step, tokens_per_step: where they are reached the rewards of the rest are None.
+    calls_per_group, tokens_per_group: limits for the completions of a prompt; behind them rewards
+        are None.
     prices: of a million tokens that are read, and of a million that are written.
     cache: the file that keeps answers.   seed: of the order in which completions are shown.
 
@@ -107,7 +109,7 @@ def judge(
             f" {', '.join(columns)}"
         )
     numbers = {"at_once": at_once, "seconds": seconds, "max_tokens": max_tokens}
-    numbers |= {"calls_per_step": calls_per_step, "tokens_per_step": tokens_per_step}
+    numbers |= {"calls_per_group": calls_per_group, "tokens_per_group": tokens_per_group}
     for setting, value in numbers.items():
         if value is not None and not value > 0:
             raise ConfigError(f"the reward 'judge' needs {setting} above 0, got {value}")
@@ -124,7 +126,7 @@ def judge(
         options={"max_tokens": max_tokens, "temperature": temperature},
         cache=cache,
     )
-    budget = Budget(calls=calls_per_step, tokens=tokens_per_step)
+    budget = Budget(calls=calls_per_group, tokens=tokens_per_group)
     return JudgeReward(
         client,
         budget,
@@ -157,8 +159,8 @@ class JudgeReward:
         self._client, self._budget, self._mode, self._name = client, budget, mode, name
         self._rubric, self._show, self._prices, self._seed = rubric, show, prices, seed
         self._threads = Thread("groupwise-judge", at_once)
-        self._silent = 0
-        """Steps in a row in which no call had an answer."""
+        self._silent: set[int] = set()
+        """Steps in which no call had an answer, since the last answer."""
         self._warned = False
 
     def __call__(
@@ -166,25 +168,33 @@ class JudgeReward:
         prompts: Sequence[str],
         completions: Sequence[str],
         log_metric: Callable[[str, float], None],
+        trainer_state: TrainerState,
         **columns: Sequence[Any],
     ) -> list[float | None]:
         """Return the reward of each completion."""
-        self._budget.begin()
         texts = [final_message(completion).strip() for completion in completions]
         groups = _groups_of(prompts)
+        self._budget.begin(len(groups))
         asked = []
         for group in groups:
             task = self._task(prompts[group[0]], columns, group[0])
             answers = list(dict.fromkeys(texts[place] for place in group))
             asked.append(self._begin(task, answers))
         rewards: list[float | None] = [None] * len(texts)
+        answers_of_calls: list[dict[str, float]] = []
         for group, calls in zip(groups, asked, strict=True):
-            scores = self._scores([call.result() for call in calls])
+            ended = [call.result() for call in calls]
+            answers_of_calls += ended
+            scores = self._scores(ended)
             for place in group:
                 rewards[place] = scores.get(texts[place])
         self._log(log_metric)
-        self._notice(rewards)
+        self._notice(answers_of_calls, trainer_state.global_step)
         return rewards
+
+    def reach_server(self) -> None:
+        """Raise ConfigError if the server does not answer."""
+        self._client.reach_server()
 
     def close(self) -> None:
         """End the calls; those that the server is answering are left to their threads."""
@@ -271,11 +281,18 @@ class JudgeReward:
         log_metric(f"{self._name}_failed", spent.failed)
         log_metric(f"{self._name}_seconds", spent.seconds)
 
-    def _notice(self, rewards: Sequence[float | None]) -> None:
-        """Raise RewardError where the judge has been silent for too long."""
-        silent = bool(rewards) and all(reward is None for reward in rewards)
-        self._silent = self._silent + 1 if silent else 0
-        if self._silent >= PATIENCE:
+    def _notice(self, calls: Sequence[Mapping[str, float]], step: int) -> None:
+        """Raise RewardError where the judge has been silent for too long.
+
+        calls: what each call gave.  A group of equal completions has no pairs, and makes none.
+        """
+        if not calls:
+            return
+        if any(calls):
+            self._silent.clear()
+            return
+        self._silent.add(step)
+        if len(self._silent) >= PATIENCE:
             raise RewardError(
                 f"the reward 'judge' had no answer in {PATIENCE} steps in a row; the last call:"
                 f" {self._client.last_failure}"

@@ -30,6 +30,8 @@ LARGEST = 8 << 20
 WAIT = 0.5
 """Seconds before the first retry; each further one waits twice as long."""
 LONGEST_WAIT = 20.0
+PROBE = 10.0
+"""Seconds for the question whether a server is there."""
 LONGEST_PAUSE = 120.0
 """Seconds that a server can ask for by `Retry-After`: a step does not wait for hours."""
 
@@ -39,19 +41,21 @@ class JudgeFailed(Exception):
 
 
 class BudgetSpent(JudgeFailed):
-    """A step may make no further call."""
+    """No further call may be made for these groups."""
 
 
 class Budget:
-    """What a step may spend, and has spent."""
+    """What may be spent on groups, and has been spent."""
 
     def __init__(self, *, calls: int | None = None, tokens: int | None = None) -> None:
+        """calls, tokens: limits for one group."""
         self._calls, self._tokens = calls, tokens
         self._lock = threading.Lock()
-        self.begin()
+        self.begin(1)
 
-    def begin(self) -> None:
-        """Begin a step."""
+    def begin(self, groups: int) -> None:
+        """Begin to judge so many groups, which share their limits."""
+        self._groups = groups
         self.calls_made = self.tokens_read = self.tokens_written = self.cached = self.failed = 0
         self.seconds = 0.0
         """Seconds of all calls together."""
@@ -60,10 +64,10 @@ class Budget:
         """Count a call that is to be made.  Raises BudgetSpent where no further one may be."""
         with self._lock:
             tokens = self.tokens_read + self.tokens_written
-            if self._calls is not None and self.calls_made >= self._calls:
-                raise BudgetSpent(f"calls_per_step: {self._calls} is reached")
-            if self._tokens is not None and tokens >= self._tokens:
-                raise BudgetSpent(f"tokens_per_step: {self._tokens} is reached")
+            if self._calls is not None and self.calls_made >= self._groups * self._calls:
+                raise BudgetSpent(f"calls_per_group: {self._calls} is reached")
+            if self._tokens is not None and tokens >= self._groups * self._tokens:
+                raise BudgetSpent(f"tokens_per_group: {self._tokens} is reached")
             self.calls_made += 1
 
     def spend(self, usage: Mapping[str, Any], seconds: float) -> None:
@@ -98,7 +102,8 @@ class JudgeClient:
         options: Mapping[str, Any],
         cache: str | None,
     ) -> None:
-        self._url, self._model, self._key = f"{url.rstrip('/')}/chat/completions", model, key
+        self._base = url.rstrip("/")
+        self._url, self._model, self._key = f"{self._base}/chat/completions", model, key
         self._seconds, self._retries, self._options = seconds, retries, dict(options)
         self._known = None if cache is None else _KeptAnswers(cache)
         self._schemas = True
@@ -113,6 +118,23 @@ class JudgeClient:
         self._closed.set()
         if self._known is not None:
             self._known.close()
+
+    def reach_server(self) -> None:
+        """Ask the server for its list of models.  Raises ConfigError if it does not answer.
+
+        An answer that refuses the question is one, too: not every server has the list.
+        """
+        try:
+            urllib.request.urlopen(f"{self._base}/models", timeout=PROBE).close()
+        except urllib.error.HTTPError as error:
+            error.close()
+        except (OSError, http.client.HTTPException) as error:
+            raise ConfigError(
+                f"the reward 'judge': nothing answers at {self._base}"
+                f" ({getattr(error, 'reason', None) or error}). Start the judge first, for example"
+                " by `groupwise serve MODEL --port PORT` in another terminal, or correct the"
+                " reward's url"
+            ) from None
 
     def ask(
         self,

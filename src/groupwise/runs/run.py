@@ -174,6 +174,9 @@ class Run:
             moment = comm.from_first(lambda: moment_of(folder, self._started))
             self.job: Job = resumed_job(at_moment(meant, moment), folder, newest)
             fit_threads(self.job.policy, recipe.threads)
+            rewards = self.job.prepared.rewards
+            if rewards is not None and self.done < self.job.steps:
+                comm.from_first(rewards.reach_servers)
             self.saver = Saver(folder, self.job, recipe.save.keep)
             self.best = BestEvaluation.of(recipe.eval)
             # The last whole step: its number, the optimizer steps taken by then, and where the data
