@@ -33,6 +33,7 @@ from http import HTTPStatus
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from groupwise.data.sources import too_deep
 from groupwise.environments import messages_api, responses_api
 from groupwise.environments.chat_codec import ChatCodec, ChatResponse, ServedTurn
 from groupwise.environments.harness import Ending, OutsideHarness, reward_of
@@ -48,7 +49,7 @@ from groupwise.environments.requests import (
 )
 from groupwise.errors import ConfigError, EnvironmentFailure
 from groupwise.utils.http import Handler, Server, is_loopback
-from groupwise.utils.json_text import half_character
+from groupwise.utils.json_text import finite, half_character, no_number
 from groupwise.utils.terminal import logger
 
 log = logger(__name__)
@@ -57,6 +58,7 @@ LARGEST = 32 << 20
 """Bytes of a request's body."""
 POLL_SECONDS = 0.5
 """Seconds between two looks whether a client that waits is still there."""
+TOO_DEEP = "the body is not JSON that can be read: it is nested too deeply"
 LONGEST = 2048
 """Characters of an address."""
 SESSIONS = ("x-claude-code-session-id", "session-id", "x-session-id")
@@ -254,15 +256,15 @@ class _EndpointHandler(Handler):
             )
         data = self.await_body(int(length))
         try:
-            body = json.loads(data, parse_constant=_no_number)
+            body = json.loads(data.decode(), parse_constant=no_number, parse_float=finite)
         except RecursionError:
-            raise Refused(
-                "the body is not JSON that can be read: it is nested too deeply"
-            ) from None
+            raise Refused(TOO_DEEP) from None
         except ValueError as error:
             raise Refused(f"the body is not JSON: {error}") from None
         if not isinstance(body, Mapping):
             raise Refused("the body must be a JSON object")
+        if too_deep(body):
+            raise Refused(TOO_DEEP)
         if b"\\u" in data and (half := half_character(body)):
             raise Refused(f"the body cannot be read: {half} is half of a character")
         return body
@@ -420,10 +422,6 @@ def _ending(reward: Any) -> Ending:
         return Ending(reward_of(reward))
     except (TypeError, EnvironmentFailure):
         raise Refused("reward must be a finite number or null", param="reward") from None
-
-
-def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no number in JSON")
 
 
 def chat_answer(turn: ServedTurn, codec: ChatCodec) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from groupwise.data.messages import ARGUMENTS, from_json, switch_as_text
+from groupwise.data.sources import too_deep
 from groupwise.records import Finish, Sampling
 
 
@@ -627,5 +628,9 @@ def message_key(message: Mapping[str, Any]) -> str:
 
 
 def _object(arguments: Any) -> Any:
-    """Arguments of a call as an object; as they are, if they are the JSON of none."""
-    return value if isinstance(value := from_json(arguments), dict) else arguments
+    """Arguments of a call as an object; as they are, if they are the JSON of none, or nested so
+    deep that a template could not write it."""
+    value = from_json(arguments)
+    if isinstance(value, dict) and not too_deep(value):
+        return value
+    return arguments

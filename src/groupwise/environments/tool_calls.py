@@ -24,9 +24,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+from groupwise.data.sources import too_deep
 from groupwise.environments.schemas import is_kind, kinds_of
 from groupwise.errors import ConfigError
-from groupwise.utils.json_text import half_character
+from groupwise.utils.json_text import finite, half_character, no_number
 
 CallForm = Literal["json", "xml", "bare", "channels"]
 
@@ -383,7 +384,9 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-_DECODER = json.JSONDecoder(strict=False, object_pairs_hook=_once)
+_DECODER = json.JSONDecoder(
+    strict=False, object_pairs_hook=_once, parse_constant=no_number, parse_float=finite
+)
 """Line breaks inside strings are read: models write programs as arguments."""
 
 
@@ -391,6 +394,8 @@ def _decoded(text: str, start: int) -> tuple[Any, int]:
     """The JSON value that begins at `start`, and where it ends.  Raises _NotACall."""
     try:
         value, end = _DECODER.raw_decode(text, start)
+        if isinstance(value, list | dict) and too_deep(value):
+            raise _NotACall("the call is nested too deeply")
         half = half_character(value) if "\\u" in text[start:end] else None
         if half is None:
             return value, end
@@ -400,7 +405,7 @@ def _decoded(text: str, start: int) -> tuple[Any, int]:
     except RecursionError:
         why = "is nested too deeply"
     except ValueError as error:
-        # A key that is given twice, or a number with more digits than Python converts.
+        # A key that is given twice, or a number that Python cannot convert or JSON lacks.
         why = f"cannot be read: {error}"
     raise _NotACall(f"the call {why}")
 

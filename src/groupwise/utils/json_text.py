@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
@@ -21,6 +22,23 @@ def half_character(value: Any) -> str | None:
     except UnicodeEncodeError as error:
         return ascii(error.object[error.start])
     return None
+
+
+def finite(digits: str) -> float:
+    """Read a number of JSON.  Raises ValueError for one that is too large for a float.
+
+    >>> finite("1e3")
+    1000.0
+    """
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"{digits[:40]} is no number that can be read")
+    return number
+
+
+def no_number(name: str) -> None:
+    """Raise ValueError for NaN and Infinity, which Python reads and JSON lacks."""
+    raise ValueError(f"{name} is no number in JSON")
 
 
 _BARE = re.compile(

@@ -654,3 +654,55 @@ def test_anthropics_client_reads_the_same_streamed_and_not(worlds, says, a_promp
     assert whole == streamed
     assert read[0].stop_reason == read[1].stop_reason
     assert read[0].usage.output_tokens == read[1].usage.output_tokens == len(played.sampled[0])
+
+
+def deep(levels: int) -> bytes:
+    return b'{"a":' * levels + b"1" + b"}" * levels
+
+
+UNREADABLE = {
+    "a number above all": (b"1e400", "1e400 is no number that can be read"),
+    "the same in a list": (b"[1, -1e999]", "-1e999 is no number"),
+    "half of a character": (b'"\xed\xa0\x80"', "the body is not JSON"),
+    "bytes that are no text": (b'"\xff"', "the body is not JSON"),
+    "nested deeper than answers can be": (deep(400), "nested too deeply"),
+    "nested deeper than it can be read": (deep(100_000), "nested too deeply"),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_a_body_that_no_answer_could_repeat_is_refused(worlds, a_prompt, case):
+    """The answer of Responses repeats `metadata`: a turn must not be drawn for an answer that cannot be written."""
+    value, words = UNREADABLE[case]
+    refused = {}
+
+    def harness(base_url):
+        for path in (*PATHS, "/messages/count_tokens"):
+            data = json.dumps(opening(path, metadata="VALUE")).encode().replace(b'"VALUE"', value)
+            kind = {"Content-Type": "application/json"}
+            refused[path] = httpx.post(f"{base_url}{path}", content=data, headers=kind, timeout=WAIT, trust_env=False)
+
+    play(worlds(harness), a_prompt, lambda _: pytest.fail("a turn was drawn"))
+    assert len(refused) == 4
+    for path, answer in refused.items():
+        assert answer.status_code == 400
+        assert words in answer.json()["error"]["message"]
+        assert (answer.json().get("type") == "error") == path.startswith("/messages")
+
+
+@pytest.mark.parametrize("number", ["1e400", "NaN", "-Infinity", "[1e999]", "[" * 300 + "]" * 300])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_with_a_number_that_json_lacks_reaches_the_client(worlds, says, a_prompt, path, number, stream):
+    """The policy writes what it likes; the turn is answered in JSON."""
+    answers = []
+    tools = {"/chat/completions": ADD, "/messages": ANTHROPIC_ADD, "/responses": RESPONSES_ADD}
+
+    def harness(base_url):
+        answers.append(post(base_url, path, opening(path, tools=[tools[path]], stream=stream)))
+
+    text = f'<tool_call>\n{{"name": "add", "arguments": {{"a": {number}}}}}\n</tool_call>'
+    play(worlds(harness), a_prompt, says(text))
+    (answer,) = answers
+    assert answer.status_code == 200
+    assert number in answer.text and "tool_use" not in answer.text  # a call that cannot be read stays text
