@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -162,6 +163,9 @@ WRONG = {
     "nothing is sampled": (["objective=sft", "rollout={}"], "slurm", "samples nothing"),
     "uneven servers": (["cluster.samplers.tensor_parallel=3"], "slurm", "must divide cluster.samplers.gpus"),
     "a time that is none": (["cluster.time=two days"], "slurm", "hours:minutes:seconds"),
+    "a time shorter than the save": (["cluster.time=2:00"], "slurm", "must be longer than cluster.grace"),
+    "a home of another machine": (["cluster.folder=~/work"], "slurm", "write '~/work' whole"),
+    "an engine without servers": (["rollout.engine.colocated=true"], "slurm", "colocated"),
     "a line in a word": ([r'cluster.partition="a\n#SBATCH --uid=0"'], "slurm", "must be one word"),
     "an option that is none": (["cluster.options=[qos]"], "slurm", "--qos=high"),
     "a key that is none": (["cluster.trainers.gpu=8"], "slurm", "did you mean cluster.trainers.gpus"),
@@ -175,6 +179,21 @@ def test_what_is_refused(words: list[str], system: str, said: str, monkeypatch: 
     assert commands.main(["launch", "my.yaml", *words, "--on", system, "--dry-run"]) == 2
     printed = capsys.readouterr()
     assert said in printed.err and not printed.out and SECRET not in printed.err
+
+
+@pytest.mark.parametrize("words", [(), (ALONE,)], ids=["servers", "trainers"])
+def test_a_name_of_digits_is_one_that_kubernetes_takes(words: tuple[str, ...]) -> None:
+    """Names of Services, which are names of hosts, begin with a letter."""
+    for document in yaml.safe_load_all(text("kubernetes", "name=2026-11-28", *words)):
+        assert document["metadata"]["name"] == "run-2026-11-28"
+
+
+@pytest.mark.slow
+def test_runs_at_home_are_at_home(tmp_path: Path) -> None:
+    """Inside of quotes the shell replaces no ~."""
+    home = tmp_path / "home"
+    noted(f"HOME={shlex.quote(str(home))}\n" + text("slurm", "runs=~/my runs"), tmp_path)
+    assert (home / "my runs" / "mine-servers.txt").is_file() and not (tmp_path / "~").exists()
 
 
 def test_stages_share_their_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,9 +55,11 @@ def run(options: argparse.Namespace) -> int:
     """Become the server."""
     from groupwise.models.gguf import checkpoint_folder
     from groupwise.rollout.vllm.server import serve
+    from groupwise.utils.files import expanded
 
     serve(
-        checkpoint_folder(options.model),
+        # `launch` writes the recipe's path in quotes, in which no shell replaces ~.
+        str(expanded(checkpoint_folder(options.model))),
         host=options.host,
         port=options.port,
         rows=options.rows,

@@ -138,6 +138,17 @@ def cluster_findings(cluster: ClusterSettings) -> Iterator[tuple[tuple[str, ...]
     if cluster.time is not None and not re.fullmatch(TIME, cluster.time):
         message = f"cluster.time is written hours:minutes:seconds, 24:00:00; got {cluster.time!r}"
         yield ("cluster.time",), message
+    elif cluster.time is not None and 0 < _seconds(cluster.time) <= cluster.grace:
+        message = (
+            f"cluster.time ({cluster.time}) must be longer than cluster.grace ({cluster.grace}"
+            " seconds): the job would be told to save before it has begun, and queue again for ever"
+        )
+        yield ("cluster.time", "cluster.grace"), message
+    if cluster.folder is not None and cluster.folder.startswith("~"):
+        message = (
+            f"cluster.folder: nothing replaces ~ on other machines: write {cluster.folder!r} whole"
+        )
+        yield ("cluster.folder",), message
     for name in ("partition", "account", "accelerator", "storage", "image", "infra"):
         value = getattr(cluster, name)
         if value is not None and not re.fullmatch(r"[\w.,:/@+-]+", value):
@@ -153,3 +164,17 @@ def cluster_findings(cluster: ClusterSettings) -> Iterator[tuple[tuple[str, ...]
                 f" {place} is none"
             )
             yield (f"cluster.variables.{place}",), message
+
+
+def _seconds(time: str) -> int:
+    """Return the seconds of a duration as Slurm writes it.
+
+    >>> _seconds("90"), _seconds("90:00"), _seconds("1:30:00"), _seconds("1-2"), _seconds("1-2:30")
+    (5400, 5400, 5400, 93600, 95400)
+    """
+    days, dash, clock = time.rpartition("-")
+    numbers = [int(number) for number in clock.split(":")]
+    if not dash and len(numbers) < 3:
+        numbers.insert(0, 0)  # without days and hours the first number says minutes
+    hours, minutes, seconds = [*numbers, 0, 0][:3]
+    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds

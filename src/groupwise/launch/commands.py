@@ -26,6 +26,8 @@ SHARED = "/runs"
 """Where machines without a shared file system mount `cluster.storage`."""
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 """Signals that torchrun passes on to the trainers."""
+SERVED = ("rollout.engine.name=vllm", "rollout.engine.servers=[http://server:8000]")
+"""Overrides like those that trainers with servers get."""
 SPARE_SECONDS = 15
 """Seconds of `cluster.grace` for what is around the trainers: srun, torchrun, the shell."""
 
@@ -48,12 +50,14 @@ class LaunchJob:
 
     @property
     def label(self) -> str:
-        """The name as every system takes it: small letters, digits and hyphens.
+        """The name as every system takes it: small letters, digits and hyphens, a letter first.
 
         >>> LaunchJob("My_run/2", "my.yaml", (), ClusterSettings(), "runs", None, None).label
         'my-run-2'
         """
         letters = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
+        if letters[:1].isdigit():  # Kubernetes would refuse a Service of that name
+            letters = f"run-{letters}"
         return letters[:40].strip("-") or "run"
 
     @property
@@ -170,6 +174,7 @@ def launch_job(path: str | Path, overrides: Sequence[str]) -> LaunchJob:
     model = dtype = None
     if cluster.samplers.nodes:
         model, dtype = _served(stages), _served_dtype(first)
+        load_stages(path, [*overrides, *SERVED])  # what the trainers will read
     return LaunchJob(
         name=first.name.removesuffix(f"/{stage}"),
         path=str(path),

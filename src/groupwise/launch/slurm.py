@@ -129,7 +129,7 @@ def _servers(job: LaunchJob) -> str:
         "-c",
         f"port=$(({FIRST_PORT} + SLURM_LOCALID)); exec {serve}",
     ]
-    runs = shlex.quote(job.runs)
+    runs = _from_home(job.runs)
     lines = [
         f"mkdir -p {runs}",
         f"runs=$(cd {runs} && pwd)",
@@ -169,3 +169,14 @@ def _trainers(job: LaunchJob) -> str:
     line = shell([*step, *train])
     lines += [f"{broken_lines(line)} &", "trainers=$!"]
     return "\n".join(lines) + "\n"
+
+
+def _from_home(path: str) -> str:
+    """Quote a path for the shell, which replaces no ~ inside of quotes.
+
+    >>> print(_from_home("~/my runs"))
+    "$HOME"/'my runs'
+    """
+    if path == "~" or path.startswith("~/"):
+        return f'"$HOME"/{shlex.quote(path[2:])}'
+    return shlex.quote(path)

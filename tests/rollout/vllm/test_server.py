@@ -102,6 +102,15 @@ def test_the_command_serve_passes_everything_on(stand_in, tmp_path: Path) -> Non
     assert f"path {PLUGIN}" in said
 
 
+def test_a_model_at_home_is_served_from_there(stand_in, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside of quotes no shell replaces ~."""
+    stand_in('echo "$@"')
+    monkeypatch.setenv("HOME", str(tmp_path))
+    line = [sys.executable, "-m", "groupwise", "serve", "~/m"]
+    said = subprocess.run(line, capture_output=True, text=True, check=True).stdout
+    assert f"groupwise_vllm.py {tmp_path}/m --host" in said
+
+
 def test_serve_and_train_say_what_is_missing(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(ENVIRONMENT, raising=False)
