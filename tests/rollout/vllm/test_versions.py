@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
+import threading
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -372,6 +374,17 @@ def test_an_adapter_is_merged_where_a_server_takes_whole_weights(policy_of: Call
     assert not any("lora" in name or "base_layer" in name for name in shapes)
 
 
+def test_healing_takes_no_second_memory_of_the_weights(published: Publisher, tmp_path: Path) -> None:
+    """A file that is removed while it is mapped has its memory until the last process lets go of it."""
+    mirror, source = Mirror(tmp_path / "mirror"), VersionSource(str(published.folder))
+    mirror.go_to(source, 1)
+    held = mirror.tensors(published.last)
+    assert mirror.go_to(source, 0).full
+    mapped = Path("/proc/self/maps").read_text()
+    assert f"{mirror.folder}/weights" in mapped and f"{mirror.folder}/weights (deleted)" not in mapped
+    assert held
+
+
 # ---- adapters alone
 
 
@@ -451,6 +464,24 @@ def test_a_mirror_reads_from_the_trainers_address(server: VersionServer, publish
     direct = Mirror(tmp_path / "direct")
     direct.go_to(VersionSource(str(published.folder)), 2)
     assert mirror.manifest().ranges == direct.manifest().ranges
+
+
+@pytest.mark.parametrize("answer", [b"SSH-2.0-Open\r\n", b"HTTP/1.1 200 OK\r\n" + b"a: " + b"b" * 70_000])
+def test_a_source_that_speaks_no_http_is_a_wrong_one(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def speak() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=speak)
+        thread.start()
+        port = listener.getsockname()[1]
+        with pytest.raises(WrongVersion, match="cannot be read"):
+            VersionSource(f"http://127.0.0.1:{port}").manifest(0)
+        thread.join()
 
 
 @pytest.mark.parametrize("token", ["", "guess"])

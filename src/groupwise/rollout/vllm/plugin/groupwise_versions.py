@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import http.client
 import json
 import os
 import re
@@ -346,7 +347,7 @@ class VersionSource:
             else:
                 with Path(path).open("rb") as file:
                     yield file
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise WrongVersion(f"{path} cannot be read ({error})") from None
 
     def read(self, stream: BinaryIO, size: int, name: str) -> bytes:
@@ -483,10 +484,13 @@ class Mirror:
         self._forget()
         _, total = _layout(manifest)
         weights = self.folder / "weights"
-        weights.unlink(missing_ok=True)
-        _check_room(total, self.folder)
-        with weights.open("wb") as file:
-            os.ftruncate(file.fileno(), total)
+        # A file of this size is written over: while it is mapped its memory cannot be had again.
+        if not weights.exists() or weights.stat().st_size != total:
+            self._numbers = None
+            weights.unlink(missing_ok=True)
+            _check_room(total, self.folder)
+            with weights.open("wb") as file:
+                os.ftruncate(file.fileno(), total)
         tensors = self.tensors(manifest)
         for file in manifest.full:
             with source.open(manifest.version, file.name) as stream:
