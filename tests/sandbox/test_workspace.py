@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -267,6 +268,47 @@ def test_a_link_shows_no_file_of_this_machine(isolation: Isolation, tmp_path: Pa
     tools.shell("mv -f c a.txt; cp -P c a.txt")
     assert "secret" not in tools.files().get("a.txt", "")
     tools.close()
+
+
+ALL = ("a.txt", "b.txt", "in/c.txt", "in/d.txt")
+LEFT = {
+    "a pipe": "import os; os.mkfifo('p'); os.replace('p', 'a.txt')",
+    "a link to a device": "import os; os.symlink('/dev/zero', 'p'); os.replace('p', 'a.txt')",
+    "a link to a pipe of the reader": "import os; os.symlink('/proc/self/fd/1', 'p'); os.replace('p', 'a.txt')",
+    "a link to itself": "import os; os.symlink('a.txt', 'p'); os.replace('p', 'a.txt')",
+    "bytes that grow in JSON": f"for name in {ALL}: open(name, 'wb').write(bytes(70_000))",
+    "bytes that are no text": f"for name in {ALL}: open(name, 'wb').write(bytes([255]) * 70_000)",
+    "a name that is no text": "open(bytes([255, 254]), 'w')",
+    "a locked folder": "import os; os.chmod('in', 0)",
+    "a folder that can be listed and not entered": "import os; os.chmod('in', 0o444)",
+    "its own folder locked": "import os; os.chmod('.', 0)",
+    "too many files": "for i in range(3000): open(str(i), 'w')",
+    "folders in folders": "import os\nfor i in range(300): os.mkdir('deep'); os.chdir('deep')",
+}
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_no_call_can_keep_its_files_from_being_read(isolation: Isolation, case: str) -> None:
+    """Else a policy could have its worst episodes counted as failures of the machine, and not trained."""
+    tools = SandboxTools(isolation, Limits(**(LIMITS.as_json() | {"seconds": 30.0})))
+    try:
+        tools.place(dict.fromkeys(ALL, "text"))
+        tools.python(LEFT[case])
+        tools.shell("echo next")
+        assert set(tools.files()) <= set(ALL)
+        assert case != "a pipe" or "a.txt" not in tools.files() or isolation.needs_folder
+        assert case != "bytes that grow in JSON" or tools.files() == dict.fromkeys(ALL, "\0" * 65536)
+    finally:
+        tools.close()
+
+
+def test_files_that_others_are_sending_stop_no_shell(opened: Callable[..., EpisodeSandbox]) -> None:
+    """Linux counts the files that a user's processes are sending, against the limit on files of the sender."""
+    workspace = opened()
+    here, there = socket.socketpair()
+    with here, there, open(os.devnull) as file:
+        socket.send_fds(here, [b"x"], [file.fileno()] * 250)
+        assert workspace.call("shell", "echo here") == Shown("here\n", 0, "0")
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "../up", "a/../../up", "", "a\0b"])

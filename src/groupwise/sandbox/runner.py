@@ -684,9 +684,12 @@ def used_by(folder: str, most: float = math.inf) -> tuple[float, float]:
         for entry in inside:
             try:
                 used += entry.stat(follow_symlinks=False).st_blocks * 512
+                is_folder = entry.is_dir(follow_symlinks=False)
             except FileNotFoundError:
                 continue
-            if not entry.is_dir(follow_symlinks=False):
+            except OSError:  # a folder that can be listed and not entered
+                return math.inf, math.inf
+            if not is_folder:
                 continue
             if len(entry.path) > PATH:
                 return math.inf, math.inf

@@ -14,7 +14,7 @@ from groupwise.sandbox.attacks import proved_isolation
 from groupwise.sandbox.isolation import ISOLATIONS, Isolation
 from groupwise.sandbox.limits import Limits
 from groupwise.sandbox.server import LIMITS, SandboxFailed
-from groupwise.sandbox.workspace import EpisodeSandbox, Shown
+from groupwise.sandbox.workspace import FRAME, EpisodeSandbox, Shown
 from groupwise.utils.built_in import built_in
 from groupwise.utils.spelling import nearest
 
@@ -23,7 +23,7 @@ ISOLATION_NAMES = ("auto", *(isolation.name for isolation in ISOLATIONS))
 
 SANDBOX_TOOLS = ("python", "shell")
 FILES_BYTES = 1 << 20
-"""Bytes that a row's files may grow to."""
+"""Bytes that are read of a row's files together; more where they were longer at the beginning."""
 FILE_BYTES = 1 << 16
 """Bytes that are read of a file."""
 _WRITE = """
@@ -34,16 +34,22 @@ for path, text in {files!r}.items():
         file.write(text)
 """
 _READ = """
-import json
-texts = {{}}
+import json, os, stat
+left, texts = {most}, []
 for path in {paths!r}:
+    text = None
     try:
-        with open(path, "rb") as file:
-            texts[path] = file.read({most}).decode(errors="replace")
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        if stat.S_ISREG(os.fstat(file).st_mode):
+            with open(file, "rb") as opened:
+                text = opened.read(min(left, {each}))
+            left -= len(text)
     except OSError:
         pass
+    texts.append(None if text is None else text.hex())
 print(json.dumps(texts))
-""".replace("{most}", str(FILE_BYTES))
+"""
+"""Only a regular file is read: a pipe would be waited for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,16 +146,24 @@ class SandboxTools:
             self._files[path] = text
 
     def files(self) -> dict[str, str]:
-        """Return the files of `place` as the calls have left them; what is gone is not there."""
+        """Return the files of `place` as the calls have left them.
+
+        What is gone, and what is no file any more, is not there.
+        """
         if not self._written:
             return dict(self._files)
-        program = _READ.format(paths=list(self._files))
-        sizes = sum(map(len, self._files.values()))
-        longest = max(FILES_BYTES, 8 * sizes)
-        shown = self._sandbox.call("python", program, replace(self._limits, output=longest))
+        paths = list(self._files)
+        most = max(FILES_BYTES, 8 * sum(map(len, self._files.values())))
+        program = _READ.format(paths=paths, most=most, each=FILE_BYTES)
+        digits = 2 * most + FRAME * (1 + len(paths))
+        shown = self._sandbox.read(program, replace(self._limits, output=digits))
         if shown.ended != "0" or shown.left_out:
             raise SandboxFailed(f"the files cannot be read: {shown.ended} {shown.output[-300:]}")
-        return json.loads(shown.output)
+        files = {}
+        for path, text in zip(paths, json.loads(shown.output), strict=True):
+            if text is not None:
+                files[path] = bytes.fromhex(text).decode(errors="replace")
+        return files
 
     def close(self) -> None:
         """End all processes, and remove the folder."""

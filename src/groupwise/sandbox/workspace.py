@@ -65,8 +65,18 @@ class EpisodeSandbox(Isolated):
 
         Raises SandboxFailed where the sandbox itself ends.
         """
-        held = limits or self.limits
-        sent = held.as_json() | {"own_disk": not self.isolation.needs_folder}
+        return self._run(tool, source, limits or self.limits, writes=True)
+
+    def read(self, source: str, limits: Limits) -> Shown:
+        """Run Python of this library's that writes nothing, also in a folder that is beyond its
+        limits.
+
+        Raises SandboxFailed where the sandbox itself ends.
+        """
+        return self._run("python", source, limits, writes=False)
+
+    def _run(self, tool: str, source: str, held: Limits, *, writes: bool) -> Shown:
+        sent = held.as_json() | {"own_disk": not self.isolation.needs_folder, "writes": writes}
         self._start()
         deadline = time.monotonic() + held.seconds + END_SECONDS
         request = {"tool": tool, "source": source, "limits": sent}

@@ -15,6 +15,7 @@ import resource
 import select
 import signal
 import socket
+import stat
 import sys
 import time
 import traceback
@@ -55,6 +56,7 @@ class Call:
 
     def run(self) -> dict[str, Any]:
         """Run it to its end: {output, left_out, ended}."""
+        os.chmod(self._folder, stat.S_IRWXU)  # a call may have locked it
         reading, writing = os.pipe()
         here, there = socket.socketpair()
         child = _fork()
@@ -132,10 +134,7 @@ class Call:
 
     def _broken_limit(self) -> str:
         """Return the limit that all processes of the call together are beyond, if there is one."""
-        if self._own_disk:
-            if _files_on_disk(self._folder) > self._most_files:
-                return "disk"
-        elif runner.is_full(self._folder, self._most_bytes):
+        if self._limits["writes"] and self._is_full():
             return "disk"
         memory, seconds = _usage(_processes())
         if memory > self._limits["memory"]:
@@ -143,6 +142,11 @@ class Call:
         if seconds + _spent_by_ended() - self._spent > self._limits["cpu_seconds"]:
             return "SIGXCPU"
         return ""
+
+    def _is_full(self) -> bool:
+        if self._own_disk:
+            return _files_on_disk(self._folder) > self._most_files
+        return runner.is_full(self._folder, self._most_bytes)
 
 
 def _fork() -> int:
@@ -217,7 +221,8 @@ def _confined(folder: str, request: dict[str, Any], writing: int, parent: socket
             null = os.open(os.devnull, os.O_RDWR)
             os.dup2(null, runner.REQUESTS)
             os.dup2(writing, runner.ANSWERS)
-            runner.set_limits(request["limits"])
+            if not shell:
+                runner.set_limits(request["limits"])
             runner.drop_privileges()
             own_disk = request["limits"]["own_disk"]
             runner.landlock(folder, removes=own_disk)
@@ -225,6 +230,8 @@ def _confined(folder: str, request: dict[str, Any], writing: int, parent: socket
                 listener = runner.filter_calls_of_a_shell(asks=own_disk)
                 if listener is not None:
                     socket.send_fds(parent, [b"f"], [listener])
+                # The limit on files counts those that all of the user's processes are sending.
+                runner.set_limits(request["limits"])
             else:
                 runner.filter_calls()
         except BaseException as error:  # what is not confined does not run
