@@ -466,7 +466,9 @@ def test_a_mirror_reads_from_the_trainers_address(server: VersionServer, publish
     assert mirror.manifest().ranges == direct.manifest().ranges
 
 
-@pytest.mark.parametrize("answer", [b"SSH-2.0-Open\r\n", b"HTTP/1.1 200 OK\r\n" + b"a: " + b"b" * 70_000])
+@pytest.mark.parametrize(
+    "answer", [b"SSH-2.0-Open\r\n", b"HTTP/1.1 200 OK\r\n" + b"a: " + b"b" * 70_000], ids=["ssh", "a long line"]
+)
 def test_a_source_that_speaks_no_http_is_a_wrong_one(answer: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
