@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,15 +16,17 @@ import torch
 import yaml
 from rule_rewards import RuleRewards
 from safetensors.torch import load_file
+from scripted_judge import Server, by_digest
 
 from groupwise.algorithms.losses import Correction
 from groupwise.config.recipes import load_recipe
 from groupwise.config.resolve import resolve
-from groupwise.config.settings import GroupSettings, OptimizerSettings
+from groupwise.config.settings import GroupSettings, OptimizerSettings, RewardSettings
 from groupwise.errors import EngineError
 from groupwise.models.policy import Policy
 from groupwise.models.sharded import frozen_copy
 from groupwise.records import Prompt, Rollout, RolloutGroup, Sampling, Step
+from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.metrics_log import read_metrics
 from groupwise.runs.rollout_table import groups_from_bytes, groups_to_bytes
@@ -41,7 +44,7 @@ def even(rollout: Rollout) -> float:
 
 
 def prompt(place: int) -> Prompt:
-    return Prompt(id=f"0/{place}", tokens=np.arange(6, 9 + place % 4), text="", row={})
+    return Prompt(id=f"0/{place}", tokens=np.arange(6, 9 + place % 4), text=f"prompt {place}", row={})
 
 
 class Apart:
@@ -69,7 +72,7 @@ def run(tiny_policy: Callable) -> Callable[..., tuple[Any, Iterator[Step]]]:
     """`run(ahead, engine=..., **group)`: an engine and the steps of a loop over it, 2 prompts x 4 completions each."""
 
     def start(
-        ahead: PrefetchedRollouts | None, kind: type = NativeEngine, steps: int = 6, **group: Any
+        ahead: PrefetchedRollouts | None, kind: type = NativeEngine, steps: int = 6, rewards: Any = None, **group: Any
     ) -> tuple[Any, Iterator[Step]]:
         policy = tiny_policy(scale=2.0)
         settings = GroupSettings(**{"prompts_per_step": 2, "group_size": 4} | group)
@@ -81,7 +84,7 @@ def run(tiny_policy: Callable) -> Callable[..., tuple[Any, Iterator[Step]]]:
             SampledRollouts(
                 algorithm=replace(resolve("grpo", settings, 8), correction=Correction()),
                 engine=engine,
-                rewards=RuleRewards(even),
+                rewards=rewards or RuleRewards(even),
                 draw=lambda k: [prompt(next(places)) for _ in range(k)],
                 sampling=Sampling(temperature=0.8, max_new_tokens=8),
                 steps=steps,
@@ -123,6 +126,45 @@ def test_every_token_was_drawn_by_the_weights_that_it_names_and_none_is_older_th
             assert max(np.abs(own - r.behavior_logp).max() for own, r in zip(newer, rollouts, strict=True)) > 100 * gap
         kept.append(frozen_copy(engine.policy))
     assert len(kept) == 7
+
+
+def test_a_judge_is_waited_for_beside_sampling_and_training(run: Callable) -> None:
+    """The next rollout is sampled before the judge answers for this one, and a step is trained before it answers for the next."""
+    sampled, scored, asked, trained = (threading.Event() for _ in range(4))
+    waits: list[bool] = []
+    second: list[str] = []
+
+    def reply(answers: dict[str, str], body: dict[str, Any]) -> str:
+        place = int(re.findall(r"<task>\nprompt (\d+)", body["messages"][0]["content"])[0])
+        if place == 0:
+            waits.append(sampled.wait(60))
+        if place in (2, 3):
+            second.append("answered")
+            if len(second) == 2:
+                scored.set()
+        if place == 4:
+            asked.set()
+            waits.append(trained.wait(60))
+        return by_digest(answers, body)
+
+    def follow(name: str) -> None:
+        if name == "0/2":
+            sampled.set()
+        if name in ("0/4", "0/5"):  # the calls of two rollouts are made one group after the other
+            waits.append(scored.wait(60))
+
+    server = Server(reply)
+    settings = RewardSettings(function="judge", args={"url": server.url, "model": "scripted", "mode": "rank"})
+    with build_rewards([settings], columns=["prompt"]) as rewards:
+        engine, steps = run(PrefetchedRollouts(1, beside=True), Apart, steps=3, rewards=rewards)
+        engine.before_group = follow
+        assert [next(steps).number, next(steps).number] == [1, 2]
+        assert asked.wait(60), "the judge is asked about the third rollout"
+        trained.set()
+        assert next(steps).number == 3
+    server.shutdown()
+    server.server_close()
+    assert len(waits) == 4 and all(waits)
 
 
 def test_sampling_goes_on_while_a_step_is_trained(run: Callable) -> None:
