@@ -70,6 +70,11 @@ PROGRAMS: dict[str, Any] = TINY | {
     "optimizer": {"lr": 3e-5},
 }
 """Programs of a model that has learnt to write some, run in a sandbox."""
+JUDGED: dict[str, Any] = GRPO | {
+    "rewards": [{"function": "judge", "args": {"url": "", "model": "scripted", "mode": "rank"}}],
+    "group": {"prompts_per_step": 2, "group_size": 4},
+}
+"""Completions that a judge scores over HTTP; `write_inputs` starts it, and it outlives the runs."""
 PAIRS: dict[str, Any] = TINY | {"data": {"path": "pairs.jsonl", "eval_fraction": 0.1}, "batch_size": 4}
 
 
@@ -94,6 +99,7 @@ KINDS = {
     "dpo": Kind(PAIRS | {"objective": "dpo"}),
     "lora": Kind(GRPO | {"model": {"path": "runs/base/final", "lora": {"rank": 4}}}),
     "programs": Kind(PROGRAMS),
+    "judge": Kind(JUDGED),
     "ranks": Kind(GRPO | {"parallel": "ddp"}, ranks=2),
     "sharded": Kind(GRPO | {"parallel": "zero3"}, ranks=2),
 }
@@ -114,6 +120,12 @@ def write_inputs(kinds: Collection[str]) -> None:
         scratch = TINY["model"]["scratch"] | {"tokenizer": "bytes"}
         writer = TINY | {"objective": "sft", "batch_size": 10, "steps": 60, "name": "writer", "model": {"scratch": scratch}}
         run_to_end(writer | {"data": {"path": "programs.jsonl"}, "optimizer": {"lr": 1e-2}, "eval": {}, "save": {"every": 60}}, 1)
+    if "judge" in kinds:
+        if "__file__" in globals():  # else a test has put the folder into the path
+            sys.path.append(str(Path(__file__).parents[1] / "fixtures"))
+        from scripted_judge import Server, by_digest
+
+        JUDGED["rewards"][0]["args"]["url"] = Server(by_digest).url
     if "lora" in kinds:
         run_to_end(TINY | {"objective": "sft", "batch_size": 4, "steps": 1, "name": "base"}, 1)
 

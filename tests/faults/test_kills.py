@@ -35,3 +35,20 @@ def test_c2_a_killed_run_with_programs_comes_to_the_same_bits(tmp_path: Path, fo
     assert "every run came to the same bits" in ended.said
     worth = [line["rewards/code/mean"] for line in read_metrics(tmp_path / "killed/runs/programs-straight")]
     assert len(worth) == 200 and max(worth) > 0.0 and min(worth) < 1.0, "the programs differ in their worth"
+
+
+@pytest.mark.slow
+def test_c2_a_killed_run_with_a_judge_comes_to_the_same_bits(tmp_path: Path, forked: Any) -> None:
+    script = Path(__file__).with_name("kill_runs.py").read_text(encoding="utf-8")
+    fixtures = Path(__file__).parents[1] / "fixtures"
+    first = f"import sys; sys.path.append({str(fixtures)!r})"
+    told = ("--kills", "3", "--steps", "30", "--kinds", "judge", "--folder", tmp_path / "killed")
+    ended = forked.run(*told, code=script, first=first)
+    assert ended.returncode == 0, ended.said
+    assert "every run came to the same bits" in ended.said
+    for name in ("judge-straight", "judge-killed"):
+        lines = read_metrics(tmp_path / "killed/runs" / name)
+        assert len(lines) == 30
+        for line in lines:
+            assert line["log/judge_calls"] == 1.0 and line["log/judge_failed"] == 0.0
+            assert 0.0 < line["rewards/judge/mean"] < 1.0, "the completions differ in their worth"
