@@ -46,6 +46,7 @@ from groupwise.errors import ConfigError, DataError
 from groupwise.models.saving import save
 from groupwise.models.scratch import scratch_model
 from groupwise.records import Prompt
+from groupwise.rewards.code import proved_isolation
 from groupwise.runs.metrics_log import read_metrics
 from groupwise.runs.origin import Origin
 from groupwise.training.passes import score
@@ -917,3 +918,38 @@ def test_a_notebook_shows_a_few_lines_and_no_token(call: Callable) -> None:
         assert repr(value).startswith(type(value).__name__)
         assert "array(" not in repr(value)
     assert len(repr(gw.load_policy(str(training.run().folder)))) < 200
+
+
+@pytest.mark.slow
+def test_programs_are_rewarded_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`code` among the rewards of gw.train: each program earns the share of its row's tests that it passes."""
+    try:
+        proved_isolation()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    monkeypatch.chdir(tmp_path)
+    scratch = {"hidden": 64, "layers": 2, "heads": 4, "context": 96, "tokenizer": "bytes"}
+    tests = [{"call": "f", "args": [n], "expected": n * n} for n in (0, 1, 3, 4)]
+    program = {"prompt": "square: ", "completion": "f=lambda n:n*n", "tests": json.dumps(tests)}
+    half = program | {"prompt": "nearly: ", "completion": "f=lambda n:n"}  # right for 0 and 1
+    few = {"model": {"scratch": scratch}, "data": [program, half], "optimizer": {"lr": 1e-2}, "eval": {"every": 0}}
+    list(gw.train(objective="sft", batch_size=2, steps=60, name="writer", **few))
+    (step,) = gw.train(
+        objective="grpo",
+        model="runs/writer/final",
+        data=[program, half],
+        rewards=[{"function": "code", "args": {"tests": "tests"}}, digits],
+        rollout={"max_new_tokens": 20},
+        group={"prompts_per_step": 2, "group_size": 4},
+        eval={"every": 0, "at_start": False},
+        steps=1,
+        name="programs",
+    )
+    assert step.metrics["log/code_not_judged"] == 0.0
+    worth: dict[str, list[float]] = {}
+    for group in step.groups:
+        column = group.rewards[:, group.names.index("code")]
+        for rollout, reward in zip(group.rollouts, column, strict=True):
+            worth.setdefault(rollout.text.strip(), []).append(float(reward))
+    assert set(worth["f=lambda n:n*n"]) == {1.0}
+    assert set(worth["f=lambda n:n"]) == {0.5}
