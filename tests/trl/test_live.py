@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
+from image_models import checkpoint, png
 from peft import LoraConfig
+from PIL import Image
 from transformers import TrainingArguments
 from trl_objects import FIELDS, config
 
@@ -172,3 +176,33 @@ def test_a_loaded_model_is_trained(tiny_policy: Callable[..., Any]) -> None:
     given = {"reward_funcs": length, "train_dataset": ROWS}
     steps = list(gw.from_trl(args, model=policy.model, processing_class=policy.tokenizer, **given))
     assert [step.number for step in steps if step.number] == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["image", "images", "parts"])
+def test_multimodal_rows_are_read_as_they_are(form: str, tmp_path: Path) -> None:
+    """TRL's data sets have images of PIL, in `image` or `images`; its trainer adds parts to a plain message."""
+
+    def varied(completion_ids: Any, images: Any, **_: Any) -> list[float]:
+        assert all(len(digest) == 32 for of_row in images for digest in of_row)
+        return [float(sum(ids) % 7) for ids in completion_ids]
+
+    content: Any = "what?"
+    if form == "parts":
+        content = [{"type": "image"}, {"type": "text", "text": "what?"}]
+    pictures = [Image.open(io.BytesIO(png(seed))) for seed in range(4)]
+    rows = []
+    for picture in pictures:
+        columns = {"image": picture} if form == "image" else {"images": [picture]}
+        rows.append({"prompt": [{"role": "user", "content": content}], **columns})
+    args = config("GRPOConfig", max_steps=2, per_device_train_batch_size=4, num_generations=2, max_completion_length=4, bf16=False)
+    folder = str(checkpoint(tmp_path / "model"))
+    training = gw.from_trl(args, model=folder, processing_class=object(), reward_funcs=varied, train_dataset=rows)
+    steps = [step for step in training if step.number]
+    assert len(steps) == 2
+    assert all(step.metrics["grad_norm"] > 0 for step in steps)
+    read = set()
+    for file in Path("runs/mine/rollouts").glob("*.parquet"):
+        for digests in pq.read_table(file).column("prompt_images").to_pylist():
+            read.update(digests)
+    assert len(read) == 4
