@@ -165,7 +165,7 @@ WRONG = {
     "a time that is none": (["cluster.time=two days"], "slurm", "hours:minutes:seconds"),
     "a time shorter than the save": (["cluster.time=2:00"], "slurm", "must be longer than cluster.grace"),
     "a home of another machine": (["cluster.folder=~/work"], "slurm", "write '~/work' whole"),
-    "an engine without servers": (["rollout.engine.colocated=true"], "slurm", "colocated"),
+    "an engine without servers": (["rollout.engine.colocated=true", "rollout.engine.ahead=0"], "slurm", "colocated"),
     "a line in a word": ([r'cluster.partition="a\n#SBATCH --uid=0"'], "slurm", "must be one word"),
     "an option that is none": (["cluster.options=[qos]"], "slurm", "--qos=high"),
     "a key that is none": (["cluster.trainers.gpu=8"], "slurm", "did you mean cluster.trainers.gpus"),

@@ -105,7 +105,7 @@ class Publisher:
         if not full or not comm.world().first:
             return
         for folder in self.folder.glob("v*"):
-            if folder.name < folder_name(full[-1]):
+            if int(folder.name[1:]) < full[-1]:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
@@ -234,7 +234,7 @@ class AdapterPublisher:
         if not comm.world().first:
             return
         for folder in self.folder.glob("v*"):
-            if folder.name < folder_name(oldest):
+            if int(folder.name[1:]) < oldest:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
