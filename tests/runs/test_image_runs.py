@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from image_models import checkpoint, png
+from rich.console import Console
 
 import groupwise as gw
+from groupwise.cli.check import check_recipe
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.inspection.replay import replay
 
@@ -113,3 +117,18 @@ def test_a_recorded_prompt_is_not_computed_without_its_images(folder: Path) -> N
     train(folder)
     with pytest.raises(GroupwiseError, match=r"the image \w{32} of a recorded prompt is not there"):
         replay(Path("runs/run"), 2, ())
+
+
+def test_a_recipe_on_images_is_checked(folder: Path) -> None:
+    """The chat template is shown a question where the first prompt has images, which are digests by then."""
+    Path("red.png").write_bytes(png(0))
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
+    Path("rows.jsonl").write_text(json.dumps({"prompt": messages, "images": ["red.png"], "answer": "r"}) + "\n")
+    tree = {"objective": "grpo", "model": {"path": str(folder)}, "data": {"path": "rows.jsonl"}, "steps": 1}
+    tree |= {"rewards": [{"function": "accuracy"}], "group": {"prompts_per_step": 1, "group_size": 2}}
+    Path("recipe.yaml").write_text(yaml.safe_dump(tree | {"rollout": {"max_new_tokens": 4}}))
+    console = Console(width=500)
+    with console.capture() as captured:
+        check_recipe("recipe.yaml", console=console)
+    assert "BadRow" not in captured.get()
+    assert "log-probs" in captured.get()

@@ -225,15 +225,18 @@ def _tokenizer(policy: Policy) -> Iterator[Finding]:
 def _template(recipe: Recipe, job: Job) -> Iterator[Finding]:
     """Check how the chat template writes the first prompt once it is answered.
 
-    Prompts that are strings have no template.  Where no prompts are drawn, a question stands for
-    them.
+    Prompts that are strings have no template.  A question stands for prompts with images, and where
+    no prompts are drawn.
     """
     data, policy = recipe.data, job.policy
     if not data.chat and (data.path is None or not policy.tokenizer.chat_template):
         return
     template = Template.build(data, policy.tokenizer)
-    if job.prompts:
+    if job.prompts and job.prompts[0].images is None:
         row, where = job.prompts[0].row, f"{job.prompts[0].place} and an answer"
+        harmless = "no difference here: the policy has one turn"
+    elif job.prompts:
+        template, row, where = replace(template, format=None), QUESTION, "a question and an answer"
         harmless = "no difference here: the policy has one turn"
     else:
         template, row, where = replace(template, format=None), QUESTION, "a question and an answer"
