@@ -221,8 +221,8 @@ class ShellText(str):
 def shell(words: Sequence[str]) -> str:
     """Join words to a line of a shell script, each quoted unless it is `ShellText`.
 
-    >>> shell(["echo", "a b", ShellText("$port"), "$port"])
-    'echo \'a b\' "$port" \'$port\''
+    >>> print(shell(["echo", "a b", ShellText("$port"), "$port"]))
+    echo 'a b' "$port" '$port'
     """
     quoted = []
     for word in words:
