@@ -23,7 +23,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DisturbedRun
     made.close()
 
 
-def test_a_run_outlives_each_of_its_parts(run: DisturbedRun) -> None:
+def test_a_run_outlives_each_of_its_parts(run: DisturbedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run.wait_for_step(2)
     for name in run.disturbances():
         run.disturb(name)
@@ -32,3 +32,10 @@ def test_a_run_outlives_each_of_its_parts(run: DisturbedRun) -> None:
     found = run.verify()
     assert found["disturbances"] == dict.fromkeys(run.disturbances(), 1)
     assert found["servers"] >= 2
+    lines = run.steps_done()
+    monkeypatch.setattr(run, "steps_done", lambda: [lines[0], *lines[2:]])
+    with pytest.raises(AssertionError, match="steps lost: 1"):
+        run.verify()
+    monkeypatch.setattr(run, "steps_done", lambda: [*lines, lines[-1]])
+    with pytest.raises(AssertionError, match="steps counted twice: 1"):
+        run.verify()
