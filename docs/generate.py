@@ -20,9 +20,10 @@ from typing import Any
 import yaml
 
 from groupwise import errors
+from groupwise.algorithms.algorithm import Algorithm
 from groupwise.algorithms.losses import TeacherDivergence
 from groupwise.algorithms.parts import Part, describe, options
-from groupwise.algorithms.table import ALGORITHMS, PARTS, Algorithm
+from groupwise.algorithms.table import ALGORITHMS, PARTS
 from groupwise.cli.commands import COMMANDS, parsers
 from groupwise.config.resolve import resolve
 from groupwise.config.schema import reference

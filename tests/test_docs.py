@@ -33,6 +33,7 @@ from groupwise.algorithms.losses import Correction
 from groupwise.algorithms.table import ALGORITHMS
 from groupwise.api.progress import COLUMNS, LOSS, Progress
 from groupwise.cli import commands
+from groupwise.config.objectives import is_online
 from groupwise.config.recipes import parse_stages
 from groupwise.config.resolve import resolve
 from groupwise.config.schema import lookup, settings_table
@@ -41,7 +42,6 @@ from groupwise.config.settings import (
     OptimizerSettings,
     RewardSettings,
     ScratchSettings,
-    is_online,
 )
 from groupwise.data.curriculum import Curriculum, Visits
 from groupwise.data.tokenizers import make_tokenizer

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from groupwise.algorithms import advantages, losses
+from groupwise.algorithms.algorithm import Algorithm
 from groupwise.algorithms.parts import describe, options
-from groupwise.algorithms.table import ALGORITHMS, Algorithm
+from groupwise.algorithms.table import ALGORITHMS
 from groupwise.algorithms.user_parts import UserPart
 from groupwise.config.resolve import resolve
 from groupwise.config.settings import GroupSettings

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from groupwise.algorithms import advantages, kl_estimators, loss_weights, losses
+from groupwise.algorithms.algorithm import Algorithm
 from groupwise.algorithms.losses import Terms
 from groupwise.algorithms.parts import describe, fact, options
-from groupwise.algorithms.table import ALGORITHMS, PARTS, Algorithm
+from groupwise.algorithms.table import ALGORITHMS, PARTS
 from groupwise.algorithms.user_parts import UserPart
 from groupwise.config.resolve import resolve
 from groupwise.config.settings import GroupSettings

@@ -20,7 +20,7 @@ import torch
 
 from groupwise.algorithms import advantages as credit
 from groupwise.algorithms import losses
-from groupwise.algorithms.table import Algorithm
+from groupwise.algorithms.algorithm import Algorithm
 from groupwise.config.resolve import resolve
 from groupwise.config.settings import GroupSettings
 from groupwise.inspection.closed_form import closed_form

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.config import settings
+from groupwise.config import objectives, settings
 from groupwise.config.schema import describe, knobs, lookup, reference, settings_table, suggestion
 from groupwise.config.trl_names import TRL_KEYS
 from groupwise.data.tasks import TASKS, task_class
@@ -115,7 +115,7 @@ def test_names_that_recipes_may_use_are_those_of_the_tables() -> None:
     assert set(settings_table()["group.kl"].choices) == set(PARTS["kl"])
     assert set(typing.get_args(settings.BoardName)) == set(BOARDS)
     assert set(settings.ENGINE_TRAITS) == set(ENGINES)
-    assert set(settings.DATASET) == set(OBJECTIVES)
+    assert set(objectives.DATASET) == set(OBJECTIVES)
 
 
 def test_reference_page_names_every_setting() -> None:

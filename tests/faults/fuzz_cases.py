@@ -18,8 +18,8 @@ import yaml
 from annotated_types import Ge, Gt, Le, Lt
 
 from groupwise.algorithms.table import ALGORITHMS
+from groupwise.config.objectives import DATASET
 from groupwise.config.schema import settings_table
-from groupwise.config.settings import DATASET
 
 REWARDS = """
 import asyncio, os, sys, time

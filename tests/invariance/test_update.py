@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from groupwise.algorithms.algorithm import Algorithm
 from groupwise.algorithms.parts import describe
-from groupwise.algorithms.table import ALGORITHMS, Algorithm
+from groupwise.algorithms.table import ALGORITHMS
 from groupwise.config.resolve import resolve
 from groupwise.config.settings import CriticSettings, GroupSettings, OptimizerSettings
 from groupwise.data.packing import pack

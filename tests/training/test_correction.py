@@ -12,8 +12,8 @@ import torch
 from rule_rewards import RuleRewards
 from steps import improve
 
+from groupwise.algorithms.algorithm import Algorithm
 from groupwise.algorithms.losses import Correction, guarded_exp
-from groupwise.algorithms.table import Algorithm
 from groupwise.config.resolve import resolve
 from groupwise.config.settings import EngineSettings, GroupSettings, OptimizerSettings, RolloutSettings
 from groupwise.data.packing import pack

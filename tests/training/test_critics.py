@@ -12,7 +12,7 @@ import torch
 
 from groupwise.algorithms import advantages as credit
 from groupwise.algorithms import losses
-from groupwise.algorithms.table import Algorithm
+from groupwise.algorithms.algorithm import Algorithm
 from groupwise.config.recipes import load_recipe
 from groupwise.config.resolve import resolve
 from groupwise.config.settings import CriticSettings, GroupSettings, ModelSettings, OptimizerSettings

@@ -18,8 +18,9 @@ from rule_rewards import RuleRewards
 from steps import score_rollouts
 
 from groupwise.algorithms.advantages import Process
+from groupwise.algorithms.algorithm import Algorithm
 from groupwise.algorithms.losses import Correction
-from groupwise.algorithms.table import ALGORITHMS, Algorithm
+from groupwise.algorithms.table import ALGORITHMS
 from groupwise.config.resolve import resolve
 from groupwise.config.settings import CriticSettings, GroupSettings, OptimizerSettings
 from groupwise.data.packing import pack, unpack

@@ -14,9 +14,10 @@ import torch
 from rule_rewards import Rule, RuleRewards
 from steps import improve
 
+from groupwise.algorithms.algorithm import Algorithm
 from groupwise.algorithms.losses import Terms
 from groupwise.algorithms.parts import fact, options
-from groupwise.algorithms.table import ALGORITHMS, Algorithm
+from groupwise.algorithms.table import ALGORITHMS
 from groupwise.config.resolve import resolve
 from groupwise.config.settings import CriticSettings, GroupSettings, ModelSettings, OptimizerSettings
 from groupwise.errors import ConfigError, Diverged, RewardError

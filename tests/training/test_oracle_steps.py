@@ -22,7 +22,8 @@ from steps import improve
 
 from groupwise.algorithms import loss_weights, losses
 from groupwise.algorithms.advantages import Standardized
-from groupwise.algorithms.table import ALGORITHMS, Algorithm
+from groupwise.algorithms.algorithm import Algorithm
+from groupwise.algorithms.table import ALGORITHMS
 from groupwise.config.settings import OptimizerSettings
 from groupwise.models.policy import Policy
 from groupwise.records import Finish, Prompt, Rollout, RolloutGroup, Sampling

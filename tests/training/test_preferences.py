@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
+from groupwise.config.objectives import DATASET
 from groupwise.config.recipes import make_recipe
-from groupwise.config.settings import DATASET, OptimizerSettings, PairSettings, RewardModelSettings
+from groupwise.config.settings import OptimizerSettings, PairSettings, RewardModelSettings
 from groupwise.data.encoding import Pair, Solution
 from groupwise.data.packing import pack
 from groupwise.distributed.comm import World

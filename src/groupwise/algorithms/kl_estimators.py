@@ -70,6 +70,10 @@ class K3Ratio(Kl):
         return guarded_exp((gap_M + log_ratio_M).detach()) - guarded_exp(log_ratio_M) * (1 + gap_M)
 
 
+ESTIMATORS: dict[str, type[Kl]] = {kind.name: kind for kind in (K1, K2, K3, K3Ratio)}
+"""The estimators by name."""
+
+
 def k3_numbers(gap_n: np.ndarray) -> np.ndarray:
     """`k3` of numbers: of `old - ref`, for a KL in the reward."""
     inside_n = np.minimum(-gap_n, LIMIT)

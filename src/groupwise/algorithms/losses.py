@@ -4,7 +4,7 @@ model, no setting, no collective.
 Everything is minimised, unweighted, and free of device synchronisation; log-probabilities are in
 nats.  In the order of the file: ratio levels (how far the policy has moved from the old policy),
 surrogates (what is done with ratio and advantage), extra terms (a critic's loss, a teacher's),
-masks and corrections.  `table.Algorithm.loss` puts them together with a KL (`kl_estimators.py`).
+masks and corrections.  `Algorithm.loss` puts them together with a KL (`kl_estimators.py`).
 
 M trained tokens of one micro-batch   S its completions   R pairs or completions
 l log-prob under the policy   old the same under the old policy, that of before the step

@@ -19,8 +19,9 @@ from rich.table import Table
 
 from groupwise.api.progress import Progress, make_console, safe
 from groupwise.config.live_objects import LIVE
+from groupwise.config.objectives import is_online
 from groupwise.config.recipes import load_stages, with_lines
-from groupwise.config.settings import Recipe, is_online
+from groupwise.config.settings import Recipe
 from groupwise.config.texts import with_texts
 from groupwise.distributed import comm, process_group
 from groupwise.errors import CheckpointError, GroupwiseError

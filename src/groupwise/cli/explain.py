@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("--step is one of a run: groupwise explain RUN --step N")
     if options.preset is not None:
         from groupwise.algorithms.table import ALGORITHMS
-        from groupwise.config.settings import DATASET
+        from groupwise.config.objectives import DATASET
         from groupwise.utils.spelling import closest
 
         known = options.preset in (*ALGORITHMS, *DATASET)

@@ -5,6 +5,7 @@ In: a recipe file, overrides.  Out: `settings.Recipe`, frozen and checked, or on
 lists every problem with its line.
 
 - `settings`: every setting with its meaning, default and range.
+- `objectives`: the names that `objective` may have.
 - `cluster`: the machines that `groupwise launch` asks for.
 - `recipes`: recipes in and out.
 - `strict_yaml`: YAML with the place of each value.

@@ -25,8 +25,9 @@ from groupwise.config import schema
 from groupwise.config.bundled import find_recipe
 from groupwise.config.cluster import ClusterSettings, LaunchSettings, cluster_findings
 from groupwise.config.live_objects import Live, object_of
+from groupwise.config.objectives import is_online
 from groupwise.config.overlays import in_full, overlaid, read_overrides, stage_documents
-from groupwise.config.settings import EnvironmentSettings, Recipe, is_online
+from groupwise.config.settings import EnvironmentSettings, Recipe
 from groupwise.config.strict_yaml import Document, Problem, parse
 from groupwise.config.strict_yaml import dump as dump_yaml
 from groupwise.config.texts import with_texts

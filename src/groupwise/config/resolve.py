@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from groupwise.algorithms.algorithm import Algorithm
 from groupwise.algorithms.losses import TeacherDivergence, ValueLoss
 from groupwise.algorithms.parts import (
     bare,
@@ -23,7 +24,7 @@ from groupwise.algorithms.parts import (
     parameters,
     with_options,
 )
-from groupwise.algorithms.table import ALGORITHMS, PARTS, Algorithm
+from groupwise.algorithms.table import ALGORITHMS, PARTS
 from groupwise.algorithms.user_parts import registered
 from groupwise.config.live_objects import object_of
 from groupwise.config.settings import GroupSettings, Part

@@ -21,7 +21,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from groupwise.algorithms import losses
 from groupwise.algorithms.table import PARTS
-from groupwise.config import cluster, settings
+from groupwise.config import cluster, objectives, settings
 from groupwise.config.trl_names import LORA_LACKING, TRL_KEYS, TRL_NAMES
 from groupwise.errors import ConfigError
 from groupwise.utils.spelling import nearest
@@ -33,7 +33,7 @@ STAGES = (
 
 
 NAMES: dict[str, Collection[str]] = {
-    "objective": settings.OBJECTIVES,
+    "objective": objectives.OBJECTIVES,
     "rewards.N.function": tuple(settings.REWARDS),
     "data.task": tuple(settings.TASKS),
     "environment.factory": tuple(settings.FACTORIES),

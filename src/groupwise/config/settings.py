@@ -19,7 +19,6 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from groupwise.algorithms.losses import Correction
-from groupwise.algorithms.table import ALGORITHMS
 from groupwise.utils.built_in import built_ins
 
 Positive = Annotated[int, Gt(0)]
@@ -33,18 +32,6 @@ Share = Annotated[float, Ge(0.0), Lt(1.0)]
 Part = str | Mapping[str, Any]
 """A function by name, or a mapping with `name` and its keyword arguments: `{name: clipped, low:
 0.2, high: 0.28}`. `file.py:function` or `module:function` names one of your own."""
-
-DATASET = ("sft", "reward", "dpo", "prm")
-"""Objectives that learn from a data set."""
-OBJECTIVES = (*DATASET, *ALGORITHMS)
-
-
-def is_online(objective: str) -> bool:
-    """True for objectives that sample their own completions; a `module:NAME` of one's own is such a
-    one.
-    """
-    return objective in ALGORITHMS or ":" in objective
-
 
 REWARDS = built_ins("rewards")
 """Built-in reward functions, each with its place."""

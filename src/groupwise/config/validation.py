@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from groupwise.algorithms.algorithm import Algorithm
 from groupwise.algorithms.losses import Jsd
-from groupwise.algorithms.table import ALGORITHMS, PARTS, Algorithm
+from groupwise.algorithms.table import ALGORITHMS, PARTS
 from groupwise.config.live_objects import LIVE
+from groupwise.config.objectives import DATASET, OBJECTIVES, is_online
 from groupwise.config.packaged_models import (
     PACKAGED_MODELS,
     is_fetched,
@@ -33,10 +35,8 @@ from groupwise.config.settings import (
     ANSWERING,
     ASKING,
     DATA_SUFFIXES,
-    DATASET,
     ENGINE_TRAITS,
     FACTORIES,
-    OBJECTIVES,
     OWNERS,
     REWARDS,
     TASKS,
@@ -48,7 +48,6 @@ from groupwise.config.settings import (
     Recipe,
     TeacherSettings,
     engine_traits,
-    is_online,
     verdict_of,
 )
 from groupwise.errors import ConfigError

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from groupwise.config.objectives import is_online
 from groupwise.config.settings import (
     VERDICTS,
     Recipe,
-    is_online,
     positions_of,
 )
 from groupwise.data.encoding import visit

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from groupwise.algorithms.table import Algorithm
+from groupwise.algorithms.algorithm import Algorithm
 from groupwise.errors import DataError
 from groupwise.records import Sample, place_of
 from groupwise.training.recorded_loss import RecordedLoss

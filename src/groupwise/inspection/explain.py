@@ -20,10 +20,12 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from groupwise.algorithms import diagnostics
+from groupwise.algorithms.algorithm import Algorithm
 from groupwise.algorithms.parts import describe, is_built_in, name_of, options, with_options
-from groupwise.algorithms.table import ALGORITHMS, Algorithm
+from groupwise.algorithms.table import ALGORITHMS
+from groupwise.config.objectives import DATASET, is_online
 from groupwise.config.resolve import resolve
-from groupwise.config.settings import DATASET, GroupSettings, Recipe, is_online
+from groupwise.config.settings import GroupSettings, Recipe
 from groupwise.data import vocabulary
 from groupwise.errors import ConfigError
 from groupwise.records import Finish, Prompt, Rollout, RolloutGroup, Sample, Sampling, Step

@@ -22,8 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.algorithms.table import Algorithm
-from groupwise.config.settings import Recipe, is_online, positions_of
+from groupwise.algorithms.algorithm import Algorithm
+from groupwise.config.objectives import is_online
+from groupwise.config.settings import Recipe, positions_of
 from groupwise.config.validation import STAGE
 from groupwise.errors import CheckpointError, ConfigError, DataError, RunError
 from groupwise.inspection.closed_form import ClosedForm, Tokens, closed_form

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from groupwise.config.cluster import ClusterSettings
+from groupwise.config.objectives import is_online
 from groupwise.config.recipes import load_cluster, load_stages
-from groupwise.config.settings import Recipe, is_online
+from groupwise.config.settings import Recipe
 from groupwise.config.validation import STAGE
 from groupwise.errors import ConfigError
 from groupwise.utils.redaction import redacted_command

@@ -9,7 +9,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
-from groupwise.algorithms.table import Algorithm
+from groupwise.algorithms.algorithm import Algorithm
 from groupwise.config.settings import EngineSettings, RolloutSettings, engine_traits
 from groupwise.data.encoding import visit
 from groupwise.environments.conversation import Environment

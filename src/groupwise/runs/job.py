@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from groupwise.algorithms.table import Algorithm
+from groupwise.algorithms.algorithm import Algorithm
 from groupwise.config.settings import Recipe, positions_of
 from groupwise.data.curriculum import Curriculum, Visits
 from groupwise.data.order import Order

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from groupwise.algorithms.algorithm import Algorithm
 from groupwise.algorithms.parts import describe, is_built_in
-from groupwise.algorithms.table import Algorithm
 from groupwise.config.settings import (
     ModelSettings,
     ParallelSettings,

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from groupwise.algorithms.algorithm import Algorithm
 from groupwise.algorithms.parts import fact
-from groupwise.algorithms.table import Algorithm
 from groupwise.config.findings import Findings
 from groupwise.config.resolve import resolve
 from groupwise.config.settings import (

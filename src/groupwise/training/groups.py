@@ -27,7 +27,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from groupwise.algorithms.table import Algorithm
+from groupwise.algorithms.algorithm import Algorithm
 from groupwise.config.settings import GroupSettings
 from groupwise.distributed import comm
 from groupwise.errors import EngineError, RewardError

@@ -3,8 +3,8 @@
 For plain GRPO, with rho = exp(log-prob now - log-prob before the step) and A the completion's
 advantage, it is `sum over tokens of weight x (-min(rho A, clip(rho, 1 - e, 1 + e) A) + beta KL)`.
 
-- `Algorithm.loss` (`algorithms/table.py`) gives the loss of each token: surrogate, masks, mismatch
-  weight and `beta KL`.
+- `Algorithm.loss` (`algorithms/algorithm.py`) gives the loss of each token: surrogate, masks,
+  mismatch weight and `beta KL`.
 - `samples.weigh` has computed the weights, which hold the normalisation.
 - `Loss` multiplies the two and adds what else the algorithm's row has: extra terms of log-probs,
   terms of a critic or a teacher, and an entropy bonus, which is a mean over tokens of its own.
@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from groupwise.algorithms.algorithm import Algorithm
 from groupwise.algorithms.parts import fact
-from groupwise.algorithms.table import Algorithm
 from groupwise.models.moe import router_coefficient
 from groupwise.models.passes import BatchPass
 from groupwise.models.policy import Policy

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from groupwise.algorithms.algorithm import Algorithm
 from groupwise.algorithms.losses import Terms
-from groupwise.algorithms.table import Algorithm
 from groupwise.records import Batch
 from groupwise.training.samples import SIGNALS
 

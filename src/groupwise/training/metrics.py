@@ -15,10 +15,9 @@ import numpy as np
 
 from groupwise.algorithms import diagnostics
 from groupwise.algorithms.advantages import old_logp
-from groupwise.algorithms.kl_estimators import K1
+from groupwise.algorithms.kl_estimators import ESTIMATORS, K1
 from groupwise.algorithms.losses import Correction, off_policy_keep
 from groupwise.algorithms.parts import fact, options
-from groupwise.algorithms.table import PARTS
 from groupwise.records import Finish, Rollout, RolloutGroup, Sample
 from groupwise.training.passes import Assessment, balance
 from groupwise.training.recorded_loss import RecordedLoss, RecordedStep
@@ -316,7 +315,7 @@ def kl_metrics(recorded: RecordedLoss) -> Metrics:
     estimator = algorithm.kl
     if algorithm.kl_place == "reward":
         name = options(algorithm.credit).get("kl", "k1")  # a credit without the option takes k1
-        estimator = PARTS["kl"].get(name, K1)()
+        estimator = ESTIMATORS.get(name, K1)()
     kl_N = estimator(terms.logp_M, terms.reference_logp_M, terms.logp_M - terms.old_logp_M)
     return diagnostics.reference_kl(kl_N, terms.logp_M, terms.reference_logp_M)
 

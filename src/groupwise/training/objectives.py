@@ -167,4 +167,4 @@ OBJECTIVES: dict[str, Kind] = {
         samples=False,
     ),
 }
-"""The data-set objectives by name (`settings.DATASET`; a test compares them)."""
+"""The data-set objectives by name (`config.objectives.DATASET`; a test compares them)."""

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from groupwise.algorithms.advantages import Advantages
-from groupwise.algorithms.table import Algorithm
+from groupwise.algorithms.algorithm import Algorithm
 from groupwise.config.settings import GroupSettings
 from groupwise.distributed import comm
 from groupwise.errors import ConfigError

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from groupwise.algorithms.algorithm import Algorithm
 from groupwise.algorithms.losses import Terms
 from groupwise.algorithms.parts import name_of
-from groupwise.algorithms.table import Algorithm
 from groupwise.records import Sample
 from groupwise.training.loss_terms import loss_terms
 

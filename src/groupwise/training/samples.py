@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from groupwise.algorithms.advantages import Advantages, is_dead
+from groupwise.algorithms.algorithm import Algorithm
 from groupwise.algorithms.losses import forking
 from groupwise.algorithms.parts import fact
-from groupwise.algorithms.table import Algorithm
 from groupwise.config.settings import GroupSettings
 from groupwise.records import Rollout, RolloutGroup, Sample
 

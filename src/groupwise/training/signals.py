@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from groupwise.algorithms.table import Algorithm
+from groupwise.algorithms.algorithm import Algorithm
 from groupwise.config.settings import GroupSettings
 from groupwise.models.policy import Policy
 from groupwise.records import RolloutGroup
