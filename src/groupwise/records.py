@@ -70,7 +70,7 @@ class Sampling:
         return self.temperature == 0.0
 
     @property
-    def truncates(self) -> bool:
+    def restricts(self) -> bool:
         """True if some tokens cannot be sampled: the rollout then holds the support."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
@@ -263,7 +263,7 @@ class Rollout:
     version: np.ndarray = None  # type: ignore[assignment]
     """int64 (n,): number of optimizer steps of the weights that sampled the token.  Default: 0."""
     support: tuple[np.ndarray, ...] | None = None
-    """Only if `sampling.truncates`: for each token the ids that could be sampled (int64)."""
+    """Only if `sampling.restricts`: for each token the ids that could be sampled (int64)."""
     episode: Episode | None = None
     """The turns of a completion of several turns, or in an environment."""
 
@@ -289,7 +289,7 @@ class Rollout:
             f"rollout {self.prompt.id}#{self.index}: finish is {self.finish} but its last token is "
             f"{self.tokens[-1] if n else 'missing'} and the EOS ids are {self.eos_ids}"
         )
-        assert (self.support is not None) == self.sampling.truncates, (
+        assert (self.support is not None) == self.sampling.restricts, (
             "a truncated distribution travels with its support"
         )
         assert self.support is None or len(self.support) == n, "one support per token"

@@ -268,7 +268,7 @@ def test_off_policy_keep_against_a_loop(random_terms):
             drift = sum(y - x for x, y in zip(l, b, strict=True)) / len(l)
             expected += [a >= 0 or drift <= 0.1 for a in advantages]
         assert losses.off_policy_keep(terms, delta=0.1).tolist() == expected
-        sampled = replace(terms, sampler_logp_M=terms.logp_M.detach())
+        sampled = replace(terms, behavior_logp_M=terms.logp_M.detach())
         assert losses.off_policy_keep(sampled, delta=0.1).all()
 
 
@@ -325,10 +325,10 @@ def test_a_divergence_counts_by_how_likely_a_token_was_drawn(random_terms):
     """Also where another engine drew it: ratios are then taken to other log-probs than the sampler's."""
     terms = random_terms((3, 2), seed=3)
     sampler_M = terms.old_logp_M - 0.5
-    elsewhere = replace(terms, sampler_logp_M=sampler_M, divergence=lambda function: torch.ones_like(terms.logp_M))
+    elsewhere = replace(terms, behavior_logp_M=sampler_M, divergence=lambda function: torch.ones_like(terms.logp_M))
     counted = losses.TeacherDivergence(importance=True)
     torch.testing.assert_close(counted(elsewhere), (terms.logp_M - sampler_M).exp().detach())
-    here = replace(elsewhere, sampler_logp_M=None)
+    here = replace(elsewhere, behavior_logp_M=None)
     torch.testing.assert_close(counted(here), (terms.logp_M - terms.old_logp_M).exp().detach())
 
 

@@ -133,7 +133,7 @@ def terms_of(case: dict, logp_BT: torch.Tensor, entropy_BT: torch.Tensor) -> tup
             segments=segments,
             reference_logp_M=flat["reference"],
             entropy_M=entropy_BT[place],
-            sampler_logp_M=flat["sampler"],
+            behavior_logp_M=flat["sampler"],
             mismatch=mismatch,
         ),
         place,

@@ -177,8 +177,8 @@ def test_a_completion_without_a_reward_may_have_no_advantage(resolved: Callable,
         ),
         (
             "surrogate",
-            "def f(terms):\n    return terms.logp_M - terms.behavior_logp_M",
-            r"raised AttributeError: .* \(my_parts.py:2: .*\): Terms.old_logp_M is what the ratio divides by",
+            "def f(terms):\n    return terms.logp_M - terms.sampler_logp_M",
+            r"raised AttributeError: .* \(my_parts.py:2: .*\): the log-probs of the sampler are called behavior_logp_M",
         ),
     ],
 )

@@ -453,7 +453,7 @@ def failing_save(folder: str, recipe: str, where: str) -> dict[str, Any]:
         run._save()
         run.saver.wait()
         next(steps)
-        run._whole = (2, run.job.optimizer.taken, run.job.place())
+        run._whole = (2, run.job.optimizer.taken, run.job.data_state())
         target = {"policy": (sharded, "save_file"), "shards": (sharded_checkpoint.FileSystemWriter, "write_data")}[where]
         genuine, sharded.SINGLE_FILE = getattr(*target), 0  # both processes have a file of the policy to write
         if comm.world().rank == 1:

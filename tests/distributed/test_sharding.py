@@ -265,7 +265,7 @@ def test_c3_a_flipped_bit_in_a_shard_is_found_before_it_is_read(name: str, shard
     assert temporary is not None
     (shard_folder).rename(temporary / "trainer" / "shards")
     checkpoint.complete(temporary, 7, lambda: (temporary / "trainer" / "state.json").write_text("{}"))
-    final = checkpoint.place(tmp_path / "run", 7)
+    final = checkpoint.path_of(tmp_path / "run", 7)
     assert checkpoint.latest(tmp_path / "run") == final
     file = final / "trainer" / "shards" / name
     data = bytearray(file.read_bytes())

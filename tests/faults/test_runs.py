@@ -314,9 +314,9 @@ def test_a_folder_is_replaced_as_a_whole(stop: int, tmp_path: Path, monkeypatch:
         patch.setattr(files.os, "rename", killed)
         if stop < 2:
             with pytest.raises(KeyboardInterrupt):
-                files.place(temporary, final)
+                files.rename_into(temporary, final)
         else:
-            files.place(temporary, final)
+            files.rename_into(temporary, final)
     files.recover(final)
     assert (final / "model").read_text() == ("new" if stop == 2 else "old")
 

@@ -36,7 +36,7 @@ from groupwise.ops.operations import Operations
 from groupwise.records import Branch, Sample
 from groupwise.rollout.native.cuda.adapters import plain_weights
 from groupwise.rollout.native.cuda.workspace import KeptWorkspace
-from groupwise.rollout.vllm.weight_sync import unfit
+from groupwise.rollout.vllm.server_fitness import unfit
 from groupwise.training.offline import SFT
 from groupwise.training.passes import score, update
 

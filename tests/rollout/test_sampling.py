@@ -45,7 +45,7 @@ def test_p13_exp_logp_is_the_frequency(sampling):
     alive = expected.numpy() > 0
     assert counts[~alive].sum() == 0
     assert chisquare(counts[alive], count * expected.numpy()[alive]).pvalue > 1e-3
-    if sampling.truncates:
+    if sampling.restricts:
         assert set(support.size_R.tolist()) == {alive.sum()}
         kept = support.ids_RC[:, : alive.sum()].sort(-1).values
         assert (kept == torch.from_numpy(np.flatnonzero(alive))).all()

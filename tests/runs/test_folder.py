@@ -63,7 +63,7 @@ def make_step(number: int, *, sampling: Sampling | None = None, kind: type = np.
                     text="é" * i,
                     trained=np.arange(tokens.size) % 2 == 0,
                     version=np.full(tokens.size, number),
-                    support=tuple(np.arange(n + 1) for n in range(tokens.size)) if sampling.truncates else None,
+                    support=tuple(np.arange(n + 1) for n in range(tokens.size)) if sampling.restricts else None,
                 )
             )
         rewards = chance.normal(size=(3, 2))

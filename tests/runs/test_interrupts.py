@@ -154,7 +154,7 @@ def test_c7_c8_a_signal_anywhere_leaves_the_last_whole_step(
             case "backward" | "second minibatch":
                 each(Loss, "__call__", now, patch)
             case "optimizer":
-                each(Optimizer, "_publish", now, patch)
+                each(Optimizer, "_write_weights", now, patch)
             case "evaluation":
                 each(evaluate, "_complete", now, patch)
             case "log":

@@ -30,7 +30,7 @@ from groupwise.rollout.vllm import member, publisher
 from groupwise.rollout.vllm.client import Client
 from groupwise.rollout.vllm.engine import EXACT, VllmEngine
 from groupwise.rollout.vllm.member import read_counters
-from groupwise.rollout.vllm.published import Delivery, VersionedServer
+from groupwise.rollout.vllm.published import FetchReport, VersionedServer
 from groupwise.rollout.vllm.scoring import ScoringServers
 from groupwise.rollout.vllm.version_server import VersionHandler
 from groupwise.runs.engines import check_agreement
@@ -97,7 +97,7 @@ def test_what_is_sampled_is_what_is_scored(sampling: Sampling, engine: VllmEngin
     if sampling.greedy:
         native = draw(NativeEngine(engine.policy, max_rows=8), prompts, sampling)
         assert [r.tokens.tolist() for r in rollouts] == [r.tokens.tolist() for r in native]
-    if sampling.truncates:
+    if sampling.restricts:
         expected = [ids for rollout in rollouts for ids in own_support(engine.policy, rollout)]
         found_ids = [ids for rollout in rollouts for ids in rollout.support or ()]
         same = [set(ours) == set(theirs) for ours, theirs in zip(expected, found_ids, strict=True)]
@@ -377,7 +377,7 @@ def test_after_every_version_the_servers_log_probs_are_the_trainers(
     """Twelve versions: of all weights, of one layer, of the tied embedding alone; one patch is damaged on its way and healed."""
     options = {"weights_folder": str(tmp_path)} if shared else {}
     engine = VllmEngine(serving.policy, servers=[serving.url], full_every=5, **options)
-    deliveries: list[Delivery] = []
+    deliveries: list[FetchReport] = []
     go_to = VersionedServer.go_to
     monkeypatch.setattr(
         VersionedServer, "go_to", lambda self, *a, **k: (deliveries.append(go_to(self, *a, **k)), deliveries[-1])[1]

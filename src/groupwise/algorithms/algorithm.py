@@ -18,7 +18,7 @@ import numpy as np
 from groupwise.algorithms import advantages as credits
 from groupwise.algorithms import kl_estimators, loss_weights, losses
 from groupwise.algorithms.parts import fact
-from groupwise.records import RolloutGroup
+from groupwise.records import Rollout, RolloutGroup
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,6 +68,8 @@ class Algorithm:
     """
     credit: Callable[..., Any] = credits.Standardized()  # noqa: RUF009 - frozen
     ratio: Callable[..., Any] = losses.TokenRatio()  # noqa: RUF009 - frozen
+    """How far the policy has moved from the old policy.  A surrogate that computes its own ratio
+    does not read it."""
     surrogate: Callable[..., Any] = losses.Clipped()  # noqa: RUF009 - frozen
     weights: Callable[..., Any] = loss_weights.SequenceMean()  # noqa: RUF009 - frozen
     dead_groups: Literal["exact", "drop", "refill"] = "exact"
@@ -172,6 +174,10 @@ class Algorithm:
             return False
         return not self.extra and not self.needs.critic
 
+    def masks(self, rollout: Rollout) -> bool:
+        """Return True if no token of a completion is trained because a limit ended it."""
+        return self.truncated == "mask" and rollout.truncated
+
     def teaches(self, group: RolloutGroup) -> bool:
         """Return False if the group's rewards give an advantage of exactly 0 to every completion,
         or to every one that is not masked.
@@ -179,7 +185,7 @@ class Algorithm:
         The credit decides: GDPO learns from rewards that differ while their sum does not.  Where it
         reads what is not known yet (a KL in the reward, values), the sum does.
         """
-        if self.truncated == "mask" and all(rollout.truncated for rollout in group.rollouts):
+        if all(self.masks(rollout) for rollout in group.rollouts):
             return False
         if not self.needs.reward:
             return True

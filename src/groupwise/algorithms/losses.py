@@ -71,7 +71,7 @@ class Terms:
     segment_M: Tensor
     """int64, the completion of each token, 0 .. segments - 1."""
     segments: int
-    """S."""
+    """S: at least the number of completions; a number that no token has is an empty segment."""
     log_ratio_M: Tensor = None  # type: ignore[assignment]
     """Log of the importance ratio at the algorithm's level, differentiable.  Default: the token's
     own, `l - old`.
@@ -84,10 +84,10 @@ class Terms:
     """
     forking_M: Tensor | None = None
     """bool: the tokens that a high-entropy mask keeps, only with one (`forking`)."""
-    sampler_logp_M: Tensor = None  # type: ignore[assignment]
+    behavior_logp_M: Tensor = None  # type: ignore[assignment]
     """b.  Default: `old`."""
     mismatch: Mismatch | None = None
-    """What corrects the loss where `sampler_logp_M` is not `old_logp_M`, else None."""
+    """What corrects the loss where `behavior_logp_M` is not `old_logp_M`, else None."""
     signals: Mapping[str, Tensor] = field(default_factory=dict)
     """Further columns (M,): `value` and `return` with a critic, and what a term `reads`."""
     value_M: Tensor | None = None
@@ -100,8 +100,8 @@ class Terms:
     def __post_init__(self) -> None:
         if self.log_ratio_M is None:
             object.__setattr__(self, "log_ratio_M", self.logp_M - self.old_logp_M)
-        if self.sampler_logp_M is None:
-            object.__setattr__(self, "sampler_logp_M", self.old_logp_M)
+        if self.behavior_logp_M is None:
+            object.__setattr__(self, "behavior_logp_M", self.old_logp_M)
 
 
 # ---- ratio levels: (logp_M, old_logp_M, segment_M, segments) -> log_ratio_M
@@ -393,7 +393,7 @@ class TeacherDivergence(Term):
         loss_M = terms.divergence(self.function)
         if not self.importance:
             return loss_M
-        importance_M = guarded_exp(terms.logp_M.detach() - terms.sampler_logp_M)
+        importance_M = guarded_exp(terms.logp_M.detach() - terms.behavior_logp_M)
         return loss_M * importance_M
 
 
@@ -407,7 +407,7 @@ def off_policy_keep(terms: Terms, *, delta: float) -> Tensor:
     Pushing down further what the policy has already left teaches nothing and destabilises.
     """
     drift_S = segment_mean(
-        terms.sampler_logp_M - terms.logp_M.detach(), terms.segment_M, terms.segments
+        terms.behavior_logp_M - terms.logp_M.detach(), terms.segment_M, terms.segments
     )
     return (terms.advantage_M >= 0) | (drift_S <= delta)[terms.segment_M]
 
@@ -462,7 +462,7 @@ class Correction:
     """Largest weight."""
 
     def __call__(
-        self, old_logp_M: Tensor, sampler_logp_M: Tensor, segment_M: Tensor, segments: int
+        self, old_logp_M: Tensor, behavior_logp_M: Tensor, segment_M: Tensor, segments: int
     ) -> Mismatch:
         levels = {
             "token": TokenRatio(),
@@ -470,7 +470,7 @@ class Correction:
             "sequence_mean": SequenceMeanRatio(),
         }
         weight_M = guarded_exp(
-            levels[self.level](old_logp_M, sampler_logp_M, segment_M, segments)
+            levels[self.level](old_logp_M, behavior_logp_M, segment_M, segments)
         ).detach()
         if self.mode == "truncate":
             weight_M = weight_M.clamp(self.low, self.high)

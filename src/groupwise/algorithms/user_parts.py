@@ -156,11 +156,8 @@ def _remedy(kind: str, part: Callable[..., Any], error: Exception) -> str:
     """Return a hint for a part that read what was not computed for it, else nothing."""
     if kind in ("surrogate", "extra") and "NoneType" in str(error):
         return UNFILLED
-    if isinstance(error, AttributeError) and error.name == "behavior_logp_M":
-        return (
-            ": Terms.old_logp_M is what the ratio divides by, Terms.sampler_logp_M what the sampler"
-            " drew with"
-        )
+    if isinstance(error, AttributeError) and error.name == "sampler_logp_M":
+        return ": the log-probs of the sampler are called behavior_logp_M"
     if kind not in ("credit", "extra") or not isinstance(error, KeyError) or not error.args:
         return ""
     name = str(error.args[0])

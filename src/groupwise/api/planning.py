@@ -165,7 +165,8 @@ def time_lines(
     """
     root, slash, stage = recipe.name.partition("/")
     measuring = replace(recipe, name=f"{root}{MEASURED}{slash}{stage}")
-    for run in (recipe, measuring) if not elsewhere else ():
+    measured = () if elsewhere else (recipe, measuring)
+    for run in measured:
         folder = run_folder(run)
         seconds = _recorded_seconds(folder, recipe)
         if seconds:

@@ -276,9 +276,12 @@ def _set(
             )
             return
         here = (*here, int(key) if isinstance(holder, list) else key)
-        for other in ALTERNATIVES.get(_dotted(here), ()) if change.values is not None else ():
-            if overlay is None or not overlay.holds(tuple(other.split("."))):
-                document.drop(tuple(other.split(".")))
+        if change.values is None:
+            continue
+        for other in ALTERNATIVES.get(_dotted(here), ()):
+            alternative = tuple(other.split("."))
+            if overlay is None or not overlay.holds(alternative):
+                document.drop(alternative)
     document.put(here, in_full(change, here))
 
 

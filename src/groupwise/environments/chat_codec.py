@@ -162,11 +162,12 @@ class ChatCodec:
             tokens[:-1] if tokens and tokens[-1] in self.eos_ids and form != "channels" else tokens
         )
         text = self.decode(body, special=form is not None)
-        text = text[
-            : min(
-                (place for one in stopped_at if (place := text.find(one)) >= 0), default=len(text)
-            )
-        ]
+        end = len(text)
+        for one in stopped_at:
+            place = text.find(one)
+            if 0 <= place < end:
+                end = place
+        text = text[:end]
         if form is not None:
             return read_turn(text, form, thinking=thinking, tools=tools)
         reasoning, content = split_thinking(text, thinking)

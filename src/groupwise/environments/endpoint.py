@@ -3,12 +3,10 @@ messages in the form of three APIs.
 
 | route | what |
 |---|---|
-| `POST .../inference/v1/generate` | token ids in; ids, log-probs and the version of the weights out
-(vLLM's form) |
+| `POST .../inference/v1/generate` | token ids in; ids, log-probs, version out (vLLM's form) |
 | `POST .../v1/chat/completions` | messages in, a message out (OpenAI's form) |
-| `POST .../v1/messages`, `.../v1/messages/count_tokens` | the same in Anthropic's form
-(`messages_api`) |
-| `POST .../v1/responses` | the same in the form of OpenAI's Responses (`responses_api`) |
+| `POST .../v1/messages`, `.../count_tokens` | the same in Anthropic's form (`messages_api`) |
+| `POST .../v1/responses` | the same in OpenAI's Responses form (`responses_api`) |
 | `GET .../v1/models` | the model's name and `max_model_len` |
 | `GET /health` | an empty object |
 
@@ -133,14 +131,11 @@ class Endpoint(Server):
     @property
     def url(self) -> str:
         """Where clients find it, without a path."""
-        everywhere = self.host in ("0.0.0.0", "::", "")
-        host = (
-            socket.gethostname()
-            if everywhere
-            else f"[{self.host}]"
-            if ":" in self.host
-            else self.host
-        )
+        host = self.host
+        if host in ("0.0.0.0", "::", ""):
+            host = socket.gethostname()
+        elif ":" in host:
+            host = f"[{host}]"
         return f"http://{host}:{self.port}"
 
 

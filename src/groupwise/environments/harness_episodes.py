@@ -551,12 +551,10 @@ class HarnessEpisode:
         """The reply with which the engine continues for a request.  Raises Refused where there is
         no room for a turn.
         """
-        context, stream, environment, first = (
-            request.context,
-            self.stream.ids(),
-            self.environment,
-            not self.stream.turns,
-        )
+        context = request.context
+        stream = self.stream.ids()
+        environment = self.environment
+        first = not self.stream.turns
         follows = context.size >= stream.size and np.array_equal(context[: stream.size], stream)
         # Before the first turn nothing is appended: what the harness begins with is context, not
         # part of the completion.

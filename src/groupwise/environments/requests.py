@@ -98,7 +98,9 @@ def _temperature(value: float) -> float:
 
 def _text(content: Any) -> Any:
     """Text, or the text of parts that hold nothing else."""
-    for part in content if isinstance(content, list) else ():
+    if not isinstance(content, list):
+        return content
+    for part in content:
         if (
             not isinstance(part, Mapping)
             or part.get("type") != "text"
@@ -106,7 +108,7 @@ def _text(content: Any) -> Any:
         ):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise _wrong(f"holds a part of type {kind!r}: only text can be read here")
-    return "".join(part["text"] for part in content) if isinstance(content, list) else content
+    return "".join(part["text"] for part in content)
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:

@@ -534,7 +534,7 @@ def _agreement(
     limit = GAP.get(torch.bfloat16 if policy.autocast else policy.dtype, 0.25)
     sampling = rollouts[0].sampling
     where = f"temperature {sampling.temperature:g}"
-    if sampling.truncates:
+    if sampling.restricts:
         where += ", over the truncated support"
     if gap <= limit:
         return _good(

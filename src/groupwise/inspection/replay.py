@@ -309,7 +309,7 @@ class RecordedRun:
         if not step:
             recipe, blueprint = modelled(self.recipe, None)
             return make_learner(recipe, blueprint, self.algorithm, reference=reference)
-        saved = checkpoint.place(self.folder, step)
+        saved = checkpoint.path_of(self.folder, step)
         resume = saved / "policy"
         recipe, blueprint = modelled(self.recipe, resume)
         learner = make_learner(
@@ -385,7 +385,7 @@ def _beginning(folder: Path, number: int, reach: int) -> tuple[int | None, list[
     """The step whose weights a replay can begin with, and what was wrong with nearer ones."""
     step, reasons = 0, []
     for saved in _saved_before(folder, number):
-        wrong = checkpoint.damage(checkpoint.place(folder, saved))
+        wrong = checkpoint.damage(checkpoint.path_of(folder, saved))
         if not wrong:
             step = saved
             break
@@ -597,7 +597,7 @@ def _figures(
     for name, value in recorded.metrics.items():
         if not name.startswith(TIMES) and name in step.metrics:
             yield _number(name, value, step.metrics[name], limit * max(1.0, abs(value)))
-    saved = checkpoint.place(run.folder, recorded.number)
+    saved = checkpoint.path_of(run.folder, recorded.number)
     if saved.is_dir() and not checkpoint.damage(saved):
         written = run.learner(recorded.number)
         then = _numbers(dict(written.policy.model.named_parameters()))

@@ -379,8 +379,10 @@ def _golds_of(origin: Origin | None) -> list[str]:
 
     The rows that it recorded may all lack them.
     """
+    if origin is None:
+        return []
     columns = []
-    for one in origin.recipe.rewards if origin is not None else ():
+    for one in origin.recipe.rewards:
         if one.function in VERDICTS:
             columns.append(str(one.args.get("column", GOLD_COLUMNS[0])))
     return columns

@@ -10,7 +10,7 @@ from groupwise.rollout.vllm.addresses import Addresses, Servers, addresses_of
 from groupwise.rollout.vllm.client import Client
 from groupwise.rollout.vllm.member import ANSWER_SECONDS
 from groupwise.rollout.vllm.published import VersionedServer
-from groupwise.rollout.vllm.weight_sync import meet
+from groupwise.rollout.vllm.server_fitness import meet
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ from groupwise.proof.texts import (
     FULL,
     NEAR,
     SMALL,
-    Sampler,
+    ProvenSampler,
     Size,
     drawn,
     fewer_tokens,
@@ -117,7 +117,7 @@ def prove(
     policy: Policy,
     *,
     longest: int = UNSAID,
-    sampler: Sampler | None = None,
+    sampler: ProvenSampler | None = None,
     train: bool = True,
     recompute: bool = False,
 ) -> ModelProof:
@@ -149,7 +149,7 @@ class _Case:
     policy: Policy
     size: Size
     longest: int
-    sampler: Sampler | None
+    sampler: ProvenSampler | None
     train: bool
     recompute: bool
     coarse: bool = False

@@ -30,7 +30,7 @@ from groupwise.rollout.transformers import TransformersEngine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sampler:
+class ProvenSampler:
     """What samples in a run."""
 
     make: Callable[..., Engine]
@@ -43,8 +43,10 @@ class Sampler:
     """An environment answers its turns."""
 
 
-NATIVE = Sampler(make=NativeEngine, name="native", remedy="set rollout.engine to 'transformers'")
-TRANSFORMERS = Sampler(
+NATIVE = ProvenSampler(
+    make=NativeEngine, name="native", remedy="set rollout.engine to 'transformers'"
+)
+TRANSFORMERS = ProvenSampler(
     make=TransformersEngine,
     name="transformers",
     remedy="sample it with rollout.engine 'vllm', or train it on data (sft, dpo)",
@@ -180,7 +182,7 @@ def prompts_with_images(policy: Policy, seed: int) -> dict[str, PromptImages]:
 
 
 def drawn(
-    policy: Policy, sampler: Sampler, size: Size, longest: int, seed: int = 0
+    policy: Policy, sampler: ProvenSampler, size: Size, longest: int, seed: int = 0
 ) -> list[Sample]:
     """What an engine draws, in turns where an environment answers."""
     no_text: Any = SimpleNamespace(decode=lambda ids, **_: "")

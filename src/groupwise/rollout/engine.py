@@ -71,6 +71,8 @@ class InProcess:
     version = 0
     where: str | None = None
     tolerance = math.inf
+    """Nothing is watched in a step: the sampler and the trainer compute with the same weights, and
+    the proof at the start compares their log-probs."""
 
     def send_weights(self, version: int) -> None:
         """Note the version; the weights are the trainer's own, so nothing is sent."""

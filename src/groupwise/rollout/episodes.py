@@ -164,7 +164,7 @@ class Conversations(Generic[One]):
             )
         if have + reply.tokens.size >= limit:
             return Finish.LENGTH
-        stream.take(reply, version, limit=limit, support=self.sampling.truncates)
+        stream.take(reply, version, limit=limit, support=self.sampling.restricts)
         return None
 
     def end(self, stream: Stream, finish: Finish) -> Rollout:
@@ -182,7 +182,7 @@ class Conversations(Generic[One]):
             finish,
             self.sampling,
             version=np.array(stream.version, np.int64),
-            support=tuple(stream.support) if self.sampling.truncates else None,
+            support=tuple(stream.support) if self.sampling.restricts else None,
             trained=stream.trained(),
             episode=episode,
         )

@@ -96,7 +96,7 @@ def draw(
     the likeliest token and report its log-probability at temperature 1.  Only truncation reads back
     from the device (whether the candidates were enough).
     """
-    sampler = None if sampling.truncates else operations().token_sampler(logits_RV)
+    sampler = None if sampling.restricts else operations().token_sampler(logits_RV)
     if sampler is not None:
         token_R, logp_R = sampler(logits_RV, uniform_R, sampling.temperature)
         return token_R, logp_R, None
@@ -107,7 +107,7 @@ def draw(
         return token_R1[:, 0], logp_R1[:, 0], None
     if sampling.temperature != 1.0:
         z_RV = z_RV / sampling.temperature
-    if sampling.truncates:
+    if sampling.restricts:
         return _draw_truncated(z_RV, uniform_R, sampling)
     p_RV = torch.softmax(z_RV, -1)
     token_R = _inverse_cdf(p_RV, uniform_R)

@@ -132,7 +132,7 @@ class TransformersEngine(InProcess):
                 drawn.finish[r],
                 sampling,
                 version=self.version,
-                support=drawn.support[r] if sampling.truncates else None,
+                support=drawn.support[r] if sampling.restricts else None,
             )
             for r, (prompt, index) in enumerate(rows)
         ]
@@ -164,7 +164,7 @@ class TransformersEngine(InProcess):
                         f"{seed}/{stream.prompt.id}/{stream.index}/{stream.turn}",
                     )
                     stream.add(drawn.tokens[0], drawn.logp[0], self.version)
-                    stream.support += drawn.support[0] if sampling.truncates else ()
+                    stream.support += drawn.support[0] if sampling.restricts else ()
                     conversations.turn(stream, drawn.finish[0])
 
     @torch.no_grad()
@@ -183,7 +183,7 @@ class TransformersEngine(InProcess):
         """
         policy, model = self.policy, cast(Any, self.policy.model)
         stopping = Stopping(policy.eos_ids, sampling.stop, policy.tokenizer)
-        drawn = _Drawn(stopping, limits, watch or ScoreWatch(), truncates=sampling.truncates)
+        drawn = _Drawn(stopping, limits, watch or ScoreWatch(), truncates=sampling.restricts)
         training = [module for module in model.modules() if module.training]
         model.eval()
         # The model's generation_config must not leak in: generate() fills what a config of ours

@@ -9,7 +9,12 @@ are read.
       COMPLETE         xxh3-128 of the manifest
     RUN/latest         name of the newest
 
-`job.py` says what is in it. A checkpoint is written under a temporary name, synced to disk, read
+`job.Job.tensors` and `job.Job.numbers` give what is in it, `job.Job.restore` reads both.  A change
+that makes older checkpoints unreadable raises `FORMAT`.  No random state is saved: each random
+number is a function of the seed and of a prompt, an epoch or a step
+(`rollout.sampling.stream_keys`).
+
+A checkpoint is written under a temporary name, synced to disk, read
 back for its checksums and renamed; older ones go only after that. So a process may be killed at any
 moment and the newest complete checkpoint is still there. Everything is verified before it is used;
 no pickle is written, or read before that.
@@ -107,7 +112,7 @@ def save(
 
     if temporary is not None:
         complete(temporary, step, write, keep=keep, pinned=pinned)
-    return place(folder, step)
+    return path_of(folder, step)
 
 
 def begin(folder: Path, step: int, needed: int) -> Path | None:
@@ -116,7 +121,7 @@ def begin(folder: Path, step: int, needed: int) -> Path | None:
 
     Raises StorageError.
     """
-    final = place(folder, step)
+    final = path_of(folder, step)
     root = final.parent
     with _storage(root):
         root.mkdir(exist_ok=True)
@@ -153,9 +158,10 @@ def complete(
     give it its name.
 
     keep: newest checkpoints that stay; older ones are deleted after this one has its name, but for
-        the one of the step `pinned`.   rank,
-        size: of the processes that call this; the first decides what is there, each takes its share
-        of the checksums.   Raises StorageError.
+        the one of the step `pinned`.
+    rank, size: of the processes that call this; the first decides what is there, each takes its
+        share of the checksums.
+    Raises StorageError.
     """
     folder = temporary.parent.parent
 
@@ -165,9 +171,9 @@ def complete(
             for part in fingerprints:
                 of_all |= part
             _seal(temporary, step, of_all)
-            files.place(temporary, place(folder, step))
+            files.rename_into(temporary, path_of(folder, step))
             # For people and other programs: `latest()` does not trust it.
-            files.write(folder / LATEST, f"{place(folder, step).name}\n".encode())
+            files.write(folder / LATEST, f"{path_of(folder, step).name}\n".encode())
             _rotate(folder, step, keep, pinned)
 
     def names() -> list[str]:
@@ -319,7 +325,7 @@ class Saver:
             comm.from_first(write)
         elif comm.world().first:
             write()
-        self._note(step, latest(self.folder) if alone else place(self.folder, step))
+        self._note(step, latest(self.folder) if alone else path_of(self.folder, step))
 
     def wait(self) -> None:
         """Return when everything is on the disk.  Raises StorageError or PeerError if it could not
@@ -360,7 +366,7 @@ class Saver:
                 size=here.size,
                 together=_together,
             )
-            self._note(step, place(self.folder, step))
+            self._note(step, path_of(self.folder, step))
 
         self._writing = threads.begin(work, "checkpoint")
 
@@ -514,7 +520,7 @@ def reader(path: Path) -> Callable[[Mapping[str, Tensor]], None]:
     return lambda into: read_tensors(path, into)
 
 
-def place(folder: Path, step: int) -> Path:
+def path_of(folder: Path, step: int) -> Path:
     """Where the checkpoint of a step lies in a run folder."""
     return Path(folder) / CHECKPOINTS / f"{step:06d}"
 

@@ -17,14 +17,14 @@ from groupwise.errors import ConfigError, EngineError
 from groupwise.models.policy import Policy
 from groupwise.models.shape import Shape
 from groupwise.models.sharded import whole_policy
-from groupwise.proof.texts import NATIVE, TRANSFORMERS, Sampler
+from groupwise.proof.texts import NATIVE, TRANSFORMERS, ProvenSampler
 from groupwise.records import Prompt, Step
 from groupwise.rollout.engine import Engine
 from groupwise.rollout.gathered import GatheredEngine
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.transformers import TransformersEngine
 from groupwise.rollout.vllm.engine import VllmEngine
-from groupwise.rollout.vllm.weight_sync import unfit_on_cpu
+from groupwise.rollout.vllm.server_fitness import unfit_on_cpu
 from groupwise.runs.plan import Lines
 from groupwise.training.groups import PrefetchedRollouts
 from groupwise.utils.imports import demand_attributes, imported, own_code
@@ -132,7 +132,7 @@ def demand_colocated(engine: EngineSettings) -> None:
         )
 
 
-def sampler_of(settings: RolloutSettings, *, conversations: bool = False) -> Sampler | None:
+def sampler_of(settings: RolloutSettings, *, conversations: bool = False) -> ProvenSampler | None:
     """What a proof asks to sample, with the recipe's engine; None for one that samples elsewhere,
     or is one's own.
 

@@ -190,7 +190,7 @@ class Job(Learner):
         prompts = self.prepared.prompts if self.prepared.algorithm is not None else None
         return () if prompts is None else prompts.train
 
-    def place(self) -> Place:
+    def data_state(self) -> Place:
         """Where the run stands in its data."""
         return self.order.state(), self.ahead.pending()
 
@@ -212,7 +212,7 @@ class Job(Learner):
         """What the next step depends on beside the weights and `tensors`.  place: if not the
         present one.
         """
-        order, pending = place or self.place()
+        order, pending = place or self.data_state()
         trained = {key: optimizer.numbers() for key, (_, optimizer) in self.optimizers().items()}
         return trained | {
             "order": order,

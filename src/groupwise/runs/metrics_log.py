@@ -98,6 +98,8 @@ class LogReader:
 def merged(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Join the lines of each step into one, without the steps that were taken again.
 
+    The viewer keeps the same rule in columns (`viewer.metric_columns.Metrics.add`).
+
     >>> merged([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}, {"step": 1, "resumed": 5.0}])
     [{'step': 1, 'loss': 2.0}]
     >>> merged([{"step": 1, "loss": 2.0}, {"step": 1, "eval/loss": 3.0}])

@@ -106,8 +106,10 @@ _loops: WeakSet[Generator[Step]] = WeakSet()
 
 def _leave(process: int) -> None:
     """When a program ends between two steps, leave its loops; a fork of it leaves none."""
+    if os.getpid() != process:
+        return
     with ExitStack() as leaving:  # all are left, also where one raises
-        for steps in list(_loops) if os.getpid() == process else ():
+        for steps in list(_loops):
             leaving.callback(_leave_one, steps)
 
 
@@ -129,8 +131,9 @@ def _train(recipe: Recipe, accept_changes: bool) -> Generator[Step]:
     join(recipe)
     folder = comm.from_first(lambda: choose_folder(recipe))
     with Run(recipe, folder, accept_changes=accept_changes) as run, comm.peers():
-        for text in run.job.prepared.warnings if run.first and run.done < run.job.steps else ():
-            logger(__name__).warning("%s", text)
+        if run.first and run.done < run.job.steps:
+            for text in run.job.prepared.warnings:
+                logger(__name__).warning("%s", text)
         yield from run.steps()
 
 
@@ -181,7 +184,7 @@ class Run:
             self.best = BestEvaluation.of(recipe.eval)
             # The last whole step: its number, the optimizer steps taken by then, and where the data
             # stood.
-            self._whole = (self.done, self.job.taken, self.job.place())
+            self._whole = (self.done, self.job.taken, self.job.data_state())
             self._writing = self._begun = False
         except BaseException:
             if "job" in vars(self):
@@ -248,7 +251,7 @@ class Run:
                         self._evaluate(log)
                 for step in iter(()) if self._stops else job.loop(self.done):
                     with self._undisturbed():
-                        self._whole = (step.number, job.taken, job.place())
+                        self._whole = (step.number, job.taken, job.data_state())
                         self.done = step.number
                         comm.from_first(lambda step=step: log.write(step))
                     if self._falls_on(recipe.save.every):
@@ -361,7 +364,7 @@ class Run:
         new = BestEvaluation.of(self.recipe.eval)
         assert new is not None
         best = replace(new).read(log.lines)
-        if best.step is None or checkpoint.place(self.folder, best.step).is_dir():
+        if best.step is None or checkpoint.path_of(self.folder, best.step).is_dir():
             return best
         logger(__name__).warning(
             "the checkpoint of step %d, the best by %s, is not there any more: evaluations are"
@@ -377,10 +380,10 @@ class Run:
         assert self.best is not None
         if self.best.step is None or self.best.step == self.done:
             return
-        place = checkpoint.place(self.folder, self.best.step)
+        place = checkpoint.path_of(self.folder, self.best.step)
         numbers = comm.from_first(lambda: checkpoint.load(place))
         self.job.go_back(place / "policy", numbers, reader(place))
-        self._whole = (self.best.step, self.job.taken, self.job.place())
+        self._whole = (self.best.step, self.job.taken, self.job.data_state())
 
     def _finish(self, log: RunLog) -> None:
         """Export the final model, and mark the run as finished."""
@@ -571,7 +574,7 @@ def _export(policy: Policy, folder: Path, what: str) -> None:
                     place = f"{folder.name}/{path.relative_to(temporary)}"
                     digests.append((place, files.digest(path)))
             RunFiles(folder.parent).note(digests)
-            files.place(temporary, folder)
+            files.rename_into(temporary, folder)
 
     temporary = comm.from_first(prepare)
     with files.storing(folder, what):

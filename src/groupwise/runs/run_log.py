@@ -37,10 +37,12 @@ EVALUATED = "eval/"
 class RunLog:
     """Writes the run folder, step by step.
 
-    done: steps that the run resumed with; what was written of later ones is taken away, because
-        they are taken again, and so is the evaluation before the first step if there is none.
+    Every method raises StorageError if the disk fails.
+
+    done: steps that the run resumed with.  Later steps are taken again: the files of their
+        completions are deleted, their lines of metrics stay and readers leave them out
+        (`metrics_log.merged`).  0: a new log begins, and no evaluation stays.
     started: the time of this start, for `environment.json`; None: now.
-        Every method raises StorageError if the disk fails.
     """
 
     def __init__(

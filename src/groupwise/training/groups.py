@@ -232,9 +232,8 @@ class SampledRollouts:
 
     def _is_masked(self, groups: Sequence[RolloutGroup]) -> bool:
         """Return True if every completion is left out of the loss."""
-        if self.algorithm.truncated != "mask":
-            return False
-        return all(rollout.truncated for group in groups for rollout in group.rollouts)
+        masks = self.algorithm.masks
+        return all(masks(rollout) for group in groups for rollout in group.rollouts)
 
     def sync(self, version: int) -> None:
         """Hand the policy's weights to the engine."""

@@ -26,7 +26,7 @@ class TokenColumns(Protocol):
 
     @property
     def segments(self) -> int:
-        """The number of completions."""
+        """At least the number of completions: a number that no token has is an empty segment."""
         ...
 
     def column(self, name: str) -> Tensor | None:
@@ -83,7 +83,7 @@ def loss_terms(
     return Terms(
         logp_M=logp_M,
         old_logp_M=old_M,
-        sampler_logp_M=sampler_M,
+        behavior_logp_M=sampler_M,
         mismatch=mismatch,
         advantage_M=advantage_M,
         segment_M=segment_M,

@@ -329,7 +329,7 @@ def mismatch_metrics(
     if not recorded.samples:
         return {}
     terms, correction = recorded.terms, recorded.algorithm.correction
-    logp_N, sampler_N, segment_N = terms.logp_M, terms.sampler_logp_M, terms.segment_M
+    logp_N, sampler_N, segment_N = terms.logp_M, terms.behavior_logp_M, terms.segment_M
     fresh = {}
     for rollout in _rollouts(groups):
         fresh_n = (rollout.version == version) | (version is None)

@@ -122,7 +122,7 @@ def train_online(
                 reshard(teacher.policy)
             if learns:
                 rollouts.sync(optimizer.taken)
-                follow(number, group, policy, reference)
+                refresh_reference(number, group, policy, reference)
         yield step_of(
             number,
             groups,
@@ -193,7 +193,9 @@ def with_entropy_bonus(
     return algorithm
 
 
-def follow(number: int, group: GroupSettings, policy: Policy, reference: Policy | None) -> None:
+def refresh_reference(
+    number: int, group: GroupSettings, policy: Policy, reference: Policy | None
+) -> None:
     """Move the reference to the policy after step `number`, if it is due."""
     if reference is None or not group.reference_refresh:
         return

@@ -133,7 +133,7 @@ class Optimizer:
             self.exchanging = False
         if self._decides_on_device or math.isfinite(float(norm_before)):
             self.adamw.step()
-            self._publish()
+            self._write_weights()
         norm = float(norm_before)
         finite = math.isfinite(norm)
         if finite:
@@ -176,7 +176,7 @@ class Optimizer:
         for tensor in (*self.masters, *self.parameters):
             tensor.grad = None
 
-    def _publish(self) -> None:
+    def _write_weights(self) -> None:
         if self.lower:
             with torch.no_grad():
                 own, masters = map(fsdp.own, self.parameters), map(fsdp.own, self.masters)
@@ -202,11 +202,11 @@ class Optimizer:
         tensors = {
             f"master.{name}": master.detach() for name, master in self._named() if self.lower
         }
-        for name, master in self._named() if self.adamw.state else ():
-            tensors |= {
-                f"{kind}.{name}": self.adamw.state[master][kind]
-                for kind in ("exp_avg", "exp_avg_sq")
-            }
+        if not self.adamw.state:
+            return tensors
+        for name, master in self._named():
+            for moment in ("exp_avg", "exp_avg_sq"):
+                tensors[f"{moment}.{name}"] = self.adamw.state[master][moment]
         return tensors
 
     def restore(
@@ -218,12 +218,13 @@ class Optimizer:
         """
         self.taken, self.nonfinite = int(numbers["taken"]), int(numbers["nonfinite"])
         self.entropy_bonus = float(numbers.get("entropy_bonus", 0.0))
-        for master in self.masters if numbers["adam_steps"] else ():
-            step = torch.tensor(float(numbers["adam_steps"]), device=master.device)
-            moments = {
-                kind: torch.zeros_like(master.detach()) for kind in ("exp_avg", "exp_avg_sq")
-            }
-            self.adamw.state[master] = {"step": step, **moments}
+        if numbers["adam_steps"]:
+            for master in self.masters:
+                self.adamw.state[master] = {
+                    "step": torch.tensor(float(numbers["adam_steps"]), device=master.device),
+                    "exp_avg": torch.zeros_like(master.detach()),
+                    "exp_avg_sq": torch.zeros_like(master.detach()),
+                }
         with torch.no_grad():
             read(self.tensors())
 

@@ -58,7 +58,7 @@ def weigh(
 
 def _trained_tokens(rollout: Rollout, algorithm: Algorithm) -> int:
     """Return how many tokens of a rollout are trained: none of one that is masked."""
-    if algorithm.truncated == "mask" and rollout.truncated:
+    if algorithm.masks(rollout):
         return 0
     return int(rollout.trained.sum())
 

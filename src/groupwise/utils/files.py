@@ -96,7 +96,7 @@ def new_folder(final: Path) -> Path:
     return temporary
 
 
-def place(temporary: Path, final: Path) -> None:
+def rename_into(temporary: Path, final: Path) -> None:
     """Give a folder, already on the disk, its name.  A folder that has this name goes only then;
     `recover` finds it until then.
     """

@@ -305,8 +305,10 @@ def _reap(worker: int) -> tuple[int | None, bool]:
 
 def descendants(root: int) -> list[int]:
     """The processes below one (Linux; elsewhere none)."""
+    if not LINUX:
+        return []
     children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc") if LINUX else ():
+    for name in os.listdir("/proc"):
         if name.isdigit():
             with (
                 contextlib.suppress(OSError, ValueError, IndexError),

@@ -219,8 +219,10 @@ def group(source: CompletionSource, step: int, place: int, kind: str = TRAINING)
 
 def _images(source: CompletionSource, digests: object) -> list[str | None]:
     """The images of a prompt as `data:` URLs; None for one that is not there."""
+    if not isinstance(digests, list):
+        return []
     urls: list[str | None] = []
-    for digest in digests if isinstance(digests, list) else ():
+    for digest in digests:
         data = source.image(str(digest))
         if data is None:
             urls.append(None)

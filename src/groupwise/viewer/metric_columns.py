@@ -51,7 +51,10 @@ class Metrics:
         return self
 
     def add(self, entry: Mapping[str, Any]) -> bool:
-        """Add a line, which may be more of the last step; False if something had to be left out."""
+        """Add a line, which may be more of the last step; False if something had to be left out.
+
+        It keeps the rule of `runs.metrics_log.merged`.
+        """
         step = entry["step"]
         if RESUMED in entry:
             self._cut(step)

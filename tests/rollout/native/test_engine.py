@@ -188,9 +188,9 @@ def test_tokens_drawn_unseen_are_those_drawn_one_by_one(unseen, family, max_rows
     monkeypatch.setattr(scheduler, "_to_host", lambda drawn: looks.append(len(drawn)) or look(drawn))
     monkeypatch.setitem(scheduler.TOKENS_PER_SYNC, "cpu", unseen)
     same(run(policy, prompts, sampling, max_rows=max_rows), seen, atol=1e-12)
-    assert (max(looks) > 1) is not sampling.truncates
+    assert (max(looks) > 1) is not sampling.restricts
     finishes = {rollout.finish for group in seen.values() for rollout in group}
-    assert len(finishes) > 1 or sampling.greedy or sampling.truncates
+    assert len(finishes) > 1 or sampling.greedy or sampling.restricts
 
 
 def test_groups_come_as_soon_as_they_are_complete(policy_of, prompts_of):

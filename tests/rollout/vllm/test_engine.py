@@ -32,13 +32,13 @@ from groupwise.models.lora import adapt
 from groupwise.models.policy import without_adapter
 from groupwise.models.saving import save
 from groupwise.records import Finish, Prompt, Sampling
-from groupwise.rollout.vllm import member, pool, published, publisher, weight_sync
+from groupwise.rollout.vllm import member, pool, published, publisher, server_fitness
 from groupwise.rollout.vllm.addresses import addresses_of
 from groupwise.rollout.vllm.client import Client
+from groupwise.rollout.vllm.colocated import buckets
 from groupwise.rollout.vllm.engine import VllmEngine
 from groupwise.rollout.vllm.plugin.groupwise_versions import FORMAT, Mirror, VersionSource, WrongVersion
 from groupwise.rollout.vllm.published import VersionedServer
-from groupwise.rollout.vllm.weight_sync import buckets
 
 EOS = 1
 
@@ -401,8 +401,8 @@ def test_a_model_whose_text_part_has_a_section_of_its_own_is_known(policy_of) ->
         model = AutoModelForCausalLM.from_config(Gemma3Config(text_config=text, vision_config=vision))
     policy = replace(policy, model=model)
     facts = FakeServer.facts_of(48)
-    assert weight_sync.unfit(facts, policy) is None
-    assert "a vocabulary of 40, the policy one of 48" in str(weight_sync.unfit(FakeServer.facts_of(40), policy))
+    assert server_fitness.unfit(facts, policy) is None
+    assert "a vocabulary of 40, the policy one of 48" in str(server_fitness.unfit(FakeServer.facts_of(40), policy))
     body = VllmEngine(policy, servers=["http://127.0.0.1:1"])._body(np.array([5]), 1, 4, 0, SAMPLING)
     assert list(body["sampling_params"]["logit_bias"]) == list(range(40, 48))
 

@@ -122,7 +122,7 @@ class TokenDecode:
     @property
     def draws_many(self) -> bool:
         """True if `draw_many` can, with these weights, this sampling and these caches."""
-        if self.forward.decoder is None or self.sampling.truncates:
+        if self.forward.decoder is None or self.sampling.restricts:
             return False
         layers = self.attend.prompts.layers.values()
         return all(layer.blocked is not None for layer in layers)

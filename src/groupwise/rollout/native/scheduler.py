@@ -356,7 +356,7 @@ class Scheduler:
         were drawn.  Nobody may draw beyond its limit, where capacity ends.
         """
         saves_states = self.environment is not None and bool(self.prompts.store.states)
-        if self.sampling.truncates or saves_states:
+        if self.sampling.restricts or saves_states:
             return 1
         most = TOKENS_PER_SYNC["cpu" if self.device.type == "cpu" else "cuda"]
         return min(most, min(sequence.left for sequence in self.rows.live))

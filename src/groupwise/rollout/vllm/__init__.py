@@ -10,8 +10,12 @@
   a folder, and its files by HTTP.
 - `published`: a version of the weights, and a server that is brought to it.
 - `delivery`: from an updated policy to a version that servers can fetch.
-- `weight_sync`: whether a server can sample for a policy, and weights for one in this process.
+- `server_fitness`: whether a server can sample for a policy.
 - `colocated`: runs vLLM in this process.
 - `scoring`: log-probs of given tokens, for a teacher on servers.
 - `plugin`: what runs on vLLM's side; it imports nothing of this library.
+
+New weights reach a server in six steps.  `engine.VllmEngine.send_weights` hands them to
+`delivery`, which has `publisher` write a version; `pool` tells each server; the server fetches the
+version by HTTP or from the folder, checks it, and loads it (`plugin/groupwise_versions`).
 """

@@ -25,14 +25,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from groupwise.distributed import comm
 from groupwise.errors import EngineError, GroupwiseError
 from groupwise.models.policy import Policy
+from groupwise.models.saving import merged
 from groupwise.rollout.vllm.request import Answer
 from groupwise.rollout.vllm.server import CANDIDATES, PLUGIN
-from groupwise.rollout.vllm.weight_sync import Facts, buckets, unfit
+from groupwise.rollout.vllm.server_fitness import Facts, unfit
 from groupwise.utils import files
+from groupwise.utils.batching import batch_by_size
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # this process, and not one below it
@@ -43,6 +47,8 @@ ENVIRONMENT = {
 SHARE_OF_FREE = 0.95
 """Part of a GPU's free memory that vLLM may take.  Its own default is a share of the whole card,
 and it refuses to start where the trainer holds a part of that."""
+BUCKET_BYTES = 1 << 28
+"""Weights that are handed over together."""
 
 
 class Colocated:
@@ -326,3 +332,23 @@ class LockstepRequests(LocalRequests):
             member, _, request = name.partition("/")
             if int(member) == rank:
                 yield who, request, answer
+
+
+def buckets(
+    policy: Policy, dtype: torch.dtype, limit: int = BUCKET_BYTES
+) -> Iterator[tuple[list[str], list[list[int]], Tensor]]:
+    """A policy's weights by their checkpoint's names, in runs of up to `limit` bytes: (names,
+    shapes, all of them as uint8).
+
+    Adapters are merged into them; a tied head is sent as the embedding that it is.
+    """
+    model = merged(policy)
+    weights = revert_weight_conversion(
+        model, {name: parameter.detach() for name, parameter in model.named_parameters()}
+    )
+    for bucket in batch_by_size(
+        weights.items(), lambda named: named[1].numel() * dtype.itemsize, limit
+    ):
+        names, parts = zip(*bucket, strict=True)
+        flat = torch.cat([part.to(dtype).reshape(-1) for part in parts])
+        yield list(names), [list(part.shape) for part in parts], flat.view(torch.uint8)

@@ -46,7 +46,7 @@ from groupwise.rollout.vllm.published import VersionedServer
 from groupwise.rollout.vllm.publisher import FULL_EVERY
 from groupwise.rollout.vllm.request_pool import RequestPool
 from groupwise.rollout.vllm.server import MODEL, START_SECONDS, OwnServer, cache_bytes
-from groupwise.rollout.vllm.weight_sync import meet
+from groupwise.rollout.vllm.server_fitness import meet
 from groupwise.utils.spelling import counted
 
 EXACT, ROUNDED = 0.01, 0.1
@@ -108,7 +108,7 @@ class VllmEngine:
         self.policy, self.version = policy, 0
         self._own: OwnServer | None = None
         self._in_flight, self._requested = in_flight, set[RequestPool | LocalRequests]()
-        self._held: int | None = None
+        self._last_sent: int | None = None
         """The last version that was sent."""
         self._delivery: WeightDelivery | None = None
         dtype = dtype or _dtype(policy)
@@ -217,7 +217,7 @@ class VllmEngine:
         Raises PeerError if no server is there, EngineError if one does not take them.
         """
         self.version = version
-        if version != self._held:
+        if version != self._last_sent:
             self._push()
 
     def _push(self) -> None:
@@ -226,7 +226,7 @@ class VllmEngine:
             self._push_colocated(self.servers)
         else:
             self._push_to_servers(self.servers)
-        self._held = self.version
+        self._last_sent = self.version
 
     def _push_colocated(self, colocated: Colocated) -> None:
         """Sharded weights are gathered once, for every process."""
@@ -246,11 +246,11 @@ class VllmEngine:
         The first time, and where nothing is sampled meanwhile, one server is waited for.
         """
         assert self._delivery is not None
-        if self._held is None:
+        if self._last_sent is None:
             comm.together(pool.start)
         self._delivery.publish(self.policy, self.version, pool.dtype, pool.lora_rank)
-        pool.publish(self.version, adapter=self._delivery.alone)
-        waits = self._held is None or not self._in_flight
+        pool.announce(self.version, adapter=self._delivery.alone)
+        waits = self._last_sent is None or not self._in_flight
         if waits:
             comm.from_first(pool.wait_for_version)
         if comm.from_first(pool.take_unreadable):
@@ -263,9 +263,9 @@ class VllmEngine:
     ) -> Iterator[tuple[Rollout, ...]]:
         """See `engine.Engine`."""
         check_request(self.policy, prompts, group_size, sampling)
-        if self._held is None or self.servers.asleep:
+        if self._last_sent is None or self.servers.asleep:
             self._push()
-        oldest = self._held or 0
+        oldest = self._last_sent or 0
         self._check(prompts, group_size if self.environment is None else 1, sampling)
         if self.environment is not None:
             yield from self._episodes(self.environment, prompts, group_size, sampling, seed, oldest)
@@ -334,9 +334,9 @@ class VllmEngine:
                         requests.again(name, error)
                         continue
                     stream.add(choice.tokens, choice.logp, choice.version(self._run).tolist())
-                    stream.support += choice.support if sampling.truncates else ()
+                    stream.support += choice.support if sampling.restricts else ()
                     conversations.turn(stream, choice.finish(self.policy.eos_ids))
-                for stream, rollout in conversations.heard(self._held or 0):
+                for stream, rollout in conversations.heard(self._last_sent or 0):
                     name = f"{stream.index}/{stream.prompt.id}"
                     if rollout is None:
                         requests.put(name, self._turn(stream, sampling, seed))
@@ -388,7 +388,7 @@ class VllmEngine:
                     f"{name} holds sequences of {facts['context']} tokens, but a prompt and its"
                     f" completion may have {longest}: start it with -- --max-model-len {longest}"
                 )
-            if sampling.truncates and not 0 < self._candidates(sampling) <= facts["candidates"]:
+            if sampling.restricts and not 0 < self._candidates(sampling) <= facts["candidates"]:
                 raise EngineError(
                     f"vLLM tells what could have been drawn only as the {facts['candidates']}"
                     " likeliest tokens: top_p and min_p need a top_k from 1 to"
@@ -399,7 +399,7 @@ class VllmEngine:
         """How many of the likeliest tokens are asked for beside each drawn one.  Twice top_k: it
         keeps ties with the k-th.
         """
-        return min(2 * sampling.top_k, self.policy.vocabulary) if sampling.truncates else 0
+        return min(2 * sampling.top_k, self.policy.vocabulary) if sampling.restricts else 0
 
     def _body(
         self, ids: np.ndarray, count: int, limit: int, seed: int, sampling: Sampling
@@ -457,7 +457,7 @@ class VllmEngine:
                 choice.finish(self.policy.eos_ids),
                 sampling,
                 version=choice.version(self._run),
-                support=choice.support if sampling.truncates else None,
+                support=choice.support if sampling.restricts else None,
             )
             for index, choice in enumerate(choices)
         )
@@ -612,7 +612,7 @@ class Choice:
                 f"it was stopped by {self.stop!r}, which is neither an end of sequence nor one of"
                 f" {list(sampling.stop)}"
             )
-        if sampling.truncates:
+        if sampling.restricts:
             most = max(len(support) for support in self.support)
             if 2 * sampling.top_k <= most < policy.vocabulary:
                 return f"{most} tokens could have been drawn where top_k is {sampling.top_k}"

@@ -179,7 +179,7 @@ class ServerPool:
         self._wait(lambda member: member.facts is not None)
         return ()
 
-    def publish(self, version: int, *, adapter: bool = False) -> None:
+    def announce(self, version: int, *, adapter: bool = False) -> None:
         """Bring the servers to the newest version, each on its own.  Raises what ended the pool.
 
         adapter: the version is an adapter alone, which requests name.
@@ -379,12 +379,13 @@ class ServerPool:
                 f"{member.name} computes in {facts['dtype']} ({facts['device']}), the others in"
                 f" {first['dtype']} ({first['device']}): start them alike"
             )
-        for name in AT_LEAST if member.joins else ():
-            if facts[name] < first[name]:
-                raise EngineError(
-                    f"{member.name} has {name} {facts[name]}, the first server {first[name]}: a"
-                    " server that joins must have as many"
-                )
+        if member.joins:
+            for name in AT_LEAST:
+                if facts[name] < first[name]:
+                    raise EngineError(
+                        f"{member.name} has {name} {facts[name]}, the first server {first[name]}: a"
+                        " server that joins must have as many"
+                    )
         member.facts = facts
 
     def _go(self, member: Member) -> None:

@@ -43,7 +43,7 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
-class Delivery:
+class FetchReport:
     """How a server came to a version."""
 
     read_bytes: int
@@ -93,7 +93,7 @@ class VersionedServer:
                 versions.append(int(version))
         return [f"{run}:{version}" for version in sorted(versions)]
 
-    def go_to(self, published: Published, *, keep: bool) -> Delivery:
+    def go_to(self, published: Published, *, keep: bool) -> FetchReport:
         """Bring the server to a published version, from whatever version it has; blocks until it
         samples with it.
 
@@ -115,7 +115,7 @@ class VersionedServer:
         self._post("/resume")
         return delivery
 
-    def _add_adapter(self, published: Published, base: Published, *, keep: bool) -> Delivery:
+    def _add_adapter(self, published: Published, base: Published, *, keep: bool) -> FetchReport:
         """Add an adapter beside those that the server has, and remove old ones.
 
         Each has a name and a folder of its own: an adapter that is loaded in the place of another
@@ -139,7 +139,7 @@ class VersionedServer:
             self._call("groupwise_drop_adapter", {"label": self._folders.pop(0)})
         return delivery
 
-    def _fetch(self, published: Published) -> Delivery:
+    def _fetch(self, published: Published) -> FetchReport:
         """Have the server fetch a version beside its sampling, and wait until it has."""
         arguments = {
             "source": published.source,
@@ -162,7 +162,7 @@ class VersionedServer:
             time.sleep(wait)
             wait = min(2.0 * wait, LONGEST_WAIT)
         first = workers[0]
-        return Delivery(
+        return FetchReport(
             read_bytes=sum(int(worker["read_bytes"]) for worker in workers),
             full=bool(first["full"]),
             healed=str(first["healed"]),

@@ -68,7 +68,7 @@ class AheadScheduler(Scheduler):
 
         While sequences wait for a place, or for an environment, each end is looked for at once.
         """
-        if self.waiting or self.environment is not None or self.sampling.truncates:
+        if self.waiting or self.environment is not None or self.sampling.restricts:
             return super()._step()
         if self.launched is None:
             self._launch()

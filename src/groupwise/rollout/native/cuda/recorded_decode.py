@@ -60,7 +60,7 @@ class RecordedDecode(TokenDecode):
         if not self.records:
             return super().draw(newest_R, uniform_RT, tokens)
         drawn = self.draw_recorded(newest_R, uniform_RT, tokens)
-        if self.sampling.truncates:
+        if self.sampling.restricts:
             assert tokens == 1 and self.graphs.current is not None
             drawn = [self._with_enough(self.graphs.current, drawn[0], uniform_RT)]
         return drawn
@@ -69,7 +69,7 @@ class RecordedDecode(TokenDecode):
         """Draw the next tokens by graphs.  Truncated sampling may have had too few candidates."""
         sampling = self.sampling
         way = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-        step = self._step_of_candidates if sampling.truncates else self._step
+        step = self._step_of_candidates if sampling.restricts else self._step
         drawn = self.graphs.draw(step, way, self.rows, newest_R, uniform_RT, tokens)
         self.rows = self.rows.after(tokens)
         return drawn

@@ -1,25 +1,17 @@
-"""The vLLM servers that sample for a policy: whether they can, and how they come to its weights."""
+"""Whether a vLLM server, or vLLM in this process, can sample for a policy."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-import torch
-from torch import Tensor
-from transformers.core_model_loading import revert_weight_conversion
 
 from groupwise.errors import EngineError
 from groupwise.models.lora import is_untied
 from groupwise.models.policy import Policy
-from groupwise.models.saving import merged
 from groupwise.models.shape import Shape
 from groupwise.rollout.vllm.client import Client
 from groupwise.rollout.vllm.plugin.groupwise_versions import FORMAT
-from groupwise.rollout.vllm.published import (
-    UPDATE_SECONDS,
-)
-from groupwise.utils.batching import batch_by_size
+from groupwise.rollout.vllm.published import UPDATE_SECONDS
 
 Facts = Mapping[str, Any]
 """What `groupwise_vllm.Extension.groupwise_facts` says of a server."""
@@ -31,8 +23,6 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """What configs call the number of experts.  Mixtral on vLLM 0.32's CPU build: after an update
 log-probs were off by a nat.
 """
-BUCKET_BYTES = 1 << 28
-"""Weights that travel together."""
 
 
 def meet(client: Client, policy: Policy) -> Facts:
@@ -92,23 +82,3 @@ def unfit_on_cpu(config: dict[str, Any]) -> str | None:
     if any(config.get(name) for name in EXPERTS):
         return "on a CPU the new weights of a mixture of experts do not all reach its experts"
     return None
-
-
-def buckets(
-    policy: Policy, dtype: torch.dtype, limit: int = BUCKET_BYTES
-) -> Iterator[tuple[list[str], list[list[int]], Tensor]]:
-    """A policy's weights by their checkpoint's names, in runs of up to `limit` bytes: (names,
-    shapes, all of them as uint8).
-
-    Adapters are merged into them; a tied head is sent as the embedding that it is.
-    """
-    model = merged(policy)
-    weights = revert_weight_conversion(
-        model, {name: parameter.detach() for name, parameter in model.named_parameters()}
-    )
-    for bucket in batch_by_size(
-        weights.items(), lambda named: named[1].numel() * dtype.itemsize, limit
-    ):
-        names, parts = zip(*bucket, strict=True)
-        flat = torch.cat([part.to(dtype).reshape(-1) for part in parts])
-        yield list(names), [list(part.shape) for part in parts], flat.view(torch.uint8)
