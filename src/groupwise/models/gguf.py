@@ -37,7 +37,7 @@ from groupwise.models.gguf_header import read_header
 from groupwise.models.gguf_tokenizer import BESIDE, read_tokenizer
 from groupwise.models.gguf_weights import read_weights
 from groupwise.utils.cache import cache_folder
-from groupwise.utils.files import expanded, new_folder, place, storing, sync_tree
+from groupwise.utils.files import expanded, new_folder, rename_into, storing, sync_tree
 from groupwise.utils.terminal import logger
 
 log = logger(__name__)
@@ -130,7 +130,7 @@ def convert(file: Path, folder: Path) -> None:
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        place(temporary, folder)
+        rename_into(temporary, folder)
 
 
 def _model_config(settings: dict[str, Any]) -> PreTrainedConfig:
