@@ -6,12 +6,14 @@ from groupwise.config.settings import ScratchSettings
 from groupwise.errors import ConfigError, MemoryExceeded
 from groupwise.models.scratch import scratch_model
 
-FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_5", "gpt2", "gemma2", "mixtral"]
+FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_5", "qwen3_vl", "gpt2", "gemma2", "mixtral"]
+IMAGE_IDS = {"vision_start_token_id": 46, "vision_end_token_id": 47, "image_token_id": 48, "video_token_id": 49}
 
 
 def tiny(family: str = "llama", kv_heads: int | None = None, **changes):
     settings = ScratchSettings(**({"family": family, "hidden": 32, "layers": 2, "heads": 4, "context": 64} | changes))
-    return scratch_model(settings, vocabulary=50, bos_id=None, eos_ids=(2, 3), pad_id=0, seed=7, kv_heads=kv_heads)
+    ids = IMAGE_IDS if family == "qwen3_vl" else None
+    return scratch_model(settings, vocabulary=50, bos_id=None, eos_ids=(2, 3), pad_id=0, seed=7, kv_heads=kv_heads, image_ids=ids)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -22,7 +24,7 @@ def test_every_family_computes_with_its_shape_and_tied_embeddings(family):
     assert torch.isfinite(logits).all()
     assert model.config.model_type == {"qwen3_5": "qwen3_5_text"}.get(family, family)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    assert model.config.max_position_embeddings == 64
+    assert model.config.get_text_config().max_position_embeddings == 64
     assert next(model.parameters()).dtype == torch.float32
 
 
@@ -33,11 +35,12 @@ def test_training_mode_and_evaluation_mode_agree(family):
         assert torch.equal(model.train()(input_ids=tokens).logits, model.eval()(input_ids=tokens).logits)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_5", "gemma2", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_5", "qwen3_vl", "gemma2", "mixtral"])
 def test_grouped_key_value_heads(family):
     model = tiny(family, kv_heads=2)
-    assert model.config.num_key_value_heads == 2
-    assert model.model.layers[-1].self_attn.k_proj.out_features == 2 * 8
+    assert model.config.get_text_config().num_key_value_heads == 2
+    text = getattr(model.model, "language_model", model.model)
+    assert text.layers[-1].self_attn.k_proj.out_features == 2 * 8
 
 
 def test_the_seed_decides_the_weights_and_the_global_generator_is_left_alone():
@@ -72,6 +75,7 @@ def test_the_default_model_has_the_size_of_the_addition_recipe():
     [
         ({"heads": 5}, r"hidden \(32\) must be a multiple of heads \(5\)"),
         ({"heads": 32}, "even head width"),
+        ({"heads": 16, "family": "qwen3_vl"}, r"positions in images need a head width that is a multiple of 4, got 32 / 16"),
     ],
 )
 def test_impossible_shapes_are_refused(changes, message):

@@ -67,6 +67,41 @@ def test_a_run_trains_and_its_model_is_whole(engine: str, folder: Path) -> None:
     assert "reward" in str(report)
 
 
+WORDS: list[dict[str, Any]] = [{"prompt": [{"role": "user", "content": f"{i}?"}], "answer": str(i)} for i in range(6)]
+
+
+def words(completion_ids: Any, **_: Any) -> list[float]:
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["whole", "adapter"])
+def test_a_model_that_was_trained_on_words_alone_still_reads_images(lora: dict[str, int] | None, folder: Path) -> None:
+    """Without the files of its image processor nobody could."""
+    model = {"path": str(folder), "lora": lora}
+    train(folder, model=model, data=WORDS, rewards=words, save={"every": 1})
+    for saved in ("final", *(["checkpoints/000002/policy"] if lora is None else [])):
+        written = Path("runs/run") / saved / "preprocessor_config.json"
+        assert written.read_bytes() == (folder / "preprocessor_config.json").read_bytes()
+    gw.load_policy("runs/run/final").save(Path("again"))
+    report = gw.evaluate("again", data=rows(3), rewards=length, max_new_tokens=4)
+    assert "reward" in str(report)
+
+
+def test_a_model_from_scratch_reads_pictures_in_both_stages() -> None:
+    """Demonstrations have words alone; what is held out, and the second stage, have pictures."""
+    shape = {"family": "qwen3_vl", "hidden": 32, "layers": 1, "context": 96}
+    common: dict[str, Any] = {"data": {"task": "shapes", "chat": True, "limit": 40, "eval_limit": 6}, "rewards": "exact"}
+    common |= {"optimizer": {"lr": 1e-3}, "rollout": {"max_new_tokens": 5}, "steps": 2}
+    list(gw.train(name="sft", objective="sft", model={"scratch": shape}, batch_size=8, eval={"at_start": False}, **common))
+    grouped = {"prompts_per_step": 2, "group_size": 8}
+    steps = list(gw.train(name="grpo", objective="grpo", model="runs/sft/final", group=grouped, eval={"at_start": False}, **common))
+    assert len(steps) == 2
+    table = pq.read_table(next(Path("runs/grpo/rollouts").glob("*.parquet")))
+    assert all(len(digests) == 1 for digests in table.column("prompt_images").to_pylist())
+    report = gw.evaluate("runs/grpo")
+    assert "data task shapes" in str(report)
+
+
 def test_a_run_resumes_to_the_bit(folder: Path) -> None:
     train(folder, name="whole", save={"every": 1})
     training = gw.train(

@@ -54,9 +54,12 @@ ControlTokens = Literal["warn", "plain", "drop", "error"]
 class ScratchSettings:
     """A small model with random weights, for tasks that need no pretrained one."""
 
-    family: Literal["llama", "qwen2", "qwen3", "qwen3_5", "gpt2", "gemma2", "mixtral"] = "llama"
+    family: Literal[
+        "llama", "qwen2", "qwen3", "qwen3_5", "qwen3_vl", "gpt2", "gemma2", "mixtral"
+    ] = "llama"
     """Architecture.  `qwen3_5` has attention in every fourth block and in the last, gated DeltaNets
-    in the others.
+    in the others.  `qwen3_vl` reads images: its encoder has one block of the same width, which
+    keeps its random weights.
     """
     hidden: Positive = 128
     """Width of the residual stream."""

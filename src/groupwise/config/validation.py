@@ -364,6 +364,12 @@ def _scratch(recipe: Recipe, _: Sequence[str]) -> Findings:
             f" ({at}.hidden / heads)"
         )
         yield (f"{at}.heads", f"{at}.hidden"), message
+    elif scratch.family == "qwen3_vl" and (scratch.hidden // scratch.heads) % 4:
+        message = (
+            f"a head is {scratch.hidden // scratch.heads} wide; positions in images need a multiple"
+            f" of 4 ({at}.hidden / heads)"
+        )
+        yield (f"{at}.heads", f"{at}.hidden"), message
     prompt, new = recipe.data.max_prompt_tokens or 1, recipe.rollout.max_new_tokens
     if is_online(recipe.objective) and prompt + new > scratch.context:
         longest = f"data.max_prompt_tokens ({prompt})"

@@ -83,6 +83,8 @@ class NoImages:
     """A model that reads no images, or whose images are not read."""
 
     reason: str
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Files of the checkpoint that describe its image processor, by name."""
 
 
 NO_MODEL = NoImages("no model is named that reads any")
@@ -99,7 +101,7 @@ class ImageEncoder:
         """
         self.processor = processor
         self.begin, self.token, self.end, self.mark = begin, token, end, mark
-        self.files: dict[str, bytes] = {}
+        self.files: Mapping[str, bytes] = {}
         """Files of the checkpoint that describe the processor, by name."""
 
     def embeddings(self, picture: Picture) -> int:

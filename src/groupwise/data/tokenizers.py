@@ -47,6 +47,22 @@ CHAT_TEMPLATE = (
 )
 """Tools are shown by name and parameters, and called as Qwen's models call theirs."""
 
+IMAGE_BEGIN, IMAGE_END, IMAGE, VIDEO = IMAGE_MARKS = (
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+"""Control tokens of images, by the names that Qwen's models have for them."""
+IMAGE_CHAT_TEMPLATE = CHAT_TEMPLATE.replace(
+    "{{ '<|' + message['role'] + '|>' + message['content'] }}",
+    "{{ '<|' + message['role'] + '|>' }}{% if message['content'] is string %}{{"
+    " message['content'] }}{% else %}{% for part in message['content'] %}{% if part.type =="
+    " 'image' %}" + IMAGE_BEGIN + IMAGE + IMAGE_END + "{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}",
+)
+"""`CHAT_TEMPLATE`, which writes the parts of a message."""
+
 
 def make_tokenizer(name: str, texts: Iterable[str] = ()) -> PreTrainedTokenizerBase:
     """The tokenizer that `model.scratch.tokenizer` names: `arithmetic`, `bytes`, `bpe:N` (trained
@@ -259,6 +275,22 @@ def bpe_tokenizer(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:
             " or give more text"
         )
     return _wrap(core)
+
+
+def with_image_marks(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The same tokenizer, which has control tokens for images, and a chat template that writes
+    them; one that has them is left as it is.
+
+    >>> tokenizer = with_image_marks(arithmetic_tokenizer())
+    >>> parts = [{"type": "image"}, {"type": "text", "text": "how many?"}]
+    >>> messages = [{"role": "user", "content": parts}]
+    >>> tokenizer.apply_chat_template(messages, tokenize=False)
+    '<|user|><|vision_start|><|image_pad|><|vision_end|>how many?<|end|>'
+    """
+    if IMAGE not in tokenizer.get_vocab():
+        tokenizer.add_special_tokens({"additional_special_tokens": list(IMAGE_MARKS)})
+        tokenizer.chat_template = IMAGE_CHAT_TEMPLATE
+    return tokenizer
 
 
 def _wrap(core: Tokenizer, unknown: str | None = None) -> PreTrainedTokenizerFast:

@@ -535,7 +535,8 @@ def load_policy(settings: ModelSettings) -> Policy:
     Diverged with the remedy.
     """
     blueprint = read_blueprint(settings)
-    return make_policy(blueprint.load(), blueprint.tokenizer, settings)
+    policy = make_policy(blueprint.load(), blueprint.tokenizer, settings)
+    return replace(policy, image_files=blueprint.images.files)
 
 
 def make_policy(

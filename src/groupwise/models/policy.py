@@ -11,8 +11,8 @@ D width   V vocabulary
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -134,6 +134,8 @@ class Policy:
     """The processes that hold positions of its streams (context parallelism)."""
     vision: Any = None
     """`vision.Vision`: reads the images of prompts; None: there are none."""
+    image_files: Mapping[str, bytes] = field(default_factory=dict)
+    """Files that say how images are prepared for the model: they are saved with it."""
 
     @property
     def device(self) -> torch.device:

@@ -10,8 +10,7 @@ from groupwise.distributed import comm
 from groupwise.models.lora import FOLDER, keep_adapter, model_without_layers, write_adapter
 from groupwise.models.policy import Policy
 from groupwise.models.quiet import quiet_transformers
-from groupwise.models.sharded import gathered, own_parts, write_parts
-from groupwise.utils import files
+from groupwise.models.sharded import gathered, own_parts, write_image_files, write_parts
 
 
 def merged(policy: Policy) -> PreTrainedModel:
@@ -32,9 +31,7 @@ def save(policy: Policy, folder: Path) -> None:
     with quiet_transformers():
         merged(policy).save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
-    if policy.vision is not None:
-        for name, content in policy.vision.encoder.files.items():
-            files.write(folder / name, content)
+    write_image_files(policy, folder)
     if policy.adapter is not None and policy.adapter_on:
         write_adapter(policy, folder / FOLDER, dict(policy.model.named_parameters()))
         policy.tokenizer.save_pretrained(

@@ -8,14 +8,16 @@ mode agree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from groupwise.config.settings import ScratchSettings
+from groupwise.data.images import ImageEncoder, PatchEncoder
+from groupwise.data.tokenizers import IMAGE, IMAGE_MARKS
 from groupwise.errors import ConfigError, MemoryExceeded, out_of_memory
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 def scratch_model(
@@ -28,6 +30,7 @@ def scratch_model(
     seed: int = 0,
     inner: int | None = None,
     kv_heads: int | None = None,
+    image_ids: Mapping[str, int] | None = None,
 ) -> PreTrainedModel:
     """A float32 model on the CPU with random weights drawn from `seed`; torch's global generator is
     left as it was.
@@ -37,12 +40,15 @@ def scratch_model(
 
     vocabulary: number of token ids, rows of the embedding.   inner: width of a gated MLP, if it is
         to be another than 8/3 of the model's.   kv_heads: heads of keys and values that the
-        attention heads share; default: each has its own.
+        attention heads share; default: each has its own.   image_ids: of a model that reads
+        images, the ids of its control tokens by their names in a config; see `image_ids_of`.
     Raises ConfigError if the widths do not divide, or an id lies outside the vocabulary;
     MemoryExceeded.
     """
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
+
+    from groupwise.models.loading import language_class
 
     _check(
         settings,
@@ -50,15 +56,17 @@ def scratch_model(
         {"bos": bos_id, "pad": pad_id} | {f"eos[{i}]": eos for i, eos in enumerate(eos_ids)},
     )
     ids = {"bos_token_id": bos_id, "eos_token_id": _one_or_list(eos_ids), "pad_token_id": pad_id}
-    config = _config(settings, {"vocab_size": vocabulary, "tie_word_embeddings": True, **ids})
+    common = {"vocab_size": vocabulary, "tie_word_embeddings": True, **ids}
+    config = _config(settings, common, image_ids or {})
+    text: Any = config.get_text_config()
     if inner is not None:
-        config.intermediate_size = inner
+        text.intermediate_size = inner
     if kv_heads is not None:
-        config.num_key_value_heads = kv_heads
+        text.num_key_value_heads = kv_heads
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model = language_class(config).from_config(config, dtype=torch.float32)
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
@@ -72,7 +80,38 @@ def scratch_model(
     return model.eval()
 
 
-def _config(settings: ScratchSettings, common: dict[str, Any]) -> PretrainedConfig:
+def image_ids_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """The ids of a tokenizer's control tokens for images, by their names in a config."""
+    ids: Any = tokenizer.convert_tokens_to_ids(list(IMAGE_MARKS))
+    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+    return dict(zip(names, ids, strict=True))
+
+
+def image_encoder() -> ImageEncoder:
+    """How a scratch model's images are prepared: squares of 8 x 8 pixels, at most 64 of them."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    side = PATCH * MERGE
+    processor = Qwen2VLImageProcessorPil(
+        patch_size=PATCH,
+        merge_size=MERGE,
+        temporal_patch_size=FRAMES,
+        size={"shortest_edge": side**2, "longest_edge": MOST_SQUARES * side**2},
+    )
+    encoder = PatchEncoder(processor, begin="", token=IMAGE, end="", mark=IMAGE)
+    encoder.files = {"preprocessor_config.json": processor.to_json_string().encode()}
+    return encoder
+
+
+PATCH, MERGE, FRAMES = 4, 2, 2
+"""Pixels of a patch's side, patches of a square's side, and frames of a patch."""
+MOST_SQUARES = 64
+"""Squares of an image, each of which is an embedding; larger ones are made smaller."""
+
+
+def _config(
+    settings: ScratchSettings, common: dict[str, Any], image_ids: Mapping[str, int]
+) -> PretrainedConfig:
     """The family's configuration.  A gated MLP is 8/3 as wide as the model: as many weights as a
     plain one of 4.
     """
@@ -112,6 +151,19 @@ def _config(settings: ScratchSettings, common: dict[str, Any]) -> PretrainedConf
             fields |= {"head_dim": width, "query_pre_attn_scalar": width}
         case "mixtral":
             fields |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+        case "qwen3_vl":
+            third = width // 2 // 3
+            sections = [width // 2 - 2 * third, third, third]
+            rope = {"rope_type": "default", "rope_theta": 1e4}
+            rope |= {"mrope_section": sections, "mrope_interleaved": True}
+            text = fields | common | {"head_dim": width, "rope_parameters": rope}
+            tower = {"hidden_size": settings.hidden, "out_hidden_size": settings.hidden}
+            tower |= {"intermediate_size": 2 * settings.hidden, "num_heads": settings.heads}
+            tower |= {"patch_size": PATCH, "spatial_merge_size": MERGE}
+            tower |= {"temporal_patch_size": FRAMES, "num_position_embeddings": MOST_SQUARES}
+            tower |= {"depth": 1, "deepstack_visual_indexes": []}
+            parts = {"text_config": text, "vision_config": tower, "tie_word_embeddings": True}
+            return AutoConfig.for_model(family, **parts, **image_ids)
     return AutoConfig.for_model(
         "qwen3_5_text" if family == "qwen3_5" else family, **fields, **common
     )
@@ -126,6 +178,11 @@ def _check(settings: ScratchSettings, vocabulary: int, ids: dict[str, int | None
         raise ConfigError(
             f"rotary positions need an even head width, got {settings.hidden} / {settings.heads}:"
             " change heads"
+        )
+    if settings.family == "qwen3_vl" and settings.hidden // settings.heads % 4:
+        raise ConfigError(
+            "positions in images need a head width that is a multiple of 4, got"
+            f" {settings.hidden} / {settings.heads}: change heads"
         )
     if "eos[0]" not in ids:
         raise ConfigError(

@@ -38,6 +38,7 @@ from groupwise.models.reach import copy_reach
 from groupwise.models.recurrence import use_packed_recurrence
 from groupwise.models.splitting import demand_no_recurrence
 from groupwise.models.streaming import INDEX, SINGLE, CheckpointReader, check_finite, saved_names
+from groupwise.utils.files import write
 
 SINGLE_FILE = 1 << 30
 """Bytes up to which a model is written as one file, by one process."""
@@ -200,6 +201,13 @@ def write_parts(policy: Policy, folder: Path, parts: Mapping[str, Tensor]) -> No
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
+    write_image_files(policy, folder)
+
+
+def write_image_files(policy: Policy, folder: Path) -> None:
+    """Write what says how images are prepared for the model, where it is known."""
+    for name, content in policy.image_files.items():
+        write(folder / name, content)
 
 
 def _files(policy: Policy) -> dict[str, int]:

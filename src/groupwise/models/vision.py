@@ -405,22 +405,21 @@ def read_encoder(
     kind = str(config.get("model_type"))
     if "vision_config" not in config:
         return NoImages(f"the model ({kind}) reads none")
-    if kind not in FAMILIES:
-        return NoImages(
-            f"those of a {kind} model are not read, only of {', '.join(FAMILIES.values())}"
-        )
     files: dict[str, bytes] = {}
     for name in FILES:
         file = cached_file(path, name, **QUIET)
         if file is not None:
             files[name] = Path(file).read_bytes()
+    if kind not in FAMILIES:
+        known = ", ".join(FAMILIES.values())
+        return NoImages(f"those of a {kind} model are not read, only of {known}", files)
     if not files:
         return NoImages(f"{path!r} has no preprocessor_config.json, which says how to prepare them")
     try:
         pillow()
         return make_encoder(path, config, tokenizer, files)
     except (ConfigError, OSError, ValueError, TypeError, ImportError) as error:
-        return NoImages(str(error).splitlines()[0])
+        return NoImages(str(error).splitlines()[0], files)
 
 
 QUIET = {

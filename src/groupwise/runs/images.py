@@ -11,15 +11,13 @@ from groupwise.errors import ConfigError
 from groupwise.models.policy import Policy
 from groupwise.records import Prompt
 
-NO_PROMPT = NoImages("no prompt has any")
-
 
 def images_needed(
     images: ImageEncoder | NoImages, prompts: Data[Prompt] | None
 ) -> ImageEncoder | NoImages:
     """The encoder of a model, if some prompt has images: a run without them reads none."""
     if prompts is None or not any(prompt.images is not None for prompt in _all(prompts)):
-        return NO_PROMPT
+        return NoImages("no prompt has any", images.files)
     return images
 
 

@@ -14,8 +14,14 @@ from transformers import AutoConfig, PreTrainedModel
 
 from groupwise.config.settings import ModelSettings, ParallelSettings, Recipe
 from groupwise.config.validation import STAGE
+from groupwise.data.images import ImageEncoder, NoImages
 from groupwise.data.load import load_texts
-from groupwise.data.tokenizers import check_same_tokens, make_tokenizer, with_chat_template
+from groupwise.data.tokenizers import (
+    check_same_tokens,
+    make_tokenizer,
+    with_chat_template,
+    with_image_marks,
+)
 from groupwise.data.wording import formatted
 from groupwise.distributed import comm, layout
 from groupwise.errors import ConfigError, DataError
@@ -34,7 +40,7 @@ from groupwise.models.loading import (
 from groupwise.models.lora import restore_adapter
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import make_scorer
-from groupwise.models.scratch import scratch_model
+from groupwise.models.scratch import image_encoder, image_ids_of, scratch_model
 from groupwise.models.shape import Shape
 from groupwise.models.sharded import frozen_copy, in_context, shard, shard_from_checkpoint
 from groupwise.models.splitting import demand_split
@@ -83,6 +89,11 @@ def blueprint_of(recipe: Recipe, resume: Path | None) -> Blueprint:
         scratch.tokenizer,
         load_texts(recipe.data, recipe.seed) if scratch.tokenizer.startswith("bpe") else (),
     )
+    images: ImageEncoder | NoImages = NoImages(f"a model of the family {scratch.family} reads none")
+    image_ids = None
+    if scratch.family == "qwen3_vl":
+        tokenizer = with_image_marks(tokenizer)
+        images, image_ids = image_encoder(), image_ids_of(tokenizer)
     tokenizer = with_chat_template(tokenizer, recipe.model.chat_template)
     model = scratch_model(
         scratch,
@@ -91,6 +102,7 @@ def blueprint_of(recipe: Recipe, resume: Path | None) -> Blueprint:
         pad_id=tokenizer.pad_token_id,  # type: ignore[arg-type]
         bos_id=tokenizer.bos_token_id,  # type: ignore[arg-type]
         seed=recipe.seed,
+        image_ids=image_ids,
     )
     if recipe.model.dtype == "bfloat16":
         # Parameters only, as from_pretrained does: `model.to` would round the rotary frequencies
@@ -104,6 +116,7 @@ def blueprint_of(recipe: Recipe, resume: Path | None) -> Blueprint:
         eos_ids=eos,
         context=scratch.context,
         source=LoadedModel(model),
+        images=images,
     )
 
 
@@ -153,7 +166,9 @@ def hold(
     device = resolve_device(recipe.model)
     demand_split(blueprint.config, parallel)
     layout.use(parallel, device)
-    return in_context(_held(recipe, blueprint, make, resume, parallel), parallel, device)
+    policy = _held(recipe, blueprint, make, resume, parallel)
+    policy = replace(policy, image_files=blueprint.images.files)
+    return in_context(policy, parallel, device)
 
 
 def _held(

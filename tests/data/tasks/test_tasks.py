@@ -38,11 +38,12 @@ def test_rows_are_seeded_split_and_distinct(name):
     assert task.prompts(50, seed=1) != task.prompts(50, seed=2)
     held_out, prompts = task.held_out(200), task.prompts(500, seed=0)
     assert held_out[:20] == make_task(name).held_out(20)
-    assert all(is_held_out(row["prompt"]) for row in held_out)
-    assert not any(is_held_out(row["prompt"]) for row in prompts)
-    assert not any(is_held_out(texts(row)[0]) for row in task.demonstrations(500, seed=0))
-    assert len({row["prompt"] for row in held_out}) == 200
-    assert len({row["prompt"] for row in prompts}) == 500
+    assert all(is_held_out(task.subject(row)) for row in held_out)
+    assert not any(is_held_out(task.subject(row)) for row in prompts)
+    subject = task.subject if name == "shapes" else lambda row: texts(row)[0]
+    assert not any(is_held_out(subject(row)) for row in task.demonstrations(500, seed=0))
+    assert len({(task.subject(row), row["prompt"]) for row in held_out}) == 200
+    assert len({(task.subject(row), row["prompt"]) for row in prompts}) == 500
 
 
 def test_a_guessing_game_is_seeded_and_asks_for_every_number_as_often():

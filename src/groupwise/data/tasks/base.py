@@ -18,8 +18,8 @@ from groupwise.errors import ConfigError, DataError
 Row = dict[str, Any]
 
 HELD_OUT = 26 / 256
-"""A prompt is held out when the first byte of its MD5 is below 26: about a tenth, the same whatever
-the seed.
+"""A subject, most often a prompt, is held out when the first byte of its MD5 is below 26: about a
+tenth, the same whatever the seed.
 """
 
 
@@ -43,7 +43,7 @@ class Task(Protocol):
 
 
 class Generated(ABC):
-    """A task whose questions are drawn at random and split by a hash of the prompt."""
+    """A task whose questions are drawn at random and split by a hash of what they are about."""
 
     @abstractmethod
     def question(self, rng: random.Random) -> Row:
@@ -53,6 +53,10 @@ class Generated(ABC):
     def completion(self, row: Row, rng: random.Random) -> str:
         """What a careless demonstrator writes for it."""
 
+    def subject(self, row: Row) -> str:
+        """What decides on which side of the split a row is: its prompt, unless a task has more."""
+        return row["prompt"]
+
     def demonstrations(self, n: int, seed: int) -> list[Row]:
         """`n` drawn questions with completions; prompts may repeat."""
         rng = random.Random(f"demonstrations/{seed}")
@@ -61,20 +65,20 @@ class Generated(ABC):
 
     def prompts(self, n: int, seed: int) -> list[Row]:
         """At most `n` distinct prompts of the training side of the split."""
-        return list(
-            islice(_distinct(self._questions(random.Random(f"prompts/{seed}"), held_out=False)), n)
-        )
+        rows = self._questions(random.Random(f"prompts/{seed}"), held_out=False)
+        return list(islice(self._distinct(rows), n))
 
     def held_out(self, n: int) -> list[Row]:
         """At most `n` distinct prompts of the held-out side, always the same."""
-        return list(islice(_distinct(self._questions(random.Random("held out"), held_out=True)), n))
+        rows = self._questions(random.Random("held out"), held_out=True)
+        return list(islice(self._distinct(rows), n))
 
     def _questions(self, rng: random.Random, *, held_out: bool) -> Iterator[Row]:
         """Endless; ends with a DataError if no question falls on this side of the split."""
         misses = 0
         while True:
             row = self.question(rng)
-            if is_held_out(row["prompt"]) is held_out:
+            if is_held_out(self.subject(row)) is held_out:
                 misses = 0
                 yield row
             elif (misses := misses + 1) > 10_000:
@@ -82,6 +86,21 @@ class Generated(ABC):
                 raise DataError(
                     f"{type(self).__name__} has no question {side}: give it larger arguments"
                 )
+
+    def _distinct(self, rows: Iterator[Row]) -> Iterator[Row]:
+        """Rows that did not occur before; ends when nothing new comes for long (a small task is
+        exhausted).
+        """
+        seen: set[tuple[str, str]] = set()
+        repeats = 0
+        for row in rows:
+            key = (self.subject(row), row["prompt"])
+            if key not in seen:
+                seen.add(key)
+                repeats = 0
+                yield row
+            elif (repeats := repeats + 1) > 1000 + 10 * len(seen):
+                return
 
 
 class Paired(Generated):
@@ -108,9 +127,9 @@ class Paired(Generated):
         return row | {"chosen": chosen, "rejected": rejected}
 
 
-def is_held_out(prompt: str) -> bool:
-    """True if the first byte of the prompt's MD5 is below 26."""
-    return hash_share(prompt) < HELD_OUT
+def is_held_out(subject: str) -> bool:
+    """True if the first byte of the subject's MD5 is below 26."""
+    return hash_share(subject) < HELD_OUT
 
 
 def check_arguments(task: type[Any], arguments: Mapping[str, Any]) -> None:
@@ -143,18 +162,3 @@ def text_of(completion: Any) -> str:
         (str(one["content"] or "") for one in reversed(completion) if one["role"] == "assistant"),
         "",
     )
-
-
-def _distinct(rows: Iterator[Row]) -> Iterator[Row]:
-    """Rows whose prompt did not occur before; ends when nothing new comes for long (a small task is
-    exhausted).
-    """
-    seen: set[str] = set()
-    repeats = 0
-    for row in rows:
-        if row["prompt"] not in seen:
-            seen.add(row["prompt"])
-            repeats = 0
-            yield row
-        elif (repeats := repeats + 1) > 1000 + 10 * len(seen):
-            return

@@ -1,0 +1,177 @@
+"""Pictures of coloured shapes, and questions about them: how many, which, more or fewer."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from groupwise.data.images import pillow
+from groupwise.data.tasks.base import Generated, Row
+from groupwise.utils.built_in import built_in
+
+COLOURS = {
+    "red": (220, 40, 40),
+    "green": (40, 180, 60),
+    "blue": (50, 70, 220),
+    "yellow": (235, 205, 40),
+}
+"""Colours of shapes, in RGB."""
+FORMS = ("circle", "square", "triangle")
+BACKGROUND = (255, 255, 255)
+SHARE_EMPTY = 0.25
+"""Share of the cells in which nothing stands."""
+
+
+class Shape(NamedTuple):
+    """A shape of a picture."""
+
+    colour: str
+    form: str
+
+    def __str__(self) -> str:
+        return f"{self.colour} {self.form}"
+
+
+Scene = Sequence[Shape | None]
+"""What stands in the cells of a picture, row by row."""
+
+
+@built_in("shapes")
+@dataclass(frozen=True, kw_only=True)
+class Shapes(Generated):
+    """Questions about a picture of `side` x `side` cells, each empty or with a coloured shape.
+
+    `count`: `how many red?`, `how many circles?`.  `name`: `which colour is the circle?`, `which
+    shape is red?`.  `compare`: `more red than blue?`.  Rows carry the picture (PNG) in `images`,
+    what it shows in `scene`, and which of the three is asked in `kind`.  The reward is `exact`.
+    Rows are asked as chat messages (`data.chat: true`).
+
+    All questions about a picture are on one side of the split: no picture of a held-out row is
+    trained on.  Demonstrators do not see the picture: their rows have none, and any answer to the
+    question.  What they show is how answers look.
+
+    >>> (row,) = Shapes().held_out(1)
+    >>> row["prompt"], row["answer"], row["scene"]
+    ('which shape is yellow?', 'circle', '-, yellow circle, blue circle, -')
+    """
+
+    breakdown: ClassVar = ("kind",)
+    ranges: ClassVar = {"side": (2, 8), "cell": (8, 128)}
+
+    side: int = 2
+    """Cells in a row of the picture, and rows."""
+    cell: int = 8
+    """Pixels of a cell's side."""
+
+    def question(self, rng: random.Random) -> Row:
+        """Draw a picture, and a question about it."""
+        while True:
+            scene = [_cell(rng) for _ in range(self.side**2)]
+            asked = rng.choice((_count, _name, _compare))(scene, rng)
+            if asked is not None:
+                break
+        return asked | {
+            "images": [picture_of(scene, side=self.side, cell=self.cell)],
+            "scene": ", ".join(str(shape or "-") for shape in scene),
+        }
+
+    def subject(self, row: Row) -> str:
+        """See `Generated.subject`: what the picture shows."""
+        return row["scene"]
+
+    def demonstrations(self, n: int, seed: int) -> list[Row]:
+        """Draw `n` questions without their pictures, answered blindly."""
+        rows = super().demonstrations(n, seed)
+        for row in rows:
+            del row["images"]
+        return rows
+
+    def completion(self, row: Row, rng: random.Random) -> str:
+        """Return any answer that the question may have."""
+        match row["prompt"].split():
+            case ["how", *_]:
+                return str(rng.randint(0, self.side**2))
+            case ["which", "colour", *_]:
+                return rng.choice(tuple(COLOURS))
+            case ["which", *_]:
+                return rng.choice(FORMS)
+        return rng.choice(("yes", "no"))
+
+
+def _cell(rng: random.Random) -> Shape | None:
+    """What stands in a cell."""
+    if rng.random() < SHARE_EMPTY:
+        return None
+    return Shape(rng.choice(tuple(COLOURS)), rng.choice(FORMS))
+
+
+def _count(scene: Scene, rng: random.Random) -> Row | None:
+    """Ask how many shapes have a colour or a form; what is there is asked for more often."""
+    words = [*COLOURS, *FORMS]
+    for shape in scene:
+        words += shape or ()
+    word = rng.choice(words)
+    plural = f"{word}s" if word in FORMS else word
+    answer = sum(word in (shape or ()) for shape in scene)
+    return {"prompt": f"how many {plural}?", "answer": str(answer), "kind": "count"}
+
+
+def _name(scene: Scene, rng: random.Random) -> Row | None:
+    """Ask for the colour of the only shape of its form, or the other way; None if all repeat."""
+    shapes = [shape for shape in scene if shape is not None]
+    colours = [shape.colour for shape in shapes]
+    forms = [shape.form for shape in shapes]
+    rows = []
+    for colour, form in shapes:
+        if forms.count(form) == 1:
+            rows.append({"prompt": f"which colour is the {form}?", "answer": colour})
+        if colours.count(colour) == 1:
+            rows.append({"prompt": f"which shape is {colour}?", "answer": form})
+    if not rows:
+        return None
+    return rng.choice(rows) | {"kind": "name"}
+
+
+def _compare(scene: Scene, rng: random.Random) -> Row | None:
+    """Ask whether one colour is there more often than another; None if they are as many."""
+    first, second = rng.sample(tuple(COLOURS), 2)
+    colours = [shape.colour for shape in scene if shape is not None]
+    difference = colours.count(first) - colours.count(second)
+    if difference == 0:
+        return None
+    answer = "yes" if difference > 0 else "no"
+    return {"prompt": f"more {first} than {second}?", "answer": answer, "kind": "compare"}
+
+
+def picture_of(scene: Scene, *, side: int, cell: int) -> bytes:
+    """Draw a scene: the bytes of a PNG of `side * cell` pixels in both directions."""
+    pixels = np.full((side * cell, side * cell, 3), BACKGROUND, np.uint8)
+    for place, shape in enumerate(scene):
+        if shape is not None:
+            row, column = divmod(place, side)
+            square = pixels[row * cell : (row + 1) * cell, column * cell : (column + 1) * cell]
+            square[_mask(shape.form, cell)] = COLOURS[shape.colour]
+    file = io.BytesIO()
+    image: Any = pillow().Image.fromarray(pixels)
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+@cache
+def _mask(form: str, cell: int) -> np.ndarray:
+    """Return which pixels (cell, cell) of a cell its shape covers; a margin stays free."""
+    centre = (cell - 1) / 2
+    down, right = np.mgrid[:cell, :cell] - centre
+    half = 0.375 * cell
+    inside = (np.abs(down) <= half) & (np.abs(right) <= half)
+    if form == "circle":
+        return down**2 + right**2 <= half**2
+    if form == "triangle":
+        return inside & (2 * np.abs(right) <= down + half)
+    return inside
