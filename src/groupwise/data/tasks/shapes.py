@@ -28,7 +28,7 @@ SHARE_EMPTY = 0.25
 """Share of the cells in which nothing stands."""
 
 
-class Shape(NamedTuple):
+class ColouredShape(NamedTuple):
     """A shape of a picture."""
 
     colour: str
@@ -38,7 +38,7 @@ class Shape(NamedTuple):
         return f"{self.colour} {self.form}"
 
 
-Scene = Sequence[Shape | None]
+Scene = Sequence[ColouredShape | None]
 """What stands in the cells of a picture, row by row."""
 
 
@@ -104,11 +104,11 @@ class Shapes(Generated):
         return rng.choice(("yes", "no"))
 
 
-def _cell(rng: random.Random) -> Shape | None:
+def _cell(rng: random.Random) -> ColouredShape | None:
     """What stands in a cell."""
     if rng.random() < SHARE_EMPTY:
         return None
-    return Shape(rng.choice(tuple(COLOURS)), rng.choice(FORMS))
+    return ColouredShape(rng.choice(tuple(COLOURS)), rng.choice(FORMS))
 
 
 def _count(scene: Scene, rng: random.Random) -> Row | None:
