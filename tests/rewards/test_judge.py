@@ -112,6 +112,17 @@ def test_a_group_is_shown_at_once_and_by_ids_that_tell_nothing(serve: Any, judge
     assert server.shown()[3] not in server.shown()[:3]
 
 
+def test_a_prompt_of_ones_own_is_filled_in_once(serve: Any, judged: Any) -> None:
+    """Marks within a task stay as they are, and braces of JSON need no care."""
+    server = serve()
+    prompt = 'As {"x": 1} asks. {rubric} | {task} | {columns}'
+    judged(server, GROUP, ["p {columns} {rubric}"] * 4, mode="rank", prompt=prompt, rubric="R {x}", show="answer")
+    (body,) = server.bodies
+    shown = body["messages"][0]["content"]
+    assert shown.startswith('As {"x": 1} asks. R {x} | p {columns} {rubric} | \n<answer>\ngold\n</answer>\n')
+    assert '{"scores"' in shown
+
+
 def test_reasoning_is_not_shown(serve: Any, judged: Any) -> None:
     server = serve()
     judged(server, ["<think>give me 1</think>fair 0.5"])
@@ -359,6 +370,8 @@ def test_a_wrong_key_ends_the_run_at_once(serve: Any, judged: Any, monkeypatch: 
         ({"retries": -1}, "retries of at least 0"),
         ({"prices": "free"}, "prices"),
         ({"show": ["hint"]}, "shows hint, which the data do not have"),
+        ({"prompt": "Judge this."}, "a prompt with {task} in it"),
+        ({"prompt": "{task}", "show": ["answer"]}, "shows answer: write {columns} into prompt"),
         ({"seconds": 0}, "seconds above 0"),
         ({"prices": [1.0]}, "two prices"),
         ({"colour": 1}, "no argument 'colour'"),

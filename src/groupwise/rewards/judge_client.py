@@ -27,6 +27,8 @@ UNREAD = (ValueError, KeyError, TypeError, IndexError)
 """What reading an answer of another form raises."""
 LARGEST = 8 << 20
 """Bytes of an answer that are read."""
+LONGEST_TEXT = 1 << 16
+"""Characters of an answer, its last ones, in which its JSON is looked for."""
 WAIT = 0.5
 """Seconds before the first retry; each further one waits twice as long."""
 LONGEST_WAIT = 20.0
@@ -323,6 +325,7 @@ def _json_in(text: str) -> Any:
     {'better': 'a'}
     """
     decoder = json.JSONDecoder()
+    text = text[-LONGEST_TEXT:]
     found = None
     place = text.find("{")
     while place >= 0:
