@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -209,6 +210,67 @@ stages:
     Path("my.yaml").write_text(Path("my.yaml").read_text().replace(", cluster: {time: '1'}", ""))
     job = launch_job("my.yaml", [])
     assert job.name == "mine" and job.model == "Qwen/Qwen3-8B"
+
+
+RANKS = {
+    "an adapter": (["model.lora={rank: 24}"], 24),
+    "other ranks of some layers": (["model.lora={rank: 8, rank_pattern: {q_proj: 64}}"], 64),
+    "all weights": ([], 0),
+    "an embedding beside it": (["model.lora={modules_to_save: [embed_tokens]}"], 0),
+    "more than vLLM takes": (["model.lora={rank: 1024}"], 0),
+}
+
+
+@pytest.mark.parametrize("system", FILES)
+@pytest.mark.parametrize(("words", "rank"), RANKS.values(), ids=RANKS)
+def test_servers_have_room_for_the_recipes_adapter(words: list[str], rank: int, system: str) -> None:
+    """Where they can take it alone; without room they would get all weights, merged."""
+    made = text(system, *words)
+    found = {int(said) for said in re.findall(r"--lora-rank=(\d+)", made)}
+    assert found == ({rank} if rank else set())
+
+
+def model_folder(kind: str, folder: Path) -> None:
+    if kind == "no model":
+        folder.mkdir()
+    elif kind != "no folder":
+        folder.mkdir()
+        (folder / "tokenizer.json").write_text("{}")
+        (folder / "config.json").write_text("{}")
+    if kind == "no tokenizer":
+        (folder / "tokenizer.json").unlink()
+    elif kind == "no JSON":
+        (folder / "config.json").write_text("{")
+    elif kind == "an adapter":
+        (folder / "config.json").rename(folder / "adapter_config.json")
+
+
+FOLDERS = {
+    "no folder": "no such folder",
+    "no model": "holds no config.json",
+    "no tokenizer": "holds no tokenizer",
+    "no JSON": "config.json is not JSON",
+    "an adapter": "holds an adapter alone",
+}
+
+
+@pytest.mark.parametrize(("kind", "says"), FOLDERS.items(), ids=FOLDERS)
+def test_a_folder_that_no_server_can_load_is_refused_wherever_it_is_named(
+    kind: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By `launch` on every system alike, before anything starts, and by `serve`."""
+    model_folder(kind, tmp_path / "m")
+    said = {}
+    for system in FILES:
+        machines = ONE_MACHINE if system == "local" else []
+        words = ["my.yaml", "--on", system, "--dry-run", *machines, f"model.path={tmp_path}/m"]
+        assert commands.main(["launch", *words]) == 2
+        printed = capsys.readouterr()
+        assert not printed.out
+        said[system] = printed.err
+    assert says in said["local"] and len(set(said.values())) == 1, said
+    assert commands.main(["serve", f"{tmp_path}/m"]) == 2
+    assert says in capsys.readouterr().err
 
 
 PYTHON = os.environ.get("GROUPWISE_LAUNCH_PYTHON", sys.executable)

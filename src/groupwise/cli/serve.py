@@ -54,9 +54,10 @@ def arguments(command: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Become the server."""
     from groupwise.models.gguf import checkpoint_folder
-    from groupwise.rollout.vllm.server import serve
+    from groupwise.rollout.vllm.server import demand_servable, serve
     from groupwise.utils.files import expanded
 
+    demand_servable(options.model)
     serve(
         # `launch` writes the recipe's path in quotes, in which no shell replaces ~.
         str(expanded(checkpoint_folder(options.model))),

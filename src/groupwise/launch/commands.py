@@ -16,6 +16,7 @@ from groupwise.config.recipes import load_cluster, load_stages
 from groupwise.config.settings import Recipe
 from groupwise.config.validation import STAGE
 from groupwise.errors import ConfigError
+from groupwise.rollout.vllm.server import LORA_RANKS, demand_servable
 from groupwise.utils.redaction import redacted_command
 from groupwise.utils.secrets import scrubbed
 
@@ -39,6 +40,7 @@ class LaunchJob:
 
     name: of the run.   path, overrides: as `groupwise train` takes them.
     model, dtype: what servers serve; None where the trainers sample.
+    lora_rank: of adapters that servers take alone; 0: they take whole weights.
     """
 
     name: str
@@ -48,6 +50,7 @@ class LaunchJob:
     runs: str
     model: str | None
     dtype: str | None
+    lora_rank: int = 0
 
     @property
     def label(self) -> str:
@@ -139,6 +142,8 @@ class LaunchJob:
         words = ["groupwise", "serve", self.model, *place]
         if self.dtype is not None:
             words.append(f"--dtype={self.dtype}")
+        if self.lora_rank:
+            words.append(f"--lora-rank={self.lora_rank}")
         samplers = self.cluster.samplers
         arguments = list(samplers.arguments)
         if samplers.tensor_parallel > 1:
@@ -173,8 +178,9 @@ def launch_job(path: str | Path, overrides: Sequence[str]) -> LaunchJob:
     cluster = load_cluster(path, overrides)
     stage, first = next(iter(stages.items()))
     model = dtype = None
+    lora_rank = 0
     if cluster.samplers.nodes:
-        model, dtype = _served(stages), _served_dtype(first)
+        model, dtype, lora_rank = _served(stages), _served_dtype(first), _served_rank(stages)
         load_stages(path, [*overrides, *SERVED])  # what the trainers will read
     return LaunchJob(
         name=first.name.removesuffix(f"/{stage}"),
@@ -184,6 +190,7 @@ def launch_job(path: str | Path, overrides: Sequence[str]) -> LaunchJob:
         runs=first.runs,
         model=model,
         dtype=dtype,
+        lora_rank=lora_rank,
     )
 
 
@@ -196,11 +203,27 @@ def _served(stages: Mapping[str, Recipe]) -> str:
         )
     for recipe in stages.values():
         if recipe.model.path is not None and not recipe.model.path.startswith(STAGE):
+            demand_servable(recipe.model.path)
             return recipe.model.path
     raise ConfigError(
         "cluster.samplers: servers load a checkpoint, and model.scratch is none: set"
         " cluster.samplers.nodes=0, so that the trainers sample"
     )
+
+
+def _served_rank(stages: Mapping[str, Recipe]) -> int:
+    """Return the highest rank of adapters that servers can take alone, of all stages that sample;
+    0: there are none, and servers get merged weights.
+    """
+    highest = 0
+    for recipe in stages.values():
+        lora = recipe.model.lora
+        if lora is None or lora.modules_to_save or not is_online(recipe.objective):
+            continue
+        rank = max([lora.rank, *lora.rank_pattern.values()])
+        if rank <= LORA_RANKS[-1]:
+            highest = max(highest, rank)
+    return highest
 
 
 def _served_dtype(recipe: Recipe) -> str:

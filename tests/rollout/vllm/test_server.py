@@ -92,10 +92,18 @@ def test_float32_checkpoints_are_served_in_float32(tmp_path: Path) -> None:
     assert stored_dtype("owner/name") == "auto"
 
 
+def make_model(folder: Path) -> None:
+    """What `groupwise serve` looks for before it starts vLLM."""
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("{}")
+
+
 def test_the_command_serve_passes_everything_on(stand_in, tmp_path: Path) -> None:
     stand_in('echo "$@"; echo "path $PYTHONPATH"')
-    line = [sys.executable, "-m", "groupwise", "serve", "m", "--port", "77", "--rows", "5", "--cache", "1G", "--", "--tp", "2"]
-    said = subprocess.run(line, capture_output=True, text=True, check=True).stdout
+    make_model(tmp_path / "m")
+    line = [sys.executable, "-m", "groupwise", "serve", "./m", "--port", "77", "--rows", "5", "--cache", "1G", "--", "--tp", "2"]
+    said = subprocess.run(line, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
     assert re.search(
         r"groupwise_vllm.py m --host 127.0.0.1 --port 77 .*--max-num-seqs 5 --kv-cache-memory-bytes 1G .*--tp 2\n", said
     )
@@ -106,6 +114,7 @@ def test_a_model_at_home_is_served_from_there(stand_in, tmp_path: Path, monkeypa
     """Inside of quotes no shell replaces ~."""
     stand_in('echo "$@"')
     monkeypatch.setenv("HOME", str(tmp_path))
+    make_model(tmp_path / "m")
     line = [sys.executable, "-m", "groupwise", "serve", "~/m"]
     said = subprocess.run(line, capture_output=True, text=True, check=True).stdout
     assert f"groupwise_vllm.py {tmp_path}/m --host" in said
@@ -114,7 +123,8 @@ def test_a_model_at_home_is_served_from_there(stand_in, tmp_path: Path, monkeypa
 def test_serve_and_train_say_what_is_missing(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(ENVIRONMENT, raising=False)
-    assert commands.main(["serve", "m"]) == 2
+    make_model(tmp_path / "m")
+    assert commands.main(["serve", "./m"]) == 2
     assert "groupwise install-vllm" in capsys.readouterr().err
 
 

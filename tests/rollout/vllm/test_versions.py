@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
+import itertools
 import json
+import os
 import socket
 import threading
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,11 +21,14 @@ import torch
 from safetensors.torch import load_file
 
 from groupwise.config.settings import LoraSettings
+from groupwise.errors import PeerError
 from groupwise.models.lora import adapt
 from groupwise.models.policy import Policy
+from groupwise.rollout.vllm import published as published_versions
+from groupwise.rollout.vllm.client import Client
 from groupwise.rollout.vllm.plugin import groupwise_versions as versions
 from groupwise.rollout.vllm.plugin.groupwise_versions import Mirror, VersionSource, WrongVersion, apply_patch, encode_patch
-from groupwise.rollout.vllm.published import answer_of
+from groupwise.rollout.vllm.published import Published, VersionedServer, answer_of
 from groupwise.rollout.vllm.publisher import AdapterPublisher, Publisher
 from groupwise.rollout.vllm.version_server import VersionServer
 
@@ -144,6 +151,11 @@ def spoil(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def block(size: int = 4, count: int = 1) -> dict[str, Any]:
+    """A file with one block, of the first range, as a manifest has it."""
+    return {"name": "p", "size": size, "digest": "", "blocks": [[0, size, count]]}
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -161,6 +173,10 @@ def spoil(path: Path, **changes: Any) -> None:
         ({"patch": [{"name": "p", "size": 10, "digest": "", "blocks": [[0, 4, 1]]}]}, "do not fill p"),
         ({"patch": [{"name": "p", "size": 4, "digest": "", "blocks": [[10_000, 4, 1]]}]}, "a block of no range"),
         ({"patch": 5}, "cannot be read .TypeError"),
+        ({"patch": [block(size=1 << 40)]}, r"a patch of 1099511627776 bytes for 1 changes in"),
+        ({"patch": [block(count=1 << 40)]}, r"changes 1099511627776 of \d+ numbers"),
+        ({"patch": [block(), block()]}, "two blocks for a range"),
+        ({"full": [block(size=1 << 40)]}, r"has 1099511627776 bytes for the \d+ numbers"),
     ],
 )
 def test_a_manifest_that_cannot_be_is_refused(changes: dict[str, Any], says: str, published: Publisher, tmp_path: Path) -> None:
@@ -182,6 +198,51 @@ def test_a_version_larger_than_the_memory_is_refused_before_it_is_taken(publishe
     spoil(manifest_path(published, 0), full=[{"name": "f", "size": 0, "digest": "", "blocks": []}])
     with pytest.raises(WrongVersion, match=r"takes 2199.02 GB, .*--shm-size"):
         Mirror(tmp_path / "mirror").go_to(VersionSource(str(published.folder)), 0)
+
+
+@pytest.mark.parametrize("kind", [np.uint16, np.uint32])
+@pytest.mark.parametrize("size", [1, 2, 1000, 70_000])
+def test_no_patch_is_longer_than_its_range_lets_it_be(kind: Any, size: int) -> None:
+    """Random bits deflate worst."""
+    before = np.zeros(size, kind)
+    block, count = encode_patch(before, random_bits(kind, size) | 1)
+    assert len(block) <= versions.DEFLATED * versions.longest_patch(size, count, before.itemsize) + versions.DEFLATE_HEAD
+
+
+def test_the_memory_of_a_mirror_is_taken_before_it_is_written_to(
+    published: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that is taken page by page ends the process when others have filled it meanwhile."""
+    mirror, taken = Mirror(tmp_path / "mirror"), []
+    tensors = Mirror.tensors
+
+    def look(self: Mirror, manifest: versions.Manifest) -> dict[str, np.ndarray]:
+        state = (self.folder / "weights").stat()
+        taken.append(state.st_blocks * 512 >= state.st_size > 0)
+        return tensors(self, manifest)
+
+    monkeypatch.setattr(Mirror, "tensors", look)
+    mirror.go_to(VersionSource(str(published.folder)), 0)
+    assert taken == [True]
+
+
+@pytest.mark.parametrize("when", ["weights", "adapter"])
+def test_memory_that_others_take_first_is_named(
+    when: str, published: Publisher, adapters: AdapterPublisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at what is free and the taking of it."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
+    mirror = Mirror(tmp_path / "mirror")
+    go_to = mirror.go_to if when == "weights" else mirror.adapter
+    source = VersionSource(str(published.folder if when == "weights" else adapters.folder))
+    with pytest.raises(WrongVersion, match=r"takes 0.00 GB, and .* GB free \(No space left on device\).*--shm-size"):
+        go_to(source, 1)
+    assert not (mirror.folder / "weights").exists() and mirror.manifest() is None
 
 
 # ---- a mirror
@@ -445,6 +506,42 @@ def test_tokens_of_an_adapter_carry_its_label_where_the_weights_under_it_are_the
     assert answer_of(answer("run.base:0"), "run:7") == answer("run:7") | {"id": 1}
     for foreign in ("default", "run:6", "other.base:0"):
         assert answer_of(answer(foreign), "run:7") == answer(foreign)
+
+
+# ---- a server that is brought to a version
+
+
+class Fetching:
+    """A connection to a server that fetches; `read` says how many bytes it has read at each question."""
+
+    name = "the server"
+
+    def __init__(self, read: Callable[[int], int], until: int) -> None:
+        self.read, self.until, self.asked = read, until, 0
+
+    def post(self, path: str, body: Any, *, timeout: float | None) -> Any:
+        if body["method"] == "groupwise_fetched":
+            self.asked += 1
+        assert self.asked < 200, "it is asked for ever"
+        state = {"error": "", "done": self.asked >= self.until, "read_bytes": self.read(self.asked)}
+        return {"results": [state | {"full": True, "healed": "", "seconds": 0.0, "folder": ""}]}
+
+
+def fetch(connection: Fetching) -> Any:
+    return VersionedServer(cast(Client, connection))._fetch(Published(3, "run:3", "/versions"))
+
+
+def test_a_fetch_that_reads_nothing_more_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(published_versions, "time", SimpleNamespace(monotonic=lambda: 10.0 * next(clock), sleep=lambda _: None))
+    with pytest.raises(PeerError, match=r"the server has read 5 bytes of version 3 of the weights, and no more for 600 s"):
+        fetch(Fetching(lambda asked: min(asked, 5), until=1000))
+
+
+def test_a_fetch_that_goes_on_reading_may_take_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(published_versions, "time", SimpleNamespace(monotonic=lambda: 200.0 * next(clock), sleep=lambda _: None))
+    assert fetch(Fetching(lambda asked: asked, until=150)).read_bytes == 150
 
 
 # ---- the trainer's HTTP server

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise.errors import EngineError
+from groupwise.errors import EngineError, PeerError
 from groupwise.rollout.vllm.client import Client
 from groupwise.rollout.vllm.server import ADAPTERS
 
@@ -20,6 +20,10 @@ BASE = ".base"
 FOLDERS = 8
 """Folders of adapters that a server keeps: a completion that has begun with one goes on with it,
 and vLLM may read it again.
+"""
+STILL_SECONDS = 600.0
+"""A server that has read nothing of a version for so long has failed to fetch it.  Digests of all
+weights are computed in this time: 1.8 GB/s.
 """
 SHORTEST_WAIT, LONGEST_WAIT = 0.002, 0.1
 """Seconds between two questions whether a version has been fetched."""
@@ -140,7 +144,10 @@ class VersionedServer:
         return delivery
 
     def _fetch(self, published: Published) -> FetchReport:
-        """Have the server fetch a version beside its sampling, and wait until it has."""
+        """Have the server fetch a version beside its sampling, and wait until it has.
+
+        Raises VersionUnreadable if it cannot, PeerError if it reads nothing for STILL_SECONDS.
+        """
         arguments = {
             "source": published.source,
             "token": published.token,
@@ -149,6 +156,7 @@ class VersionedServer:
         }
         self._call("groupwise_fetch", arguments)
         wait = SHORTEST_WAIT
+        read, since = -1, time.monotonic()
         while True:
             workers = self._call("groupwise_fetched", {})
             for worker in workers:
@@ -159,6 +167,14 @@ class VersionedServer:
                     )
             if all(worker["done"] for worker in workers):
                 break
+            before, read = read, sum(int(worker["read_bytes"]) for worker in workers)
+            if read != before:
+                since = time.monotonic()
+            elif time.monotonic() - since > STILL_SECONDS:
+                raise PeerError(
+                    f"{self.client.name} has read {read} bytes of version {published.version} of"
+                    f" the weights, and no more for {STILL_SECONDS:g} s: its fetch hangs"
+                )
             time.sleep(wait)
             wait = min(2.0 * wait, LONGEST_WAIT)
         first = workers[0]

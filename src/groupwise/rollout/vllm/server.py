@@ -23,7 +23,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from groupwise.config.validation import wrong_model
+from groupwise.data.tokenizers import has_tokenizer
 from groupwise.errors import ConfigError, PeerError
+from groupwise.models.gguf import gguf_file
 from groupwise.utils.files import expanded, temporary_folder
 
 if TYPE_CHECKING:
@@ -183,6 +186,39 @@ def environment() -> dict[str, str]:
     }
     # vLLM would bind its threads to cores, also to those that the trainer computes on.
     return os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} | needed
+
+
+def demand_servable(model: str) -> None:
+    """Raise ConfigError for a model that no server can load, with the words of `model.path`.
+
+    model: folder, hub name, GGUF file or packaged model.
+    """
+    wrong = wrong_model(model)
+    folder = expanded(model)
+    if wrong is None and folder.is_dir() and gguf_file(folder) is None:
+        wrong = _wrong_folder(folder)
+    if wrong is not None:
+        raise ConfigError(f"model.path: {wrong}")
+
+
+def _wrong_folder(folder: Path) -> str | None:
+    """Why a folder with a model is none that a server can load, or None."""
+    config = folder / "config.json"
+    if not config.is_file():
+        return (
+            f"{str(folder)!r} holds an adapter alone, and servers load whole models: name the"
+            " merged model (final/ of its run), or the model that it was trained on"
+        )
+    try:
+        json.loads(config.read_text(encoding="utf-8"))
+    except ValueError as error:
+        return f"{config} is not JSON ({error}): fetch or copy it again"
+    if not has_tokenizer(folder):
+        return (
+            f"{str(folder)!r} holds no tokenizer (tokenizer.json, tokenizer_config.json): copy the"
+            " tokenizer files of the model that it was made from into it"
+        )
+    return None
 
 
 def stored_dtype(model: str) -> str:

@@ -43,6 +43,10 @@ CHUNK = 4 << 20
 """Bytes that are read at a time."""
 ESCAPE = 255
 """A byte of a gap that says: go on by 255 and add the next byte."""
+DEFLATED, DEFLATE_HEAD = 2, 64
+"""Deflated bytes are at most so many times the bytes before, and so many more: above the bound of
+every zlib.
+"""
 ALIGNED = 64
 """Tensors of the mirror begin at multiples of it, bytes."""
 SECONDS = 60.0
@@ -95,6 +99,13 @@ def encode_patch(before: np.ndarray, after: np.ndarray) -> tuple[bytes, int]:
     return zlib.compress(stream.tobytes() + planes.tobytes(), 1), places.size
 
 
+def longest_patch(size: int, count: int, width: int) -> int:
+    """Bytes of the longest patch, inflated.   size: numbers of the range.   count: those that
+    change.   width: bytes of a number.
+    """
+    return size // ESCAPE + count + count * width
+
+
 def apply_patch(block: bytes, count: int, numbers: np.ndarray) -> None:
     """Change an array, in place, by a block of `encode_patch`.  Raises WrongVersion.
 
@@ -103,7 +114,7 @@ def apply_patch(block: bytes, count: int, numbers: np.ndarray) -> None:
     if not 0 <= count <= numbers.size:
         raise WrongVersion(f"a block changes {count} of {numbers.size} numbers")
     width = numbers.itemsize
-    longest = numbers.size // ESCAPE + count + count * width
+    longest = longest_patch(numbers.size, count, width)
     inflater = zlib.decompressobj()
     try:
         data = inflater.decompress(block, max(longest, 1))
@@ -257,8 +268,8 @@ def read_manifest(text: bytes, version: int) -> Manifest:
         raise WrongVersion(f"{where} patches version {manifest.base}, which is not before it")
     if not manifest.adapter:
         _check_ranges(manifest, where)
-    for files in (manifest.patch, manifest.full):
-        _check_blocks(files, manifest, where)
+    _check_blocks(manifest.full, manifest, where, whole=True)
+    _check_blocks(manifest.patch, manifest, where, whole=False)
     return manifest
 
 
@@ -293,14 +304,42 @@ def _check_ranges(manifest: Manifest, where: str) -> None:
             raise WrongVersion(f"{where} does not cover {name!r} of shape {list(shape)}")
 
 
-def _check_blocks(files: tuple[File, ...], manifest: Manifest, where: str) -> None:
-    """Raise WrongVersion for blocks that do not fill their file, or of no range."""
+def _check_blocks(files: tuple[File, ...], manifest: Manifest, where: str, *, whole: bool) -> None:
+    """Raise WrongVersion for blocks that do not fill their file, of no range, two of one range, or
+    of another size than their range can have.
+
+    So a reader takes no more memory and reads no more bytes than the ranges say.
+    whole: the blocks are whole ranges, and not patches.
+    """
+    filled = set()
     for file in files:
         if sum(block.size for block in file.blocks) != file.size:
             raise WrongVersion(f"{where} has blocks that do not fill {file.name}")
         for block in file.blocks:
             if block.range >= len(manifest.ranges):
                 raise WrongVersion(f"{where} has a block of no range in {file.name}")
+            part = manifest.ranges[block.range]
+            if block.range in filled:
+                raise WrongVersion(f"{where} has two blocks for a range of {part.tensor!r}")
+            filled.add(block.range)
+            _check_size(block, part, WIDTHS[manifest.dtype], where, whole=whole)
+
+
+def _check_size(block: Block, part: Range, width: int, where: str, *, whole: bool) -> None:
+    """Raise WrongVersion for a block of another size than its range can have."""
+    count = part.stop - part.start
+    if whole and (block.count != count or block.size != count * width):
+        raise WrongVersion(
+            f"{where} has {block.size} bytes for the {count} numbers of {part.tensor!r}"
+        )
+    if block.count > count:
+        raise WrongVersion(f"{where} changes {block.count} of {count} numbers of {part.tensor!r}")
+    longest = DEFLATED * longest_patch(count, block.count, width) + DEFLATE_HEAD
+    if not whole and block.size > longest:
+        raise WrongVersion(
+            f"{where} has a patch of {block.size} bytes for {block.count} changes in"
+            f" {part.tensor!r}"
+        )
 
 
 def _numel(shape: tuple[int, ...]) -> int:
@@ -468,7 +507,7 @@ class Mirror:
                     data = source.read(stream, file.size, file.name)
                 if digest(np.frombuffer(data, np.uint8)) != file.digest:
                     raise WrongVersion(f"{file.name} of version {version} has another digest")
-                (temporary / file.name).write_bytes(data)
+                _write(temporary / file.name, data)
             temporary.rename(folder)
         return folder
 
@@ -488,17 +527,13 @@ class Mirror:
         if not weights.exists() or weights.stat().st_size != total:
             self._numbers = None
             weights.unlink(missing_ok=True)
-            _check_room(total, self.folder)
-            with weights.open("wb") as file:
-                os.ftruncate(file.fileno(), total)
+            _reserve(weights, total)
         tensors = self.tensors(manifest)
         for file in manifest.full:
             with source.open(manifest.version, file.name) as stream:
                 for block in file.blocks:
                     part = manifest.ranges[block.range]
                     target = tensors[part.tensor][part.start : part.stop]
-                    if block.size != target.nbytes:
-                        raise WrongVersion(f"{file.name} has a wrong size for {part.tensor!r}")
                     data = source.read(stream, block.size, file.name)
                     target[:] = np.frombuffer(data, target.dtype)
         self._check(manifest, tensors, {})
@@ -544,7 +579,7 @@ class Mirror:
 
     def _remember(self, manifest: Manifest) -> None:
         temporary = self.folder / f"{MANIFEST}.new"
-        temporary.write_text(manifest.to_json(), encoding="utf-8")
+        _write(temporary, manifest.to_json().encode())
         temporary.rename(self.folder / MANIFEST)
 
     def _map(self, total: int) -> np.ndarray:
@@ -568,14 +603,42 @@ def _layout(manifest: Manifest) -> tuple[dict[str, int], int]:
     return places, max(total, ALIGNED)
 
 
+def _reserve(path: Path, size: int) -> None:
+    """Make a file that has all its memory.  Raises WrongVersion where there is too little.
+
+    A file without it would end the process by SIGBUS when others have filled the memory by the
+    time that it is written to.
+    """
+    _check_room(size, path.parent)
+    try:
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise _no_room(size, path.parent, error.strerror) from error
+
+
 def _check_room(size: int, folder: Path) -> None:
     """Raise WrongVersion for more bytes than the folder's file system has."""
+    if size > shutil.disk_usage(folder).free:
+        raise _no_room(size, folder, "too few")
+
+
+def _no_room(size: int, folder: Path, why: str | None) -> WrongVersion:
     free = shutil.disk_usage(folder).free
-    if size > free:
-        raise WrongVersion(
-            f"the version takes {size / 1e9:.2f} GB, and {folder} has {free / 1e9:.2f} GB free:"
-            " make /dev/shm larger (docker run --shm-size)"
-        )
+    return WrongVersion(
+        f"the version takes {size / 1e9:.2f} GB, and {folder} has {free / 1e9:.2f} GB free ({why}):"
+        " make /dev/shm larger (docker run --shm-size)"
+    )
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file.  Raises WrongVersion where there is too little memory."""
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise _no_room(len(data), path.parent, error.strerror) from error
 
 
 def _steps_from(

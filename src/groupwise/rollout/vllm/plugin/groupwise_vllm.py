@@ -226,10 +226,9 @@ class Fetch:
     def __init__(
         self, mirror: Mirror, source: VersionSource, version: int, *, adapter: bool
     ) -> None:
-        self.state: dict[str, Any] = {
+        self._state: dict[str, Any] = {
             "done": False,
             "error": "",
-            "read_bytes": 0,
             "full": False,
             "healed": "",
             "folder": "",
@@ -239,6 +238,11 @@ class Fetch:
         self._version, self._adapter = version, adapter
         threading.Thread(target=self._run, daemon=True).start()
 
+    @property
+    def state(self) -> dict[str, Any]:
+        """How far it is; the bytes that it has read rise while it reads."""
+        return self._state | {"read_bytes": self._source.read_bytes}
+
     def _run(self) -> None:
         begin = time.perf_counter()
         try:
@@ -247,23 +251,21 @@ class Fetch:
             else:
                 self._fetch_weights()
         except WrongVersion as error:
-            self.state["error"] = str(error)
+            self._state["error"] = str(error)
         except Exception as error:  # the trainer is told, whatever it is
-            self.state["error"] = f"{type(error).__name__}: {error}"
-        self.state["seconds"] = time.perf_counter() - begin
-        self.state["done"] = True
+            self._state["error"] = f"{type(error).__name__}: {error}"
+        self._state["seconds"] = time.perf_counter() - begin
+        self._state["done"] = True
 
     def _fetch_weights(self) -> None:
         fetched = self._mirror.go_to(self._source, self._version)
-        self.state["read_bytes"] = fetched.read_bytes
-        self.state["full"] = fetched.full
-        self.state["healed"] = fetched.healed
+        self._state["full"] = fetched.full
+        self._state["healed"] = fetched.healed
 
     def _fetch_adapter(self) -> None:
         folder = self._mirror.adapter(self._source, self._version)
-        self.state["read_bytes"] = self._source.read_bytes
-        self.state["full"] = True
-        self.state["folder"] = str(folder)
+        self._state["full"] = True
+        self._state["folder"] = str(folder)
 
 
 class Extension:
