@@ -463,7 +463,6 @@ WRITES = {
     ("rollout.vllm.plugin.groupwise_versions", "open"): "a lock, and the mirror in shared memory",
     ("rollout.vllm.plugin.groupwise_versions", "rename"): "the same",
     ("rollout.vllm.plugin.groupwise_versions", "write_bytes"): "the same",
-    ("rollout.vllm.plugin.groupwise_versions", "write_text"): "the same",
     ("rollout.vllm.plugin.groupwise_vllm", "rename"): "the mirror's folder",
     ("rollout.vllm.publisher", "open"): "blocks that are appended; the manifest that counts them comes last",
     ("runs.lock", "open"): "a lock",
