@@ -312,7 +312,7 @@ PROGRAMS = {
 }
 """Modules that start programs which are not this library's workers, and what they start."""
 INSIDE_VLLM = "rollout.vllm.plugin.groupwise_vllm"
-INSIDE_SANDBOX = ("sandbox.runner", "sandbox.workspace_runner", "sandbox.attacks")
+INSIDE_SANDBOX = ("sandbox.agent_runner", "sandbox.runner", "sandbox.workspace_runner", "sandbox.attacks")
 """What runs in a sandbox, and the programs that try to break out."""
 
 
@@ -466,6 +466,7 @@ WRITES = {
     ("rollout.vllm.plugin.groupwise_vllm", "rename"): "the mirror's folder",
     ("rollout.vllm.publisher", "open"): "blocks that are appended; the manifest that counts them comes last",
     ("runs.lock", "open"): "a lock",
+    ("sandbox.agent_runner", "open"): "files of an episode, inside its sandbox",
     ("runs.metrics_log", "open"): "lines that are appended",
     ("runs.starts", "os.replace"): "a damaged file, out of the way",
     ("runs.run_files", "open"): "lines that are appended",

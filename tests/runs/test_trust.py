@@ -77,6 +77,7 @@ REMOTE = {"model": {"path": "x", "trust_remote_code": True}}
         ({"data": {"task": "evil:f"}}, ["eval"], "data.task: evil:f"),
         (REMOTE, ["replay", "--step", "1"], "model.trust_remote_code"),
         ({"environment": {"harness": ["sh", "-c", "touch mark"]}}, ["eval"], "environment.harness: sh -c touch mark"),
+        ({"environment": {"agent": "codex", "args": {"program": "./mark"}}}, ["eval"], "environment.agent: ./mark"),
     ],
 )
 def test_code_of_a_run_from_elsewhere_is_refused_until_it_is_trusted(

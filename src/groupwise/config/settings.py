@@ -365,14 +365,15 @@ class EnvironmentSettings:
     """
     sandbox: Mapping[str, Any] = field(default_factory=dict)
     """Limits on a call of `python` or `shell`: `seconds`, `cpu_seconds`, `memory_mb`, `disk_mb`,
-    `output_kb`, `processes`; and the `isolation` that they run in."""
+    `output_kb`, `processes`; and the `isolation` that they run in.  The same, without `seconds`, of
+    an agent with all that it starts."""
     factory: str | Mapping[str, str] | None = None
     """Makes an environment per episode: a built-in one, `file.py:Class` or `module:Class`, in TRL's
     form (`reset(**row)`, public methods as tools, optional `get_reward()`) or, where it has a
     method `step`, with `reset` and `step(text) -> (observation, reward, done)`.  With a mapping
     of names to classes the row's column `environment` selects one."""
     args: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the factory, or of the procedural data set."""
+    """Keyword arguments of the factory, of the procedural data set or of the agent."""
     reasoning_gym: Name | None = None
     """Instead of `data` and `rewards`: a Reasoning Gym data set (`chain_sum`) with its scorer."""
     openenv: Name | None = None
@@ -382,6 +383,10 @@ class EnvironmentSettings:
     """Runs an episode with the run's endpoint: a function of `base_url` and `row` that returns the
     reward (`file.py:function` or `module:function`), a program with its arguments, or `outside`:
     processes that fetch episodes."""
+    agent: Literal["claude-code", "codex", "mini-swe", "opencode"] | None = None
+    """Runs an episode with an installed agent, in a sandbox that reaches the run's endpoint alone.
+    `args`: `program`, `prompt` (a column), `system`, `flags`, `variables`; of Claude Code and
+    OpenCode `tools`, of mini-swe-agent `light`.  The row's `files` are its working folder."""
     verifiers: Name | None = None
     """Instead of `data` and `rewards`: an installed taskset of verifiers by name; `args` is its
     `[env]`.
@@ -430,7 +435,7 @@ class EnvironmentSettings:
 
 ANSWERING = ("tools", "factory", "openenv")
 """Keys of `environment` that name what Groupwise calls with the policy's turns."""
-ASKING = ("harness", "verifiers")
+ASKING = ("harness", "agent", "verifiers")
 """Keys of `environment` that name what asks for the policy's turns."""
 OWNERS = ("factory", "reasoning_gym", "openenv", *ASKING)
 """Keys of `environment` that name what takes `args` and gives rewards."""

@@ -51,6 +51,7 @@ from groupwise.config.settings import (
     verdict_of,
 )
 from groupwise.errors import ConfigError
+from groupwise.sandbox.agent_sandbox import AgentSandboxSettings
 from groupwise.sandbox.tools import SANDBOX_TOOLS, SandboxSettings
 from groupwise.utils.files import expanded
 from groupwise.utils.spelling import closest, near_path, nearest
@@ -608,6 +609,9 @@ def _wrong_name(function: str, kind: str = "function") -> str | None:
 def _sandbox(environment: EnvironmentSettings) -> Findings:
     at = "environment"
     try:
+        if environment.agent is not None:
+            AgentSandboxSettings.read(environment.sandbox)
+            return
         sandbox = SandboxSettings.read(environment.sandbox)
     except ConfigError as error:
         yield str(error)
@@ -717,6 +721,13 @@ def _environment(recipe: Recipe, _: Sequence[str]) -> Findings:
         )
     names = [reward.function for reward in recipe.rewards]
     gives = environment.factory or environment.openenv or environment.asks
+    if environment.agent is not None:
+        gives = None
+        if is_online(recipe.objective) and not recipe.rewards:
+            yield (
+                f"{at}.agent gives no reward: name what judges its files, e.g."
+                " rewards: [{function: code, args: {file: solution.py}}]"
+            )
     if "environment" in names and not gives:
         where = f"rewards.{names.index('environment')}.function"
         yield (

@@ -11,6 +11,7 @@ In: the policy's turn.  Out: the environment's answer.
 - `endpoint`, `requests`: serve the policy over HTTP to programs that drive their own loop.
 - `messages_api`, `responses_api`: the forms of Anthropic's and of OpenAI's newer API there.
 - `harness`, `harness_episodes`, `programs`: agents, their episodes, and how they are started.
+- `agents`, `agent_harness`: presets of agents that others wrote, and what runs them.
 - `openenv`, `verifiers`, `procedural`, `playground`: adapters, and two built-in environments.
 
 Nothing here knows rewards, training or an engine's inside.

@@ -62,6 +62,10 @@ class Ending:
 
     reward: float | None = None
     """None where it can give none."""
+    state: Mapping[str, Any] | None = None
+    """What rewards see of the episode, as JSON: `Episode.state`."""
+    failure: str = ""
+    """What it has failed with, where its state is known all the same."""
 
     def __post_init__(self) -> None:
         if self.reward is not None and not math.isfinite(self.reward):
@@ -192,6 +196,44 @@ class FunctionHarness(LoopHarness):
         return Ending(reward_of(await self.function(**arguments)))
 
 
+class ForkedPrograms:
+    """A process whose forks start programs.  It ends with all of them, also where this process is
+    killed.
+    """
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        """run: what a fork does, with the arguments of `call`."""
+        self._run = run
+        self._lock = threading.Lock()
+        self._process = self._start()
+
+    def _start(self) -> WorkerProcess:
+        return WorkerProcess("functools:partial", self._run)
+
+    def fork(self) -> WorkerProcess:
+        """Return a fork, which is killed alone."""
+        with self._lock:
+            if not self._process.alive():
+                self._process = self._start()
+            return self._process.fork()
+
+    def call(self, fork: WorkerProcess, *arguments: Any) -> Any:
+        """Return what a fork answers, and end it.
+
+        Raises EnvironmentFailure where it ends before.
+        """
+        try:
+            return fork.call(*arguments, seconds=FOREVER)
+        except (Died, Raised, TimeoutError) as error:
+            raise EnvironmentFailure(str(error)) from error
+        finally:
+            fork.kill()
+
+    def close(self) -> None:
+        """Kill every program that runs."""
+        self._process.kill()
+
+
 class ProgramHarness:
     """A program, started for each episode.
 
@@ -201,20 +243,11 @@ class ProgramHarness:
 
     def __init__(self, command: Sequence[str]) -> None:
         self.command = list(command)
-        self._lock = threading.Lock()
-        self._process = self._start()
-
-    @staticmethod
-    def _start() -> WorkerProcess:
-        """The process whose forks start programs, and end with it."""
-        return WorkerProcess("functools:partial", run_program)
+        self._programs = ForkedPrograms(run_program)
 
     def start(self, request: EpisodeRequest) -> HarnessRun:
         """Start the program and wait for its end in a thread."""
-        with self._lock:
-            if not self._process.alive():
-                self._process = self._start()
-            fork = self._process.fork()
+        fork = self._programs.fork()
         return HarnessRun(
             threads.begin(lambda: self._run(request, fork), f"harness-{request.id}"), fork.kill
         )
@@ -226,14 +259,9 @@ class ProgramHarness:
             "OPENAI_MODEL": request.model,
         }
         row = json.dumps(request.row, default=str)
-        try:
-            status, printed, errors = fork.call(
-                self.command, environment_of_others() | names, row, seconds=FOREVER
-            )
-        except (Died, Raised, TimeoutError) as error:
-            raise EnvironmentFailure(str(error)) from error
-        finally:
-            fork.kill()
+        status, printed, errors = self._programs.call(
+            fork, self.command, environment_of_others() | names, row
+        )
         if status != 0:
             raise EnvironmentFailure(f"it ended with status {status}: {errors.strip()[-2000:]}")
         last = next((line.strip() for line in reversed(printed.split("\n")) if line.strip()), "")
@@ -244,7 +272,7 @@ class ProgramHarness:
 
     def close(self) -> None:
         """Kill every program that runs."""
-        self._process.kill()
+        self._programs.close()
 
 
 class OutsideHarness:

@@ -248,7 +248,8 @@ class HarnessEpisode:
         self._over: Finish | None = None
         """Why the episode is over; what follows says how."""
         self._ending = Ending()
-        self._failure = ""
+        self.failure = ""
+        """What the harness has failed with."""
 
     # ---- for the engine
 
@@ -301,8 +302,8 @@ class HarnessEpisode:
                 self._drawing.sampled.set_exception(self._refusal())
             self._drawing, self._next, turns = None, None, self.stream.turns
             self._set_side_calls_aside()
-            if self._failure and turns and not turns[-1].answer:
-                turns[-1] = replace(turns[-1], answer=self._failure)
+            if self.failure and turns and not turns[-1].answer:
+                turns[-1] = replace(turns[-1], answer=self.failure)
             return Episode(
                 turns=tuple(turns),
                 messages=self._messages(),
@@ -310,6 +311,7 @@ class HarnessEpisode:
                 reward=self._ending.reward,
                 environment=self.environment.settings.verifiers or "",
                 prompt_text=self._prompt_text(),
+                state=self._ending.state,
             )
 
     def _set_side_calls_aside(self) -> None:
@@ -375,6 +377,7 @@ class HarnessEpisode:
             ending = future.result()
         except BaseException as error:  # whatever it is, it is this episode's
             failure = failure_of(error)
+        failure = failure or ending.failure
         with self._lock:
             full, turns = self._full, self.stream.turns
             if (
@@ -396,7 +399,7 @@ class HarnessEpisode:
         with self._lock:
             if self._over is not None:
                 return
-            self._over, self._failure, self._ending = finish, scrubbed(failure or ""), ending
+            self._over, self.failure, self._ending = finish, scrubbed(failure or ""), ending
             if finish in (Finish.LENGTH, Finish.TURNS):
                 self._full = finish
             for request in self._waiting:
@@ -405,7 +408,7 @@ class HarnessEpisode:
             self._waiting.clear()
             stop = self._stop
         stop()
-        self.environment.ended(self, failure and self._failure)
+        self.environment.ended(self, failure and self.failure)
         with self._lock:
             self._advance()
 
@@ -530,8 +533,8 @@ class HarnessEpisode:
             return
         if self._over is not None:
             following, self._next = self._next, None
-            if self._failure and self.environment.hopeless():
-                why = f"the first {HOPELESS} episodes failed, the last one so: {self._failure}"
+            if self.failure and self.environment.hopeless():
+                why = f"the first {HOPELESS} episodes failed, the last one so: {self.failure}"
                 following.set_exception(EnvironmentFailure(why))
             else:
                 following.set_result(Reply(NOTHING, finish=self._over))

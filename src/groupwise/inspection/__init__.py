@@ -4,6 +4,7 @@ In: recipes, run folders and files of completions.  Out: what `groupwise check`,
 `replay` and `compare` print.
 
 - `check`: tries model, tokenizer, data and rewards of a recipe.
+- `agents`: says which version of an agent is installed, and lets it take a turn.
 - `servers`: whether the servers that a recipe names are there.
 - `samplers`: says which sampler is the fastest on this machine.
 - `score`: runs reward functions over completions that exist.

@@ -29,11 +29,13 @@ from groupwise.data.encoding import visit
 from groupwise.data.order import Order
 from groupwise.data.templates import Template
 from groupwise.data.turns import Turns
+from groupwise.environments.harness_episodes import HarnessEnvironment
 from groupwise.environments.procedural import rows_of
 from groupwise.environments.runtime import EnvironmentBroken, EnvironmentKind
 from groupwise.environments.schemas import name_of
 from groupwise.environments.tool_episodes import ToolEnvironment
 from groupwise.errors import ConfigError, DataError, GroupwiseError
+from groupwise.inspection.agents import try_agent
 from groupwise.inspection.samplers import (
     SamplingWork,
     compare_on_cpu,
@@ -159,6 +161,14 @@ def _check_job(job: Job) -> Iterator[Finding]:
         yield _good("judge", "its server answers")
     if isinstance(job.prepared.environment, ToolEnvironment):
         yield from _environments(recipe, job.prepared.environment, job.prompts)
+    if recipe.environment.agent is not None:
+        environment = job.prepared.environment
+        assert isinstance(environment, HarnessEnvironment)
+        policy = job.policy
+        yield _good(
+            "agent",
+            try_agent(environment, job.prompts[0], policy.tokenizer, policy.eos_ids[0]),
+        )
     episodes = rewards.asks("environments", "environment_rewards")  # a gold answer has none
     if rewards.golds and not episodes:
         graded: set[str | None] = {rewards.verdict}

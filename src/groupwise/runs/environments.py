@@ -25,6 +25,7 @@ from groupwise.data.sources import live_rows
 from groupwise.data.templates import Template, Tools
 from groupwise.distributed import comm
 from groupwise.environments import procedural
+from groupwise.environments.agent_harness import AgentHarness
 from groupwise.environments.chat_codec import ChatCodec
 from groupwise.environments.conversation import Environment
 from groupwise.environments.harness import FunctionHarness, Harness, OutsideHarness, ProgramHarness
@@ -161,6 +162,8 @@ def _harness(settings: EnvironmentSettings) -> Harness:
     """Return what drives the episodes.  Raises ConfigError for a function that is not there."""
     if settings.verifiers is not None:
         return _taskset(settings.verifiers, json.dumps(settings.args, sort_keys=True))
+    if settings.agent is not None:
+        return AgentHarness(settings.agent, settings.args, settings.sandbox)
     named = settings.harness
     if named == "outside":
         return OutsideHarness()
@@ -184,7 +187,7 @@ def _harness(settings: EnvironmentSettings) -> Harness:
 
 def with_own_reward(recipe: Recipe, runtime: ToolRuntime | None) -> Recipe:
     """The recipe with the environment's own reward, where it gives one and no reward is named."""
-    gives = recipe.environment.asks
+    gives = recipe.environment.asks and recipe.environment.agent is None
     if runtime is not None:
         gives = gives or any(kind.rewarded for kind in runtime.kinds.values())
     if recipe.rewards or not gives:
@@ -199,8 +202,11 @@ def environment_lines(recipe: Recipe, runtime: ToolRuntime | None) -> Lines:
     if settings.asks:
         named = f"verifiers {settings.verifiers}" if settings.verifiers else settings.harness
         who = " ".join(redacted_command(named)) if isinstance(named, tuple) else named
+        asks = f"{who} asks for the policy's turns; gives a reward"
+        if settings.agent is not None:
+            asks = f"{settings.agent} asks for the policy's turns"
         lines: Lines = [
-            ("environment", f"{who} asks for the policy's turns; gives a reward"),
+            ("environment", asks),
             (
                 "episodes",
                 (
@@ -209,6 +215,8 @@ def environment_lines(recipe: Recipe, runtime: ToolRuntime | None) -> Lines:
                 ),
             ),
         ]
+        if settings.sandbox.get("isolation") == "none":
+            lines.append(("warning", "what the policy writes runs with the rights of this user"))
         if settings.harness == "outside" and not os.environ.get(TOKEN):
             lines.append(
                 (

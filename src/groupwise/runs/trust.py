@@ -119,6 +119,8 @@ def named_code(recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield key, text
     if isinstance(environment.harness, tuple):
         yield "environment.harness", " ".join(environment.harness)
+    if environment.agent is not None:
+        yield "environment.agent", str(environment.args.get("program", environment.agent))
     if environment.verifiers:
         yield "environment.verifiers", environment.verifiers
     if recipe.model.trust_remote_code:

@@ -6,6 +6,7 @@
 - `server`: is the other end of its pipes.
 - `workspace`, `workspace_runner`: the same for a sandbox whose folder stays from call to call.
 - `tools`: Python and a shell in such a sandbox, as tools of a model.
+- `agent_sandbox`, `agent_runner`: the same for an agent, which reaches one address.
 - `attacks`: tries to break out, before any program of a model runs.
 - `remote`: asks a service, or a function of the user, to run programs elsewhere.
 - `sandlock_launcher`: is the process that sandlock watches its sandbox from.

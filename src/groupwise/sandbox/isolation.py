@@ -75,9 +75,15 @@ class Bubblewrap(Isolation):
         return TEMPORARY
 
     def command(
-        self, argv: Sequence[str], folder: Path, limits: Limits, *, memory: int = 0
+        self,
+        argv: Sequence[str],
+        folder: Path,
+        limits: Limits,
+        *,
+        memory: int = 0,
+        readable: Sequence[str] = (),
     ) -> list[str]:
-        """Return the call of `bwrap`."""
+        """Return the call of `bwrap`.   readable: files and folders beside the system's."""
         words = [
             shutil.which("bwrap") or "bwrap",
             *("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"),
@@ -93,6 +99,8 @@ class Bubblewrap(Isolation):
             words += ["--ro-bind", base, base]
         words += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
         words += ["--size", str(limits.disk), "--tmpfs", TEMPORARY, "--chdir", TEMPORARY]
+        for path in readable:
+            words += ["--ro-bind", path, path]
         return [*words, *argv]
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import PurePosixPath
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from groupwise.errors import ConfigError, EnvironmentFailure
 from groupwise.sandbox.attacks import proved_isolation
@@ -19,7 +19,6 @@ from groupwise.utils.built_in import built_in
 from groupwise.utils.spelling import nearest
 
 ISOLATION_NAMES = ("auto", *(isolation.name for isolation in ISOLATIONS))
-
 
 SANDBOX_TOOLS = ("python", "shell")
 FILES_BYTES = 1 << 20
@@ -52,21 +51,16 @@ print(json.dumps(texts))
 """Only a regular file is read: a pipe would be waited for."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SandboxSettings:
-    """Where tools run, and the limits on each call."""
+@dataclass(frozen=True, kw_only=True)
+class SandboxLimits:
+    """What the key `environment.sandbox` can set."""
 
+    isolations: ClassVar[tuple[str, ...]] = ISOLATION_NAMES
     isolation: str = "auto"
     """`auto`: the first that no attack of ours breaks on this machine."""
-    seconds: float = 10.0
-    cpu_seconds: float = 10.0
-    memory_mb: int = 512
-    disk_mb: int = 64
-    output_kb: int = 16
-    processes: int = 64
 
     @classmethod
-    def read(cls, keys: Mapping[str, Any]) -> SandboxSettings:
+    def read(cls, keys: Mapping[str, Any]) -> Self:
         """Return the settings of a recipe.  Raises ConfigError for a wrong key or value."""
         at, known = "environment.sandbox", {field.name: field.default for field in fields(cls)}
         for key, value in keys.items():
@@ -75,8 +69,8 @@ class SandboxSettings:
                 hint = "" if near is None else f" (did you mean {near}?)"
                 raise ConfigError(f"{at} has no key {key!r}{hint}; it has {', '.join(known)}")
             if key == "isolation":
-                if value not in ISOLATION_NAMES:
-                    names = ", ".join(ISOLATION_NAMES)
+                if value not in cls.isolations:
+                    names = ", ".join(cls.isolations)
                     raise ConfigError(f"{at}.isolation must be one of {names}, got {value!r}")
                 continue
             whole = isinstance(known[key], int)
@@ -85,6 +79,18 @@ class SandboxSettings:
                 kind = "a whole number" if whole else "a number"
                 raise ConfigError(f"{at}.{key} must be {kind} above 0, got {value!r}")
         return cls(**keys)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandboxSettings(SandboxLimits):
+    """Where tools run, and the limits on each call."""
+
+    seconds: float = 10.0
+    cpu_seconds: float = 10.0
+    memory_mb: int = 512
+    disk_mb: int = 64
+    output_kb: int = 16
+    processes: int = 64
 
     def proved(self) -> Isolation:
         """Return the isolation, after attacks on it.  Raises ConfigError where none holds."""
@@ -133,17 +139,7 @@ class SandboxTools:
 
         Raises EnvironmentFailure for a path that leads out of the folder, and for what is no text.
         """
-        for path, text in files.items():
-            if text is None:  # a table has each column in each row
-                continue
-            if not isinstance(text, str):
-                raise EnvironmentFailure(f"the file {path!r} of a row is no text: {text!r:.60}")
-            parts = PurePosixPath(path).parts
-            if not parts or parts[0] == "/" or ".." in parts or "\0" in path:
-                raise EnvironmentFailure(
-                    f"a row's file {path!r} is not in its folder: use a relative path without '..'"
-                )
-            self._files[path] = text
+        self._files |= folder_files(files)
 
     def files(self) -> dict[str, str]:
         """Return the files of `place` as the calls have left them.
@@ -177,6 +173,29 @@ class SandboxTools:
                 raise SandboxFailed(f"the files cannot be written: {shown.ended} {shown.output}")
             self._written = True
         return result_text(self._sandbox.call(tool, source), self._limits)
+
+
+def folder_files(files: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the files of a row, text by path.
+
+    Raises EnvironmentFailure for a path that leads out of the folder, and for what is no text.
+
+    >>> folder_files({"solution.py": "x = 1", "other.py": None})
+    {'solution.py': 'x = 1'}
+    """
+    texts = {}
+    for path, text in files.items():
+        if text is None:  # a table has each column in each row
+            continue
+        if not isinstance(text, str):
+            raise EnvironmentFailure(f"the file {path!r} of a row is no text: {text!r:.60}")
+        parts = PurePosixPath(path).parts
+        if not parts or parts[0] == "/" or ".." in parts or "\0" in path:
+            raise EnvironmentFailure(
+                f"a row's file {path!r} is not in its folder: use a relative path without '..'"
+            )
+        texts[path] = text
+    return texts
 
 
 def result_text(printed: Shown, limits: Limits) -> str:
