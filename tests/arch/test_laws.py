@@ -25,7 +25,7 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FIL
 
 ROOMS = (
     "errors", "records", "protocols", "utils", "sandbox", "ops", "algorithms", "config", "distributed", "data", "models", "rewards",
-    "environments", "rollout", "proof", "training", "runs", "viewer", "inspection", "api", "launch", "trl",
+    "environments", "rollout", "proof", "training", "runs", "tinker", "viewer", "inspection", "api", "launch", "trl",
     "cli", "__init__", "__main__",
 )  # fmt: skip
 """The packages from upstream to downstream, with the five files of the root.  A part imports from itself and those before it."""
@@ -342,7 +342,7 @@ def test_optional_and_heavy_dependencies_have_one_home(module: str) -> None:
 
 TOOLS = ("test", "dev", "docs", "bench")
 """Extras of who works on the library; it imports nothing that they alone install."""
-PACKAGES = {"yaml": "pyyaml", "PIL": "pillow"}
+PACKAGES = {"yaml": "pyyaml", "PIL": "pillow", "google": "protobuf"}
 """Names of packages that differ from the names of their modules."""
 APART = {"vllm", "groupwise_versions", "groupwise_vllm", "groupwise_cpu", "fla", "IPython"}
 """Modules that no extra of ours installs: vLLM and our plug-in to it have an environment of their own, the kernels are another

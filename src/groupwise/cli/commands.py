@@ -51,7 +51,7 @@ COMMANDS = {
     "replay": "recompute a recorded step, unchanged or with a change",
     "explain": "show one step of an algorithm in numbers",
     "completion": "print the script by which a shell completes commands, options and keys",
-    "serve": "start a vLLM server that samples for training",
+    "serve": "start a vLLM server that samples for training, or a server for the Tinker SDK",
     "install-vllm": "install vLLM into a separate environment",
 }
 """Every command and what it is for; what `groupwise.cli.NAME` holds."""

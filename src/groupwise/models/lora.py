@@ -191,7 +191,7 @@ def inject(model: nn.Module, config: Any) -> None:
             parameter.data = parameter.data.to(next(model.parameters()).dtype)
 
 
-def _linear_layers(model: nn.Module) -> list[str]:
+def linear_layers(model: nn.Module) -> list[str]:
     """The names of a model's linear layers, without the output head."""
     return [
         name
@@ -224,7 +224,7 @@ def _check_targets(model: nn.Module, targets: Sequence[str]) -> None:
     """Raises ConfigError for a name that is no layer's: peft leaves one out without a word where
     another is there.
     """
-    linear = _linear_layers(model)
+    linear = linear_layers(model)
     called = _last_parts(linear)
     for target in targets:
         if not _called(model, target):
@@ -240,7 +240,7 @@ def _check_pattern(model: nn.Module, pattern: str) -> None:
     """Raises ConfigError for a text that is no regular expression, or the whole name of no linear
     layer.
     """
-    linear = _linear_layers(model)
+    linear = linear_layers(model)
     try:
         matches = any(re.fullmatch(pattern, name) for name in linear)
     except re.error as error:
@@ -384,7 +384,7 @@ def _config(model: PreTrainedModel, lora: LoraSettings, base: str) -> Any:
                 f" {max(lora.layers)}"
             )
         if targets == ALL_LINEAR:  # peft takes numbers of blocks with names alone
-            targets = _last_parts(_linear_layers(model))
+            targets = _last_parts(linear_layers(model))
     scores = isinstance(getattr(model, "score", None), nn.Module)
     copied = [name for name in lora.modules_to_save if not (scores and name == "score")]
     return _peft().LoraConfig(
