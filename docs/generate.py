@@ -30,6 +30,7 @@ from groupwise.config.schema import reference
 from groupwise.config.settings import REWARDS, GroupSettings
 from groupwise.inspection.explain import render, work
 from groupwise.models import gguf_config, gguf_tokenizer
+from groupwise.models.quantized import FORMATS, QuantizedSize
 from groupwise.models.shape import Shape
 from groupwise.proof.passes import MANY
 from groupwise.proof.texts import ACROSS, FULL, LARGE
@@ -672,27 +673,37 @@ KNOWN_MODELS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 def memory_table() -> str:
     """The plan's bytes on one GPU, model by model."""
-    lines = ["| model | full, `float32` | full, `autocast` | full, `bfloat16` | LoRA, `bfloat16` | LoRA, sampled by servers |"]
-    lines.append("|---|---|---|---|---|---|")
+    lines = [
+        "| model | full, `float32` | full, `autocast` | full, `bfloat16` | LoRA, `bfloat16` | LoRA, by servers | nf4, by servers |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|")
     for name, config in KNOWN_MODELS:
         cells = [
             planned(config, "float32"), planned(config, "autocast"), planned(config, "bfloat16"),
             planned(config, "bfloat16", rank=16), planned(config, "bfloat16", rank=16, servers=True),
+            planned(config, "bfloat16", rank=16, servers=True, quantize="nf4"),
         ]  # fmt: skip
         lines.append(f"| {name} | " + " | ".join(f"{need:.0f}" if need >= 10 else f"{need:.1f}" for need in cells) + " |")
     return "\n".join(lines)
 
 
-def planned(config: dict[str, Any], dtype: str, *, rank: int = 0, servers: bool = False) -> float:
+def planned(config: dict[str, Any], dtype: str, *, rank: int = 0, servers: bool = False, quantize: str | None = None) -> float:
     """GiB at the peak of one process on a GPU, by the plan's own formula."""
     products = linear_sizes(config)
     outside = config["vocab_size"] * config["hidden_size"] * (1 if config["tie_word_embeddings"] else 2)
     parameters = outside + config["num_hidden_layers"] * sum(one * other for one, other in products)
     shape = Shape.of(config, parameters, dtype=dtype)
+    quantized = QuantizedSize()
+    if quantize is not None:
+        blocks = config["num_hidden_layers"]
+        numbers = blocks * sum(one * other for one, other in products)
+        held = blocks * sum(FORMATS[quantize].bytes(other, one) for one, other in products)
+        quantized = QuantizedSize(numbers, held, max(one * other for one, other in products))
     load = Load(
         prompts=16, group=8, prompt_tokens=256, completion_tokens=512, max_tokens_per_microbatch=8192, recompute=True, cpu=False,
         rows=0 if servers else 128, prepared=0 if servers else prepared_weights(shape, cpu=False),
         adapter=config["num_hidden_layers"] * rank * sum(one + other for one, other in products),
+        quantized=quantized,
     )  # fmt: skip
     return process_memory(shape, load, prompts=16).peak / 2**30
 

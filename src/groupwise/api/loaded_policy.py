@@ -419,7 +419,9 @@ def make_policy(
 
 def settings_of(model: ModelSettings, folder: str) -> ModelSettings:
     """How to load what a run has written: it is whole, and has its chat template."""
-    return dataclasses.replace(model, path=folder, scratch=None, lora=None, chat_template=None)
+    return dataclasses.replace(
+        model, path=folder, scratch=None, lora=None, quantize=None, chat_template=None
+    )
 
 
 def _origin(path: str | os.PathLike[str]) -> Origin | None:

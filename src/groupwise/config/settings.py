@@ -129,6 +129,9 @@ class ModelSettings:
     with an adapter up to 50%.
     """
     lora: LoraSettings | None = None
+    quantize: Literal["nf4", "int8"] | None = None
+    """Hold the linear layers under an adapter in 4 (`nf4`, QLoRA) or 8 bits a number.  nf4 needs
+    the package bitsandbytes."""
     chat_template: str | None = None
     """A Jinja string or a `.jinja` file that replaces the tokenizer's chat template."""
     trust_remote_code: bool = False

@@ -231,6 +231,8 @@ def _model(recipe: Recipe, earlier: Sequence[str]) -> Findings:
             "model.lora trains beside weights that stay as they are; those of model.scratch are"
             " random"
         )
+    if model.quantize is not None:
+        yield from _quantized(recipe)
     if model.lora is not None and recipe.group.reference_refresh:
         yield (
             "model.lora: the reference is what lies under the adapter and cannot move: leave"
@@ -239,6 +241,23 @@ def _model(recipe: Recipe, earlier: Sequence[str]) -> Findings:
     template = model.chat_template
     if template is not None and template.endswith(".jinja") and (wrong := _no_file(template)):
         yield f"model.chat_template: {wrong}"
+
+
+def _quantized(recipe: Recipe) -> Findings:
+    """What cannot be trained on a quantised base."""
+    model = recipe.model
+    if model.lora is None:
+        yield (
+            ("model.quantize", "model.lora"),
+            "model.quantize: weights in few bits cannot be trained, an adapter beside them can: set"
+            " model.lora={}, or leave model.quantize out",
+        )
+    if model.path is not None and model.path.endswith(".gguf"):
+        yield (
+            ("model.quantize", "model.path"),
+            "model.quantize: the numbers of a GGUF file are rounded to few bits already, and would"
+            " be rounded again: name the model's safetensors folder, or leave model.quantize out",
+        )
 
 
 def _unspeakable(path: str) -> str | None:

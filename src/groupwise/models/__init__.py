@@ -19,6 +19,7 @@ In: a folder or hub name.  Out: a `policy.Policy` that takes packed `Batch`es.
 - `vision`: images in prompts, as embeddings in a stream.
 - `layers`: what known families are made of; `fused` runs their blocks in fewer passes.
 - `lora`, `lora_dropout`, `moe`, `sharded`: adapters, the balance of experts, sharded weights.
+- `quantized`: frozen bases in 4 or 8 bits, under an adapter.
 - `splitting`: which models can be split over processes.
 - `scratch`, `shape`: small models with random weights, and the numbers of a model.
 

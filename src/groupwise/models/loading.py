@@ -52,6 +52,14 @@ from groupwise.models.head_form import form_of, has_deep_head
 from groupwise.models.lora import ADAPTER_CONFIG, merge_adapter, read_adapter
 from groupwise.models.masks import use_packed_attention
 from groupwise.models.policy import Policy
+from groupwise.models.quantized import (
+    FORMATS,
+    Format,
+    quantize,
+    quantized_name,
+    read_quantized,
+    rounded,
+)
 from groupwise.models.quiet import quiet_transformers
 from groupwise.models.recurrence import use_packed_recurrence
 from groupwise.models.shape import language_part
@@ -161,10 +169,21 @@ def read_blueprint(
     weights.   Raises ConfigError or DataError with the remedy.
     """
     assert settings.path is not None
-    loaded = object_of(settings.path, "model.path")
+    blueprint = _exact_blueprint(settings, settings.path, tokenizer)
+    if settings.quantize is None:
+        return blueprint
+    format, device = FORMATS[settings.quantize], resolve_device(settings)
+    return replace(blueprint, source=QuantizedModel(blueprint.source, format, device))
+
+
+def _exact_blueprint(
+    settings: ModelSettings, path: str, tokenizer: PreTrainedTokenizerBase | None
+) -> Blueprint:
+    """Describe the model of a path, not quantised."""
+    loaded = object_of(path, "model.path")
     if loaded is not None:
-        return _live_blueprint(settings, settings.path, loaded)
-    settings = replace(settings, path=_path_of(settings.path))
+        return _live_blueprint(settings, path, loaded)
+    settings = replace(settings, path=_path_of(path), quantize=None)
     if (Path(str(settings.path)) / ADAPTER_CONFIG).is_file():
         return _adapted_blueprint(settings, tokenizer)
     return Checkpoint(settings, tokenizer).blueprint()
@@ -413,15 +432,44 @@ def _load(kind: Any, path: str, dtype: torch.dtype, trust_remote_code: bool) -> 
 
 
 @dataclass(frozen=True, slots=True)
+class QuantizedModel(Source):
+    """A model that is quantised as it is read."""
+
+    source: Source
+    format: Format
+    device: torch.device
+    """Where it is quantised, and stays."""
+
+    def load(self) -> PreTrainedModel:
+        """Read the weights one by one where the source can, else all of them first."""
+        reader = self.source.reader()
+        if reader is not None:
+            model = self.source.empty()
+            if reader.fit(model):
+                freeze_towers(model)
+                return read_quantized(model, reader, self.format, self.device)
+        model = self.source.load()
+        freeze_towers(model)
+        return quantize(model, self.format, self.device)
+
+
+@dataclass(frozen=True, slots=True)
 class AdaptedModel(Source):
-    """A base with the adapter of a folder merged into its weights, which are in no file."""
+    """A base with the adapter of a folder merged into its weights, which are in no file.
+
+    A base that was quantised under its adapter is rounded as it was then.
+    """
 
     base: Source
     folder: str
 
     def load(self) -> PreTrainedModel:
         """Load the base and merge the adapter."""
-        return merge_adapter(self.base.load(), self.folder)
+        model, name = self.base.load(), quantized_name(Path(self.folder))
+        if name is not None:
+            freeze_towers(model)
+            rounded(model, FORMATS[name])
+        return merge_adapter(model, self.folder)
 
 
 def _adapted_blueprint(

@@ -33,6 +33,7 @@ from groupwise.errors import ConfigError
 from groupwise.models.lora_dropout import DroppingLoss, put_dropout
 from groupwise.models.moe import BALANCE, router_coefficient
 from groupwise.models.policy import Adapter, Policy
+from groupwise.models.quantized import QuantizedLinear, note_format, quantized_layers
 from groupwise.records import Sample
 from groupwise.utils.spelling import nearest
 from groupwise.utils.terminal import logger
@@ -48,7 +49,9 @@ ORIGINAL, COPY = ".original_module.", f".modules_to_save.{ADAPTER}."
 """Parts of names of parameters: of a module that was copied, and of the copy that is trained."""
 ALL_LINEAR = "all-linear"
 LINEAR = (nn.Linear, Conv1D)
-"""What an adapter can lie on."""
+"""Layers that an adapter can lie on, and that can be trained whole."""
+ADAPTABLE = (*LINEAR, QuantizedLinear)
+"""Layers that an adapter can lie on."""
 ADAPTER_CONFIG = "adapter_config.json"
 """Marks a folder as a low-rank adapter in peft's format."""
 
@@ -73,6 +76,7 @@ def write_adapter(policy: Policy, folder: Path, parameters: Mapping[str, Tensor]
         for name in policy.adapter.trained
     }
     save_file(trained, folder / FILE)
+    note_format(policy.model, folder)
 
 
 def restore_adapter(policy: Policy, folder: Path) -> None:
@@ -103,7 +107,7 @@ def adapt(policy: Policy, lora: LoraSettings, *, base: str, seed: int = 0) -> Po
         inject(model, config)
     _check_patterns(model, lora)
     for name, module in model.named_modules():
-        if _is_adapted(module) and type(module.base_layer) not in LINEAR:
+        if _is_adapted(module) and type(module.base_layer) not in ADAPTABLE:
             raise ConfigError(
                 f"model.lora: an adapter can lie on linear layers, not on {name}"
                 f" ({type(module.base_layer).__name__}): name the layers, e.g."
@@ -167,11 +171,12 @@ def inject(model: nn.Module, config: Any) -> None:
     config.fan_in_fan_out = any(isinstance(module, Conv1D) for module in model.modules())
     if config.target_modules == ALL_LINEAR:
         # Of a model that reads images too, those that are trained.
-        frozen = [
-            name
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and not module.weight.requires_grad
-        ]
+        frozen = []
+        for name, module in model.named_modules():
+            if not isinstance(module, nn.Linear) or type(module) is QuantizedLinear:
+                continue
+            if not module.weight.requires_grad:
+                frozen.append(name)
         config.exclude_modules = frozen or None
     elif isinstance(config.target_modules, str):
         _check_pattern(model, config.target_modules)
@@ -196,7 +201,7 @@ def linear_layers(model: nn.Module) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if type(module) in LINEAR and module is not _head_of(model)
+        if type(module) in ADAPTABLE and module is not _head_of(model)
     ]
 
 
@@ -278,7 +283,9 @@ def _check_copied(model: nn.Module, names: Sequence[str]) -> None:
         if modules and kinds <= {nn.Embedding, *LINEAR}:
             continue
         wrong = "no module of the model has that name"
-        if modules:
+        if QuantizedLinear in kinds:
+            wrong = "model.quantize has frozen it in few bits"
+        elif modules:
             wrong = f"a {type(modules[0]).__name__} is no embedding and no linear layer"
         raise ConfigError(
             f"model.lora.modules_to_save: {name!r}: {wrong}; embeddings and linear layers are"
@@ -461,28 +468,44 @@ class LoraAdapter(Adapter):
 
     def plain_model(self, model: PreTrainedModel, *, on: bool) -> PreTrainedModel:
         """See `Adapter.plain_model`."""
-        return model_without_layers(model, on=on, merge=False)
+        return model_without_layers(model, on=on, merge=False, bare=on)
 
     def added_weights(self, model: PreTrainedModel) -> dict[str, Callable[[], Tensor]]:
         """See `Adapter.added_weights`."""
         functions: dict[str, Callable[[], Tensor]] = {}
+        for name, quantized in quantized_layers(model).items():
+            functions[name] = partial(quantized.dequantized, dtype_of(model))
         for name, module in model.named_modules():
             layer: Any = module
             if _is_adapted(layer):
-                functions[name] = partial(layer.get_delta_weight, ADAPTER)
+                functions[name] = partial(_merged_weight, layer, functions.get(name))
         return functions
 
 
-def model_without_layers(model: PreTrainedModel, *, on: bool, merge: bool) -> PreTrainedModel:
-    """A model of the same class without the adapter's layers.
+def _merged_weight(layer: Any, base: Callable[[], Tensor] | None) -> Tensor:
+    """What a layer's adapter adds, and the weight under it where that is quantised."""
+    delta: Tensor = layer.get_delta_weight(ADAPTER)
+    return delta if base is None else base() + delta
+
+
+def dtype_of(model: PreTrainedModel) -> torch.dtype:
+    """The type of a model's weights, of which those that are quantised have none."""
+    return next(model.parameters()).dtype
+
+
+def model_without_layers(
+    model: PreTrainedModel, *, on: bool, merge: bool, bare: bool = False
+) -> PreTrainedModel:
+    """A model of the same class without the adapter's layers, and without quantised ones.
 
     on: modules that are trained whole are as they are now, else as they were.
     merge: with the adapter in its weights, which alone are copied.
+    bare: quantised weights are zeros that take no memory, for whoever adds `added_weights`.
     """
     adapted = {name: module for name, module in model.named_modules() if _is_adapted(module)}
     unused = ORIGINAL if on else COPY
     weights: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in _plain_weights(model, bare=bare).items():
         if ".lora_" in name or unused in name:
             continue
         layer = name.rpartition(".base_layer.")[0]
@@ -506,3 +529,22 @@ def model_without_layers(model: PreTrainedModel, *, on: bool, merge: bool) -> Pr
     if model.can_generate():
         plain.generation_config = model.generation_config
     return plain
+
+
+def _plain_weights(model: PreTrainedModel, *, bare: bool) -> dict[str, Tensor]:
+    """A model's tensors by name, with a weight where a quantised layer has codes and scales.
+
+    bare: see `model_without_layers`.
+    """
+    weights = model.state_dict()
+    for name, module in model.named_modules():
+        if not isinstance(module, QuantizedLinear):
+            continue
+        del weights[f"{name}.codes"], weights[f"{name}.scale"]
+        if bare:
+            none = torch.zeros((), dtype=dtype_of(model), device=module.codes.device)
+            weight = none.expand(module.out_features, module.in_features)
+        else:
+            weight = module.dequantized(dtype_of(model))
+        weights[f"{name}.weight"] = weight
+    return weights

@@ -114,10 +114,12 @@ class Shape:
     @classmethod
     def of_policy(cls, policy: Policy) -> Shape:
         """Read the shape of a model that is loaded."""
+        from groupwise.models.quantized import count_numbers
+
         lower = "float32"
         if "bfloat16" in str(policy.dtype):
             lower = "bfloat16"
-        parameters = sum(parameter.numel() for parameter in policy.model.parameters())
+        parameters = count_numbers(policy.model)
         return cls.of(
             policy.model.config.to_dict(),
             parameters,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -29,13 +29,20 @@ from groupwise.distributed import comm, layout
 from groupwise.errors import ConfigError
 from groupwise.models.loading import Blueprint, read_blueprint, resolve_device
 from groupwise.models.lora import AdapterSize, adapter_size
+from groupwise.models.quantized import QuantizedSize
 from groupwise.models.shape import Shape
 from groupwise.ops.linear_cross_entropy import chunk_rows
 from groupwise.ops.operations import absence
 from groupwise.rewards.model import POSITIONS
 from groupwise.rewards.registry import MODEL
 from groupwise.rollout.vllm.server import cache_bytes
-from groupwise.runs.run_models import largest_model, parameter_count, shape_of, weightless
+from groupwise.runs.run_models import (
+    largest_model,
+    parameter_count,
+    planned_quantization,
+    shape_of,
+    weightless,
+)
 from groupwise.utils.spelling import counted
 
 Lines = list[tuple[str, str]]
@@ -65,12 +72,15 @@ class MemoryPlan:
     """Bytes by part."""
 
     weights: int
+    """Weights in the policy's type."""
     gradients: int
     optimizer: int
     reference: int
     activations: int
     cache: int
     """Keys and values while sampling; never at the same time as activations."""
+    quantized: int = 0
+    """Codes and scales of a quantised base."""
     rewards: int = 0
     """Weights of reward models, and their activations while they score."""
     gathered: int = 0
@@ -103,7 +113,7 @@ class MemoryPlan:
     @property
     def held(self) -> int:
         """Bytes that are held all the time."""
-        models = self.weights + self.reference + self.rewards
+        models = self.weights + self.quantized + self.reference + self.rewards
         return models + self.optimizer + self.published
 
     @property
@@ -125,7 +135,7 @@ class MemoryPlan:
     @property
     def above(self) -> int:
         """Bytes at the fullest moment above what is there once all weights are loaded."""
-        return self.peak - self.weights - self.reference - self.rewards
+        return self.peak - self.weights - self.quantized - self.reference - self.rewards
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,6 +171,8 @@ class Load:
     """Parameters of a low-rank adapter, which then are all that is trained."""
     dropped: int = 0
     """Numbers of a position that an adapter reads through dropout, over all layers."""
+    quantized: QuantizedSize = field(default_factory=QuantizedSize)
+    """Layers of the base in few bits."""
 
     def positions(self, prompts: int) -> int:
         """Packed positions of so many prompts and their completions; a prompt counts once."""
@@ -218,8 +230,9 @@ def process_memory(
     if parallel.name == "zero3":
         resident = shape.outside + 2 * block
     resident, block = resident // parallel.tensor, block // parallel.tensor
+    base = (shape.parameters - load.quantized.numbers) * width + load.quantized.bytes
     shards, parts = parallel.shards or world // parallel.tensor, {}
-    for name in ("weights", "gradients", "optimizer", "reference"):
+    for name in ("weights", "quantized", "gradients", "optimizer", "reference"):
         parts[name] = -(-getattr(need, name) // shards)
     if parallel.offload:
         host += sum(parts.values())
@@ -232,9 +245,9 @@ def process_memory(
         **parts,
         # A block's (or the root's) gradient is whole before it is summed.
         gathered=need.gathered
-        + resident * width
+        + resident * base // shape.parameters
         + max(block, shape.outside // parallel.tensor) * 4,
-        whole=0 if by_shards else shape.parameters * width,
+        whole=0 if by_shards else base,
         host=host,
     )
 
@@ -329,6 +342,8 @@ def memory(
     # While a block goes backward: its MLP's activations and the gradients of its two inner
     # products.
     working = 3 * shape.intermediate * shape.bytes_per_product + 2 * shape.hidden * stream
+    quantized = load.quantized
+    made = quantized.widest * shape.bytes_per_product
     # The head holds one chunk of logits, and the trained rows once more with their gradient.
     chunk_of_head = chunk_rows(shape.vocabulary, shape.bytes_per_product, shape.hidden)
     if not load.cpu:
@@ -341,7 +356,7 @@ def memory(
     if lower and trained > shape.vocabulary * shape.hidden:  # the head is trained too
         again = 4 * shape.vocabulary * shape.hidden
     if shape.bytes_per_product != shape.bytes_per_weight:
-        cast = shape.parameters * shape.bytes_per_product
+        cast = (shape.parameters - quantized.numbers) * shape.bytes_per_product
     if load.reference and not adapter:
         reference = shape.parameters * shape.bytes_per_weight
     drawn = min(rows, chunk_rows(shape.vocabulary, 4))
@@ -358,11 +373,12 @@ def memory(
     if prepared and not load.cpu and prepared + keys <= load.stays:
         kept = prepared + keys
     return MemoryPlan(
-        weights=(shape.parameters + adapter) * shape.bytes_per_weight,
+        weights=(shape.parameters - quantized.numbers + adapter) * shape.bytes_per_weight,
+        quantized=quantized.bytes,
         gradients=trained * 4,
         optimizer=trained * (12 if lower else 8),
         reference=reference,
-        activations=own * per_position + max(own * working, head) + again + cast,
+        activations=own * per_position + max(own * working + made, head) + again + cast,
         cache=keys + drawn * shape.vocabulary * 4 * 3,
         rewards=load.rewards,
         prepared=prepared,
@@ -408,11 +424,12 @@ def gpu_microbatch(
     world: int = 1,
     recompute: bool = False,
     adapter: bool = False,
+    quantized: QuantizedSize | None = None,
 ) -> int:
     """Positions per forward and backward on a GPU of so many free bytes: `MOST_POSITIONS`, halved
     until a step fits.  Fewer launch the same kernels for less work.
 
-    parallel: decided.   adapter: nothing but an adapter is trained.
+    parallel: decided.   adapter: nothing but an adapter is trained.   quantized: its base.
     """
     positions = MOST_POSITIONS
     while positions > LEAST_ON_GPU:
@@ -425,6 +442,7 @@ def gpu_microbatch(
             cpu=False,
             recompute=recompute,
             adapter=int(adapter),
+            quantized=quantized or QuantizedSize(),
         )
         need = process_memory(shape, load, parallel, prompts=1, world=world)
         if need.training <= SHARE_ON_GPU * free:
@@ -443,8 +461,8 @@ def free_memory(world: int) -> int:
     return min(torch.cuda.get_device_properties(card).total_memory for card in cards)
 
 
-def fitted(recipe: Recipe, shape: Shape) -> Recipe:
-    """The recipe with a size of its micro-batches."""
+def fitted(recipe: Recipe, shape: Shape, quantized: QuantizedSize | None = None) -> Recipe:
+    """The recipe with a size of its micro-batches.   quantized: layers of its base."""
     if recipe.optimizer.tokens_per_microbatch is not None:
         return recipe
     positions = microbatch(shape)
@@ -457,6 +475,7 @@ def fitted(recipe: Recipe, shape: Shape) -> Recipe:
             world=world,
             recompute=recipe.model.gradient_checkpointing,
             adapter=recipe.model.lora is not None,
+            quantized=quantized,
         )
     optimizer = replace(recipe.optimizer, tokens_per_microbatch=positions)
     return replace(recipe, optimizer=optimizer)
@@ -479,6 +498,7 @@ def memory_lines(need: MemoryPlan) -> Lines:
     """The memory plan as it is printed."""
     parts = {
         "weights": need.weights,
+        "quantized base": need.quantized,
         "gradients": need.gradients,
         "optimizer": need.optimizer,
         "reference": need.reference,
@@ -688,6 +708,7 @@ def load_of(
     # A plan for GPUs needs none.
     cpu = device != "cuda" and resolve_device(recipe.model).type == "cpu"
     adapter = planned_adapter(recipe, blueprint)
+    quantized = planned_quantization(recipe, blueprint)
     load = Load(
         prompts=recipe.batch_size,
         group=1,
@@ -698,12 +719,16 @@ def load_of(
         recompute=recipe.model.gradient_checkpointing,
         adapter=adapter.parameters,
         dropped=adapter.inputs if recipe.model.lora and recipe.model.lora.dropout else 0,
+        quantized=quantized,
     )
     if algorithm is None:
         longer_than_mean = math.ceil(mean_length(rows) * 1.2)
         return replace(load, prompt_tokens=longer_than_mean)
     shape = shape_of(blueprint, recipe.model.dtype)
     engine = engine_traits(recipe.rollout.engine.name)
+    prepared = 0
+    if engine.prepares:  # of a quantised base all matrices are made, as on a CPU
+        prepared = prepared_weights(shape, cpu=cpu or recipe.model.quantize is not None)
     return replace(
         load,
         prompts=group.prompts_per_step,
@@ -711,7 +736,7 @@ def load_of(
         prompt_tokens=max(prompt.tokens.size for prompt in rows.train),
         completion_tokens=recipe.rollout.max_new_tokens,
         rows=recipe.rollout.max_rows if engine.own_weights else 0,
-        prepared=prepared_weights(shape, cpu=cpu) if engine.prepares else 0,
+        prepared=prepared,
         stays=_stays(),
         vllm=_colocated(recipe, blueprint, shape),
         published=_published(recipe, shape),
@@ -804,6 +829,12 @@ def model_lines(recipe: Recipe, blueprint: Blueprint, load: Load, world: int | N
         if lr < ADAPTER_LR:
             usual = "is one for training all weights; an adapter learns with about 1e-4"
             lines.append(("warning", f"optimizer.lr {lr:g} {usual}"))
+    if load.quantized.numbers:
+        few = load.quantized
+        bits = 8 * few.bytes / few.numbers
+        stays = f"{shape.parameters - few.numbers:,} stay in the policy's type"
+        text = f"{few.numbers:,} parameters of the base in {bits:.2g} bits, {stays}"
+        lines.append(("quantized", f"{recipe.model.quantize}: {text}"))
     capability = torch.backends.cpu.get_cpu_capability()
     old = platform.machine() in ("x86_64", "AMD64") and capability in ("DEFAULT", "AVX2")
     if recipe.model.dtype != "float32" and old and load.cpu:

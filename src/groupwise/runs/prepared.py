@@ -59,7 +59,13 @@ from groupwise.runs.plan import (
     offline_plan,
     online_plan,
 )
-from groupwise.runs.run_models import blueprint_of, hint_of, shape_of, shared_out
+from groupwise.runs.run_models import (
+    blueprint_of,
+    hint_of,
+    planned_quantization,
+    shape_of,
+    shared_out,
+)
 from groupwise.training.objectives import OBJECTIVES, Kind
 
 
@@ -100,7 +106,8 @@ def modelled(
         blueprint = replace(blueprint, config=dict(config), context=context_length(dict(config)))
     demand_split(blueprint.config, recipe.parallel)
     recipe = shared_out(recipe, blueprint) if shared else recipe
-    return fitted(recipe, shape_of(blueprint, recipe.model.dtype)), blueprint
+    shape = shape_of(blueprint, recipe.model.dtype)
+    return fitted(recipe, shape, planned_quantization(recipe, blueprint)), blueprint
 
 
 def sampling_of(settings: RolloutSettings) -> Sampling:

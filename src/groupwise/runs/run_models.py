@@ -39,6 +39,7 @@ from groupwise.models.loading import (
 )
 from groupwise.models.lora import restore_adapter
 from groupwise.models.policy import Policy
+from groupwise.models.quantized import QuantizedSize, quantized_size
 from groupwise.models.reward_head import make_scorer
 from groupwise.models.scratch import image_encoder, image_ids_of, scratch_model
 from groupwise.models.shape import Shape
@@ -228,7 +229,7 @@ def critic_of(recipe: Recipe, policy: Policy, updates: int) -> Critic:
                 " give the critic a backbone of its own (critic.path), or set parallel: ddp"
             )
         return Critic.on(policy, settings, recipe.optimizer, updates)
-    model = replace(recipe.model, path=settings.path, scratch=None, lora=None)
+    model = replace(recipe.model, path=settings.path, scratch=None, lora=None, quantize=None)
     blueprint = read_blueprint(model)
     check_same_tokens(
         policy.tokenizer, blueprint.tokenizer, f"critic.path: {settings.path}", further=True
@@ -251,7 +252,7 @@ def teacher_of(recipe: Recipe, policy: Policy) -> Teacher:
     Raises ConfigError or DataError, for a model with other tokens than the policy too.
     """
     settings, servers = recipe.teacher, None
-    model = replace(recipe.model, path=settings.path, scratch=None, lora=None)
+    model = replace(recipe.model, path=settings.path, scratch=None, lora=None, quantize=None)
     if settings.path is not None:
         blueprint = read_blueprint(model)
         check_same_tokens(policy.tokenizer, blueprint.tokenizer, f"teacher.path: {settings.path}")
@@ -306,6 +307,12 @@ def shape_of(blueprint: Blueprint, dtype: str = "float32") -> Shape:
         if ".experts." in name:
             experts += parameter.numel()
     return replace(Shape.of(blueprint.config, parameters, dtype=dtype), experts=experts)
+
+
+def planned_quantization(recipe: Recipe, blueprint: Blueprint) -> QuantizedSize:
+    """What the quantised base of a recipe takes; zeros if it is not quantised."""
+    name = recipe.model.quantize
+    return QuantizedSize() if name is None else quantized_size(weightless(blueprint), name)
 
 
 def weightless(blueprint: Blueprint) -> PreTrainedModel:
