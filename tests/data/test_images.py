@@ -96,10 +96,10 @@ def test_a_path_is_read_and_a_rotated_photo_stands_upright(tmp_path: Path, encod
     assert (prompt.images.pictures[0].height, prompt.images.pictures[0].width) == (32, 16)
 
 
-def bomb() -> bytes:
-    """A small file that says that it decodes to 150 MB."""
+def bomb(side: int) -> bytes:
+    """A small file that says that it has so many pixels in both directions."""
     header = bytearray(PNG)
-    header[16:24] = (7_000).to_bytes(4, "big") * 2
+    header[16:24] = side.to_bytes(4, "big") * 2
     import zlib
 
     header[29:33] = zlib.crc32(bytes(header[12:29])).to_bytes(4, "big")
@@ -107,18 +107,42 @@ def bomb() -> bytes:
 
 
 REFUSED = {
-    "no file": ({"images": ["nowhere.png"]}, "no such file: 'nowhere.png'"),
-    "no image": ({"images": [b"GIF89a not"]}, "an image cannot be read"),
-    "damaged": ({"images": [PNG[: len(PNG) // 2]]}, "an image cannot be read"),
-    "decompression bomb": ({"images": [bomb()]}, "it is 7000 x 7000: at most 33,554,432 pixels"),
+    "no file": (
+        {"images": ["nowhere.png"]},
+        "images[0]: an image cannot be read: no such file: 'nowhere.png': a text is a path",
+    ),
+    "a text": ({"image": "a red square"}, "image: an image cannot be read: no such file: 'a red square': a text is a path"),
+    "no image": ({"images": [b"GIF89a not"]}, "an image cannot be read: its 10 bytes are none of PNG, JPEG"),
+    "damaged": ({"images": [PNG[: len(PNG) // 2]]}, "images[0]: an image cannot be read: image file is truncated"),
+    "decompression bomb": ({"images": [bomb(7_000)]}, "it is 7000 x 7000: at most 33,554,432 pixels are read: make it smaller"),
+    "a larger one": ({"images": [bomb(70_000)]}, "it has more than 33,554,432 pixels: make it smaller"),
     "an address": ({"images": ["https://example.com/cat.png"]}, "is not fetched: download it"),
-    "a number": ({"images": [3]}, "a int is no image"),
-    "two for one part": ({"images": [PNG, PNG]}, "2 images, and 1 parts of type image"),
-    "none for a part": ({}, "0 images, and 1 parts of type image"),
+    "a number": ({"images": [3]}, "images[0]: an image cannot be read: an object of int is no image: give one of PIL"),
+    "an array": ({"images": [np.zeros((4, 4, 3))]}, "an object of ndarray is no image: give one of PIL (PIL.Image.fromarray makes"),
+    "None": ({"images": [None]}, "images[0]: an image cannot be read: it is None: give the image, or leave it out"),
+    "the second is None": ({"images": [PNG, None]}, "images[1]: an image cannot be read: it is None"),
+    "an empty cell": ({"image": {"bytes": None, "path": None}}, "image: an image cannot be read: it has neither bytes nor a path"),
+    "in a part": (
+        {"prompt": user({"type": "image", "image": 3.5}, WHAT)},
+        "image 1 of the messages: an image cannot be read: an object of",
+    ),
+    "two for one part": (
+        {"images": [PNG, PNG]},
+        "2 images, and its messages have 1 part of type image: give an image for each",
+    ),
+    "none for a part": ({}, "the row has 0 images, and its messages have 1 part of type image: give an image for each part"),
+    "one for two parts": (
+        {"prompt": user(HERE, WHAT, HERE), "image": PNG},
+        "the row has 1 image, and its messages have 2 parts of type",
+    ),
     "too many": ({"images": [PNG] * 65}, "at most 64"),
-    "another format": ({"images": [b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"]}, "cannot identify image"),
+    "another format": (
+        {"images": [b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"]},
+        "bytes are none of PNG, JPEG, WEBP, GIF, BMP",
+    ),
     "too narrow": ({"images": [png(0, 1, 300)]}, "absolute aspect ratio must be smaller than 200"),
 }
+"""Rows, and what is said of each behind the name of the file and the row."""
 
 
 @pytest.mark.parametrize("case", REFUSED)

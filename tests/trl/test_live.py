@@ -11,14 +11,15 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from image_models import checkpoint, png
+import torch
+from image_models import checkpoint, png, processor, tokenizer
 from peft import LoraConfig
 from PIL import Image
-from transformers import TrainingArguments
+from transformers import AutoModelForImageTextToText, TrainingArguments
 from trl_objects import FIELDS, config
 
 import groupwise as gw
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, DataError
 from groupwise.trl.recipe import import_trl
 
 ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(32)]
@@ -176,6 +177,52 @@ def test_a_loaded_model_is_trained(tiny_policy: Callable[..., Any]) -> None:
     given = {"reward_funcs": length, "train_dataset": ROWS}
     steps = list(gw.from_trl(args, model=policy.model, processing_class=policy.tokenizer, **given))
     assert [step.number for step in steps if step.number] == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["tokenizer", "processor"])
+def test_a_loaded_model_reads_images_by_its_processor(place: str, tmp_path: Path) -> None:
+    """It computes what its folder does: the same rollouts.   place: who has the chat template, as checkpoints do it."""
+    folder = checkpoint(tmp_path / "model")
+    reads = processor()
+    if place == "tokenizer":
+        reads.tokenizer.chat_template = reads.chat_template
+        reads.chat_template = None
+    rows = []
+    for seed in range(4):
+        picture = Image.open(io.BytesIO(png(seed)))
+        rows.append({"prompt": [{"role": "user", "content": "what?"}], "images": [picture]})
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    sampled = {}
+    for name, given in {"loaded": {"model": model, "processing_class": reads}, "named": {"model": str(folder)}}.items():
+        args = config(
+            "GRPOConfig", max_steps=2, per_device_train_batch_size=4, num_generations=2, max_completion_length=4, bf16=False
+        )
+        args.output_dir = f"runs/{name}"
+        training = gw.from_trl(args, **given, reward_funcs=sevens, train_dataset=rows)
+        tokens = []
+        for step in training:
+            for group in step.groups:
+                tokens += [rollout.tokens.tolist() for rollout in group.rollouts]
+        sampled[name] = tokens
+        assert (Path("runs") / name / "final/preprocessor_config.json").is_file()
+    assert sampled["loaded"] == sampled["named"]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def sevens(completion_ids: Any, **_: Any) -> list[float]:
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+@pytest.mark.slow
+def test_images_of_a_loaded_model_without_a_processor_are_refused(tmp_path: Path) -> None:
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint(tmp_path / "model"))
+    rows = [{"prompt": [{"role": "user", "content": "what?"}], "images": [png(0)]}]
+    args = config("GRPOConfig", max_steps=1, num_generations=2, per_device_train_batch_size=2, max_completion_length=4, bf16=False)
+    training = gw.from_trl(args, model=model, processing_class=tokenizer(), reward_funcs=sevens, train_dataset=rows)
+    with pytest.raises(DataError, match=r"needs its processor to read them: give AutoProcessor\.from_pretrained"):
+        list(training)
 
 
 @pytest.mark.slow

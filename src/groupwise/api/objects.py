@@ -68,25 +68,35 @@ def recipe_keys(
     return {key: plain(value, key) for key, value in keys.items()}
 
 
-def model_keys(value: object, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+def model_keys(value: object, tokenizer: Any) -> dict[str, Any]:
     """The keys of `model`; `path` is a `Live` name where a loaded model was given.   Raises
     ConfigError.
+
+    tokenizer: of a loaded model, or its processor.
     """
     keys = _keys(value)
     if keys is None:
         keys = {"path": value}
     model = keys.get("path")
+    image_files: Mapping[str, bytes] = {}
     if isinstance(model, Policy):
         if tokenizer is not None:
             raise ConfigError("a Policy has its tokenizer: leave tokenizer out")
+        image_files = model.image_files
         model, tokenizer = model.model, model.tokenizer
     if isinstance(model, PreTrainedModel):
+        if hasattr(tokenizer, "image_processor"):
+            image_files = files_of(tokenizer)
+            keys = _template_of(tokenizer) | keys
+            tokenizer = tokenizer.tokenizer
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise ConfigError(
                 "a loaded model needs its tokenizer: tokenizer=AutoTokenizer.from_pretrained(...),"
+                " or its processor, AutoProcessor.from_pretrained(...), where prompts have images;"
                 f" got {kind_of(tokenizer)}"
             )
-        return {**_own_dtype(model, keys), **keys, "path": live_model(model, tokenizer)}
+        path = live_model(model, tokenizer, image_files)
+        return {**_own_dtype(model, keys), **keys, "path": path}
     if model is not None and not isinstance(model, str | os.PathLike):
         hint = ""
         if hasattr(model, "merge_and_unload"):
@@ -105,6 +115,18 @@ def model_keys(value: object, tokenizer: PreTrainedTokenizerBase | None) -> dict
             " brings its own"
         )
     return keys
+
+
+def files_of(processor: Any) -> dict[str, bytes]:
+    """What says how a processor of transformers prepares images, as files of a checkpoint."""
+    return {"preprocessor_config.json": processor.image_processor.to_json_string().encode()}
+
+
+def _template_of(processor: Any) -> dict[str, str]:
+    """The chat template of a processor whose tokenizer has none."""
+    if processor.tokenizer.chat_template is None and processor.chat_template is not None:
+        return {"chat_template": processor.chat_template}
+    return {}
 
 
 def _own_dtype(model: PreTrainedModel, keys: Mapping[str, Any]) -> dict[str, str]:

@@ -164,9 +164,9 @@ def train(
 
     recipe: a file, the name of a bundled recipe, or a `Recipe`, which keywords override.  Without
         it the keywords are the recipe.
-    model: a checkpoint's folder or hub name, a loaded transformers model (with `tokenizer`), a
-        `Policy`, or a mapping of the keys of `model`, whose `path` may be any of these.  A loaded
-        model is copied and stays unchanged.
+    model: a checkpoint's folder or hub name, a loaded transformers model (with `tokenizer`, or its
+        processor there where prompts have images), a `Policy`, or a mapping of the keys of `model`,
+        whose `path` may be any of these.  A loaded model is copied and stays unchanged.
     data: a file or hub name, a list of mappings, a `datasets.Dataset`, or a mapping of the keys of
         `data`, whose `path` and `eval_path` may be any of these.  This call copies rows.
     rewards: one or several of: the name of a function as in a recipe, a function, a `LiveReward`, a

@@ -25,6 +25,7 @@ import numpy as np
 from groupwise.data.sources import BadRow, Row
 from groupwise.errors import ConfigError
 from groupwise.utils.files import expanded
+from groupwise.utils.spelling import counted
 
 COLUMNS = ("images", "image")
 """Columns that hold the images of a row: a list, or one."""
@@ -183,16 +184,17 @@ def pillow() -> ModuleType:
 
 
 def pictures_of(row: Row, where: str) -> tuple[Picture, ...]:
-    """Read the images in the columns of a row.  Raises BadRow."""
-    found: list[Any] = []
+    """Read the images in the columns of a row.  Raises BadRow, which names the column."""
+    found: dict[str, Any] = {}
     for column in COLUMNS:
         value = row.get(column)
-        if value is None:
-            continue
-        found += value if isinstance(value, list | tuple) else [value]
+        if isinstance(value, list | tuple):
+            found |= {f"{column}[{place}]": one for place, one in enumerate(value)}
+        elif value is not None:
+            found[column] = value
     if len(found) > MOST_IMAGES:
         raise BadRow(UNREAD, f"{where}: {len(found)} images: a prompt has at most {MOST_IMAGES}")
-    return tuple(picture_of(value, where) for value in found)
+    return tuple(picture_of(value, f"{where}, {place}") for place, value in found.items())
 
 
 def holds_images(row: Row) -> bool:
@@ -216,20 +218,8 @@ def picture_of(value: object, where: str) -> Picture:
 
     Raises BadRow for anything else, and for a file that is no image, is damaged or too large.
     """
-    if isinstance(value, Mapping):
-        value = value.get("bytes") or value.get("path") or value.get("url")
     try:
-        if _is_image(value):
-            data = _written(value)
-        elif isinstance(value, bytes):
-            data = value
-        elif isinstance(value, str):
-            data = _read(value)
-        else:
-            raise ValueError(
-                f"a {type(value).__name__} is no image: give one of PIL, a path, or the bytes of"
-                " a file"
-            )
+        data = _bytes_of(value)
         if len(data) > MOST_BYTES:
             raise ValueError(f"it has {len(data):,} bytes, and at most {MOST_BYTES:,} are read")
         image = _decoded(data)
@@ -237,9 +227,29 @@ def picture_of(value: object, where: str) -> Picture:
         raise
     except Exception as error:  # a damaged file makes a decoder raise anything
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise BadRow(UNREAD, f"{where}: an image cannot be read: {reason:.200}") from error
+        raise BadRow(UNREAD, f"{where}: an image cannot be read: {reason:.300}") from error
     digest = hashlib.sha256(data).hexdigest()[:32]
     return Picture(data, digest, height=image.height, width=image.width)
+
+
+def _bytes_of(value: object) -> bytes:
+    """The bytes of a file that a value stands for.  Raises ValueError, OSError."""
+    if isinstance(value, Mapping):
+        value = value.get("bytes") or value.get("path") or value.get("url")
+        if value is None:
+            raise ValueError("it has neither bytes nor a path: fill them in, or leave the row out")
+    if value is None:
+        raise ValueError("it is None: give the image, or leave it out of the list")
+    if _is_image(value):
+        return _written(value)
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, str):
+        return _read(value)
+    raise ValueError(
+        f"an object of {type(value).__name__} is no image: give one of PIL (PIL.Image.fromarray"
+        " makes one of an array), the path of a file, or its bytes"
+    )
 
 
 def _written(image: Any) -> bytes:
@@ -262,7 +272,9 @@ def _read(text: str) -> bytes:
         raise ValueError(f"{text[:80]!r} is not fetched: download it, and give its path")
     path = Path(expanded(text))
     if not path.is_file():
-        raise ValueError(f"no such file: {text[:200]!r}")
+        raise ValueError(
+            f"no such file: {text[:100]!r}: a text is a path, here from {str(Path.cwd())!r}"
+        )
     if path.stat().st_size > MOST_BYTES:
         raise ValueError(f"{text[:200]!r} has more than {MOST_BYTES:,} bytes")
     return path.read_bytes()
@@ -271,7 +283,13 @@ def _read(text: str) -> bytes:
 def _decoded(data: bytes) -> Any:
     """The first frame of an image file, upright, in RGB.  Raises what PIL raises."""
     library = pillow()
-    with library.Image.open(io.BytesIO(data), formats=FORMATS) as image:
+    try:
+        opened = library.Image.open(io.BytesIO(data), formats=FORMATS)
+    except library.UnidentifiedImageError:
+        raise ValueError(f"its {len(data):,} bytes are none of {', '.join(FORMATS)}") from None
+    except library.Image.DecompressionBombError:
+        raise ValueError(f"it has more than {MOST_PIXELS:,} pixels: make it smaller") from None
+    with opened as image:
         _check_size(image)
         return library.ImageOps.exif_transpose(image).convert("RGB")
 
@@ -280,7 +298,9 @@ def _check_size(image: Any) -> None:
     """Raises ValueError for an image that would decode to too much."""
     width, height = image.size
     if not 0 < width * height <= MOST_PIXELS:
-        raise ValueError(f"it is {width} x {height}: at most {MOST_PIXELS:,} pixels are read")
+        raise ValueError(
+            f"it is {width} x {height}: at most {MOST_PIXELS:,} pixels are read: make it smaller"
+        )
 
 
 def small_png(picture: Picture, side: int) -> bytes:
@@ -297,8 +317,10 @@ def read_images(row: Row, content: Any, where: str) -> tuple[Any, tuple[Picture,
     digests in their place, by which a run's folder names them.  Raises BadRow.
     """
     messages = [] if isinstance(content, str) else content
-    inline = inline_images(messages)
-    pictures = tuple(picture_of(value, where) for value in inline) or pictures_of(row, where)
+    inside = []
+    for place, value in enumerate(inline_images(messages)):
+        inside.append(picture_of(value, f"{where}, image {place + 1} of the messages"))
+    pictures = tuple(inside) or pictures_of(row, where)
     if not pictures and not parts_with_images(content):
         return content, (), row
     if isinstance(content, str):
@@ -333,7 +355,11 @@ def with_images(
     if parts == 0:
         messages = _with_parts(messages, len(pictures), where)
     elif parts != len(pictures):
-        raise BadRow(UNCOUNTED, f"{where}: {len(pictures)} images, and {parts} parts of type image")
+        raise BadRow(
+            UNCOUNTED,
+            f"{where}: the row has {counted(len(pictures), 'image')}, and its messages have"
+            f" {counted(parts, 'part')} of type image: give an image for each part",
+        )
     named, digests = [], iter(picture.digest for picture in pictures)
     for message in messages:
         if isinstance(message["content"], list):

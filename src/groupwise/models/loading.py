@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -64,7 +64,7 @@ from groupwise.models.quiet import quiet_transformers
 from groupwise.models.recurrence import use_packed_recurrence
 from groupwise.models.shape import language_part
 from groupwise.models.streaming import CheckpointReader, check_finite, empty_model
-from groupwise.models.vision import read_encoder
+from groupwise.models.vision import encoder_of, read_encoder
 from groupwise.utils.files import expanded
 from groupwise.utils.terminal import logger
 
@@ -78,6 +78,10 @@ as one that went on.
 
 
 LOADED = NoImages("a model that is loaded already reads none: give its folder")
+NO_PROCESSOR = (
+    "a model that is loaded already needs its processor to read them: give"
+    " AutoProcessor.from_pretrained(...) where its tokenizer is, or its folder as the model"
+)
 
 
 class Source:
@@ -495,18 +499,23 @@ def sampled_weights(model: PreTrainedModel) -> Iterator[bytes]:
         yield flat[:: max(flat.numel() // 64, 1)].double().cpu().numpy().tobytes()
 
 
-def live_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Live:
+def live_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    image_files: Mapping[str, bytes] | None = None,
+) -> Live:
     """A loaded model as a name that holds it and its tokenizer.
 
     The name says its class, where it was loaded from, and a digest of its weights, made of a few
     numbers of each.
-    """
 
+    image_files: of the checkpoint, what says how images are prepared.
+    """
     origin = getattr(model.config, "name_or_path", "")
     return Live(
         f"{type(model).__name__}{f' of {origin}' if origin else ''}"
         f" ({short_digest(sampled_weights(model))})",
-        (model, tokenizer),
+        (model, tokenizer, image_files or {}),
     )
 
 
@@ -538,10 +547,12 @@ class LiveModel(Source):
 
 
 def _live_blueprint(
-    settings: ModelSettings, name: str, loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase]
+    settings: ModelSettings,
+    name: str,
+    loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase, Mapping[str, bytes]],
 ) -> Blueprint:
     """Describe a model that is loaded already; neither the model nor its tokenizer is changed."""
-    model, tokenizer = loaded
+    model, tokenizer, image_files = loaded
     if getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config"):
         raise ConfigError(
             "the model carries an adapter: merge it first (model = model.merge_and_unload()), or"
@@ -559,6 +570,7 @@ def _live_blueprint(
         eos_ids=eos_ids(_generation_of(model), tokenizer),
         context=context_length(keys),
         source=source,
+        images=encoder_of(image_files, keys, tokenizer, NO_PROCESSOR),
     )
 
 

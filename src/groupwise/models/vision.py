@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -402,24 +403,14 @@ def read_encoder(
     path: str, config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> ImageEncoder | NoImages:
     """How a checkpoint writes images into its prompts, or why none is read."""
-    kind = str(config.get("model_type"))
-    if "vision_config" not in config:
-        return NoImages(f"the model ({kind}) reads none")
     files: dict[str, bytes] = {}
-    for name in FILES:
-        file = cached_file(path, name, **QUIET)
-        if file is not None:
-            files[name] = Path(file).read_bytes()
-    if kind not in FAMILIES:
-        known = ", ".join(FAMILIES.values())
-        return NoImages(f"those of a {kind} model are not read, only of {known}", files)
-    if not files:
-        return NoImages(f"{path!r} has no preprocessor_config.json, which says how to prepare them")
-    try:
-        pillow()
-        return make_encoder(path, config, tokenizer, files)
-    except (ConfigError, OSError, ValueError, TypeError, ImportError) as error:
-        return NoImages(str(error).splitlines()[0], files)
+    if "vision_config" in config:
+        for name in FILES:
+            file = cached_file(path, name, **QUIET)
+            if file is not None:
+                files[name] = Path(file).read_bytes()
+    missing = f"{path!r} has no preprocessor_config.json, which says how to prepare them"
+    return encoder_of(files, config, tokenizer, missing)
 
 
 QUIET = {
@@ -429,40 +420,63 @@ QUIET = {
 }
 
 
-def make_encoder(
-    path: str,
+def encoder_of(
+    files: Mapping[str, bytes],
     config: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase,
-    files: Mapping[str, bytes],
+    missing: str,
+) -> ImageEncoder | NoImages:
+    """How a model writes images into its prompts, or why none is read.
+
+    files: those of `FILES` that it has.   missing: why there are none.
+    """
+    kind = str(config.get("model_type"))
+    if "vision_config" not in config:
+        return NoImages(f"the model ({kind}) reads none")
+    if kind not in FAMILIES:
+        known = ", ".join(FAMILIES.values())
+        return NoImages(f"those of a {kind} model are not read, only of {known}", files)
+    if not files:
+        return NoImages(missing)
+    try:
+        pillow()
+        with TemporaryDirectory() as folder:
+            for name, content in files.items():
+                (Path(folder) / name).write_bytes(content)
+            encoder = make_encoder(folder, config, tokenizer)
+    except (ConfigError, OSError, ValueError, TypeError, ImportError) as error:
+        return NoImages(str(error).splitlines()[0], files)
+    encoder.files = files
+    return encoder
+
+
+def make_encoder(
+    folder: str, config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> ImageEncoder:
-    """The encoder of a checkpoint in `FAMILIES`.   files: those of `FILES` that it has."""
+    """The encoder of a model in `FAMILIES`.   folder: holds those of `FILES` that it has."""
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     fields: Any = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
     token = str(tokenizer.convert_ids_to_tokens(fields.image_token_id))
-    encoder: ImageEncoder
-    if config["model_type"] == "gemma3":
-        processor = Gemma3ImageProcessorPil.from_pretrained(path)
-        if processor.do_pan_and_scan:
-            raise ConfigError(
-                "its preprocessor_config.json asks for crops (do_pan_and_scan), which are not read"
-            )
-        first = str(tokenizer.convert_ids_to_tokens(fields.boi_token_index))
-        last = str(tokenizer.convert_ids_to_tokens(fields.eoi_token_index))
-        encoder = FixedEncoder(
-            processor,
-            fields.mm_tokens_per_image,
-            begin=f"\n\n{first}",
-            token=token,
-            end=f"{last}\n\n",
-            mark=first,
+    if config["model_type"] != "gemma3":
+        processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
+        return PatchEncoder(processor, begin="", token=token, end="", mark=token)
+    processor = Gemma3ImageProcessorPil.from_pretrained(folder)
+    if processor.do_pan_and_scan:
+        raise ConfigError(
+            "its preprocessor_config.json asks for crops (do_pan_and_scan), which are not read"
         )
-    else:
-        processor = Qwen2VLImageProcessorPil.from_pretrained(path)
-        encoder = PatchEncoder(processor, begin="", token=token, end="", mark=token)
-    encoder.files = dict(files)
-    return encoder
+    first = str(tokenizer.convert_ids_to_tokens(fields.boi_token_index))
+    last = str(tokenizer.convert_ids_to_tokens(fields.eoi_token_index))
+    return FixedEncoder(
+        processor,
+        fields.mm_tokens_per_image,
+        begin=f"\n\n{first}",
+        token=token,
+        end=f"{last}\n\n",
+        mark=first,
+    )
 
 
 def seeing(policy: Policy, encoder: ImageEncoder | NoImages) -> Policy:

@@ -52,8 +52,8 @@ def from_trl(
     """A checked run from the arguments of a TRL trainer.  The same call resumes it.
 
     args: a GRPOConfig, RLOOConfig, SFTConfig, RewardConfig or DPOConfig.
-    model: a checkpoint's folder or hub name, or a loaded transformers model with its tokenizer
-        (`processing_class`).
+    model: a checkpoint's folder or hub name, or a loaded transformers model with its tokenizer or
+        processor (`processing_class`).
     trainer: the trainer's other arguments: `reward_funcs`, `train_dataset`, `eval_dataset`,
         `tools`, `environment_factory`, `peft_config` (a LoraConfig) and so on.   fresh,
         accept_changes: as in `train`.
