@@ -44,6 +44,7 @@ from groupwise.models.policy import Policy
 from groupwise.models.reach import ATTRIBUTE, Reach
 from groupwise.ops.query import Query
 from groupwise.records import ImageSpan
+from groupwise.utils.files import write
 
 FAMILIES = {
     "qwen2_5_vl": "Qwen2.5-VL",
@@ -442,7 +443,7 @@ def encoder_of(
         pillow()
         with TemporaryDirectory() as folder:
             for name, content in files.items():
-                (Path(folder) / name).write_bytes(content)
+                write(Path(folder) / name, content)
             encoder = make_encoder(folder, config, tokenizer)
     except (ConfigError, OSError, ValueError, TypeError, ImportError) as error:
         return NoImages(str(error).splitlines()[0], files)
