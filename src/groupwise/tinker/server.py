@@ -54,7 +54,7 @@ LARGEST = 64 << 20
 """Bytes of a request's body; the SDK splits batches at 5 MB."""
 LONGEST = 2048
 """Characters of an address."""
-WAITING = 25.0
+WAITING = 40.0
 """Seconds that a request for a result is held; the SDK waits for 45."""
 CLIENT = {"sample_max_concurrent_requests": 512}
 """Settings of the client: each request that waits has a connection."""

@@ -181,7 +181,7 @@ class TrainedModel:
         The gradient of a step that was not taken is no part of it.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        same_step = checkpoint.place(folder, self.steps)
+        same_step = checkpoint.path_of(folder, self.steps)
         if same_step.exists():
             files.remove(same_step)
         state = {"model": self.origin.state(), "metadata": dict(metadata), "optimizer": None}
