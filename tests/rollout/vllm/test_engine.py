@@ -542,6 +542,32 @@ def test_a_server_that_has_lost_the_weights_under_the_adapters_gets_them_again(s
     assert server.label == label and server.calls.count("/update_weights") == 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("alone", [False, True], ids=["weights", "adapters"])
+def test_a_run_that_goes_back_repeats_no_label(alone: bool, server, adapted_engine, prompts_of) -> None:
+    """As one does that ends with its best evaluation: the number is an earlier one, the weights need not be those of then."""
+    server.facts["lora_rank"] = 8 if alone else 0
+    engine = adapted_engine(server)
+    said = {}
+    for step, version in enumerate((3, 4, 5, 3, 4)):
+        with torch.no_grad():
+            for name, parameter in engine.policy.model.named_parameters():
+                if name in engine.policy.adapter.trained:
+                    parameter.fill_(0.01 * step)
+        engine.send_weights(version)
+        (group,) = draw(engine, prompts_of(4)).values()
+        assert {int(one) for rollout in group for one in rollout.version} == {version}
+        label = server.requests[-1]["model"] if alone else server.label
+        assert label not in said and label.endswith(f":{version}")
+        said[label] = step
+        if alone:
+            saved = load_file(Path(server.adapters[label]) / "adapter_model.safetensors")
+            assert all((tensor == 0.01 * step).all() for tensor in saved.values())
+        else:
+            assert all(torch.equal(server.weights[name], weight) for name, weight in buckets_of(engine.policy))
+    assert len({label.rpartition(":")[0] for label in said}) == 2
+
+
 # ---- weights that reach completions on their way
 
 

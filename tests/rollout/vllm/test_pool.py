@@ -328,3 +328,24 @@ def test_what_is_no_router_is_refused(start) -> None:
     server = start().wait()
     with pytest.raises(EngineError, match=r"does not list its servers at /workers .*name a running vllm-router"):
         Router(server.url).read()
+
+
+@pytest.mark.slow
+def test_a_late_server_is_not_taken_for_one_with_the_version_of_a_run_that_has_gone_back(start, engine_of, prompts_of) -> None:
+    """It has a version of the number that the run goes back to, by the name of before."""
+    late, other = (start().wait() for _ in range(2))
+    engine = engine_of([late.url, other.url])
+    engine.send_weights(3)
+    until(lambda: late.label() == other.label())
+    before = late.label()
+    late.signal(signal.SIGSTOP)
+    try:
+        engine.send_weights(4)
+        engine.send_weights(3)
+        draw = Drawing(engine, prompts_of(*[4] * 4)).result()
+    finally:
+        late.signal(signal.SIGCONT)
+    assert {int(version) for group in draw for rollout in group for version in rollout.version} == {3}
+    assert before != other.label() and other.label().endswith(":3")
+    until(lambda: late.label() == other.label())
+    until(lambda: len(engine.servers.present) == 2)

@@ -393,17 +393,17 @@ def test_old_versions_go_when_no_server_can_need_them(policy_of: Callable[..., P
     assert not publisher.folder.exists()
 
 
-def test_a_version_that_is_published_again_is_read_anew(policy_of: Callable[..., Policy], tmp_path: Path) -> None:
-    policy = policy_of(dtype=torch.float32)
-    publisher = Publisher(tmp_path / "run", "run", torch.bfloat16)
-    mirror, source = Mirror(tmp_path / "mirror"), VersionSource(str(tmp_path / "run"))
-    publisher.publish(policy, 4)
-    mirror.go_to(source, 4)
-    move(policy, 0)
-    publisher.publish(policy, 4)
-    assert mirror.go_to(source, 4).full
-    held = mirror.tensors(publisher.last)
-    assert all(np.array_equal(held[name], bits) for name, bits in bits_of(publisher, policy).items())
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("kind", ["weights", "adapters"])
+def test_no_version_is_published_again(
+    kind: str, version: int, published: Publisher, adapters: AdapterPublisher, policy_of: Callable[..., Policy]
+) -> None:
+    """A server may have read it, and would go on with what it has."""
+    policy = adapt(policy_of(dtype=torch.float32), LoraSettings(rank=2), base="")
+    publisher = published if kind == "weights" else adapters
+    publisher.publish(policy, 3)
+    with pytest.raises(AssertionError, match=f"version {version} of run was published before"):
+        publisher.publish(policy, version)
 
 
 def test_a_version_without_its_manifest_is_no_version(published: Publisher, tmp_path: Path) -> None:

@@ -39,10 +39,11 @@ from groupwise.rollout.engine import check_request, completion_limit, make_rollo
 from groupwise.rollout.episodes import Conversations, Groups
 from groupwise.rollout.sampling import stream_keys
 from groupwise.rollout.vllm.addresses import Servers, addresses_of
+from groupwise.rollout.vllm.client import Client
 from groupwise.rollout.vllm.colocated import Colocated, LocalRequests
 from groupwise.rollout.vllm.delivery import Transport, WeightDelivery
 from groupwise.rollout.vllm.pool import ServerPool
-from groupwise.rollout.vllm.published import VersionedServer
+from groupwise.rollout.vllm.published import Published, VersionedServer
 from groupwise.rollout.vllm.publisher import FULL_EVERY
 from groupwise.rollout.vllm.request_pool import RequestPool
 from groupwise.rollout.vllm.server import MODEL, START_SECONDS, OwnServer, cache_bytes
@@ -129,14 +130,14 @@ class VllmEngine:
             lambda: (secrets.token_hex(4), servers or [self._start(max_rows, dtype)]),
         )
         self._alive = None if self._own is None else self._own.check
-        transport = Transport(weights_folder, addressed=bool(servers), full_every=full_every)
-        self._delivery = WeightDelivery(self._run, transport)
+        self._transport = Transport(weights_folder, addressed=bool(servers), full_every=full_every)
+        self._delivery = WeightDelivery(self._run, self._transport)
         self.servers = ServerPool(
             addresses_of(named),
             self._run,
             serve=VersionedServer,
             meet=partial(meet, policy=policy),
-            locate=self._delivery.locate,
+            locate=self._locate,
             leads=comm.world().first,
             keep=in_flight,
             patience=patience if servers else START_SECONDS,
@@ -217,8 +218,28 @@ class VllmEngine:
         Raises PeerError if no server is there, EngineError if one does not take them.
         """
         self.version = version
-        if version != self._last_sent:
-            self._push()
+        if version == self._last_sent:
+            return
+        if self._last_sent is not None and version < self._last_sent:
+            self._rename()
+        self._push()
+
+    def _rename(self) -> None:
+        """Give the run another name on the servers: it has gone back to earlier weights, and no
+        label may ever mean others than those that a server knows by it.
+        """
+        self._run = comm.from_first(lambda: secrets.token_hex(4))
+        if self._delivery is None:
+            return
+        self._delivery.close()
+        self._delivery = WeightDelivery(self._run, self._transport)
+        assert not isinstance(self.servers, Colocated)
+        self.servers.rename(self._run)
+
+    def _locate(self, client: Client) -> Published:
+        """See `ServerPool.locate`."""
+        assert self._delivery is not None
+        return self._delivery.locate(client)
 
     def _push(self) -> None:
         """Send the weights; all processes must call it."""

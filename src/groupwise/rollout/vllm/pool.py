@@ -108,6 +108,8 @@ class ServerPool:
         self._served = time.monotonic()
         """When a server was there last."""
         self._retries = 0
+        self._before: set[str] = set()
+        """Names that the run had."""
         self._first: Mapping[str, Any] | None = None
         """What the first server is."""
         if addresses.router is not None:
@@ -189,6 +191,23 @@ class ServerPool:
         self.wake()
         self.raise_failure()
 
+    @property
+    def _has_published(self) -> bool:
+        """True from the first version on."""
+        return self._newest is not None or bool(self._before)
+
+    def rename(self, run: str) -> None:
+        """Let labels of versions begin with another name from now on.
+
+        No request is on its way.
+        """
+        with self._changed:
+            self._before.add(self._run)
+            self._run, self._newest = run, None
+            for member in self.members.values():
+                member.version = None
+            self._refresh_front()
+
     def wait_for_version(self) -> None:
         """Wait until a server has the newest version, or cannot read it.
 
@@ -268,7 +287,7 @@ class ServerPool:
                 member.out = False  # a router that was restarted has it again
                 continue
             client = Client(url)
-            member = Member(client, self._serve(Client(url)), joins=self._newest is not None)
+            member = Member(client, self._serve(Client(url)), joins=self._has_published)
             with self._changed:
                 self.members[url] = member
             threads.begin(lambda member=member: self._watch(member), "server")
@@ -345,7 +364,7 @@ class ServerPool:
             return
         if member.facts is None:
             self._admit(member)
-        newest = self._newest
+        run, newest = self._run, self._newest
         if member.moving or newest is None:
             return
         if member.move is not None:
@@ -362,7 +381,7 @@ class ServerPool:
             raise
         if self._failure is not None:
             return
-        self._note(member, version)
+        self._note(member, version, run)
         if version != newest and self._leads:
             member.move = threads.begin(partial(self._go, member), "server-version")
         elif version == newest and member.out:
@@ -390,13 +409,14 @@ class ServerPool:
 
     def _go(self, member: Member) -> None:
         """Bring a server to the newest version."""
+        run = self._run
         try:
             published = self._locate(member.client)
             delivery = member.served.go_to(published, keep=self._keep)
             if delivery.healed:
                 log.warning("%s has read all weights again: %s", member.name, delivery.healed)
             if not member.left and member.facts is not None:
-                self._note(member, published.version)
+                self._note(member, published.version, run)
         finally:
             member.woken.set()
 
@@ -415,7 +435,7 @@ class ServerPool:
         run, _, version = label.rpartition(":")
         if run == self._run and version.isdigit():
             return int(version)
-        if member.sampled and run:
+        if member.sampled and run and run not in self._before:
             self._fail(
                 EngineError(
                     f"{member.name} takes its weights from another run ({label}): give each run"
@@ -424,9 +444,14 @@ class ServerPool:
             )
         return None
 
-    def _note(self, member: Member, version: int | None) -> None:
-        """Note which version a server has, and give it requests."""
+    def _note(self, member: Member, version: int | None, run: str) -> None:
+        """Note which version a server has, and give it requests.
+
+        run: begins the labels that the version was read from; it may be a name of before.
+        """
         with self._changed:
+            if run != self._run:
+                return
             member.version = version
             if version is not None:
                 member.trouble, member.sampled = "", True

@@ -78,10 +78,10 @@ class Publisher:
         """Write a version of the weights: a patch to the one before it, and the first time and
         every `full_every` versions the whole weights too.
 
-        All processes must call it.  Raises StorageError on all of them.
+        All processes must call it.   version: higher than the last one.  Raises StorageError on all
+        of them.
         """
-        if self.last is not None and version <= self.last.version:
-            self._start_anew()
+        _demand_new(self.last, version)
         self._base = None if self.last is None else self.last.version
         full = self.last is None or version >= self._full_versions[-1] + self.full_every
         with own_ranges(policy) as ranges:
@@ -112,13 +112,6 @@ class Publisher:
         """Remove all versions."""
         if comm.world().first:
             shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _start_anew(self) -> None:
-        """Begin with a full version again: a version that a server may have read never changes."""
-        comm.from_first(lambda: shutil.rmtree(self.folder, ignore_errors=True))
-        self.last = None
-        self._snapshots.clear()
-        self._full_versions.clear()
 
     def _write(self, ranges: Iterator[WeightRange], version: int, *, full: bool) -> WrittenPart:
         """Write this process's files of a version, and remember what they hold."""
@@ -206,9 +199,11 @@ class AdapterPublisher:
     def publish(self, policy: Policy, version: int) -> Manifest:
         """Write the adapter as a version.
 
-        All processes must call it.  Raises StorageError on all of them.
+        All processes must call it.   version: higher than the last one.  Raises StorageError on all
+        of them.
         """
         assert policy.adapter is not None
+        _demand_new(self.last, version)
         trained = {}
         for name, parameter in policy.model.named_parameters():
             if name in policy.adapter.trained:
@@ -219,7 +214,6 @@ class AdapterPublisher:
     def _write(self, policy: Policy, version: int, trained: dict[str, Tensor]) -> Manifest:
         folder = self.folder / folder_name(version)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / MANIFEST).unlink(missing_ok=True)
         write_adapter(policy, folder, trained)
         written = []
         for path in sorted(folder.iterdir()):
@@ -264,6 +258,14 @@ class BlockFile:
             return None
         size = sum(block.size for block in self._blocks)
         return File(self._path.name, size, blocks=tuple(self._blocks))
+
+
+def _demand_new(last: Manifest | None, version: int) -> None:
+    """A version that a server may have read never changes: whoever goes back publishes under
+    another name of the run.
+    """
+    if last is not None:
+        assert version > last.version, f"version {version} of {last.run} was published before"
 
 
 def _snapshot(one: WeightRange, bits: np.ndarray) -> Snapshot:
