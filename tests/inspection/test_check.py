@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
+from scripted_vllm import free_port
 
 from groupwise.cli.check import check_recipe
 from groupwise.inspection.check import _own_forward
@@ -295,3 +296,13 @@ def test_an_episode_that_failed_before_its_first_turn_has_no_log_probs(tiny_poli
     scored = score(policy, [sample_of(one) for one in rollouts], max_tokens_per_microbatch=100).logp
     for rollout, logp in zip(rollouts, scored, strict=True):
         np.testing.assert_allclose(_own_forward(policy, rollout), logp, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_servers_that_are_not_there_are_found_and_not_sampled_with(check: Callable) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    status, text = check(rollout={"engine": {"name": "vllm", "servers": [url]}})
+    assert status == 1
+    assert re.search(r"ok +servers +1 named", text)
+    assert re.search(rf"FAIL +servers +the vLLM server at {url} does not exist", text)
+    assert "log-probs" not in text

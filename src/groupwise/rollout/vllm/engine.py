@@ -234,7 +234,7 @@ class VllmEngine:
         self._delivery.close()
         self._delivery = WeightDelivery(self._run, self._transport)
         assert not isinstance(self.servers, Colocated)
-        self.servers.rename(self._run)
+        self.servers.begin_anew(self._run)
 
     def _locate(self, client: Client) -> Published:
         """See `ServerPool.locate`."""

@@ -196,7 +196,7 @@ class ServerPool:
         """True from the first version on."""
         return self._newest is not None or bool(self._before)
 
-    def rename(self, run: str) -> None:
+    def begin_anew(self, run: str) -> None:
         """Let labels of versions begin with another name from now on.
 
         No request is on its way.
