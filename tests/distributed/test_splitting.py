@@ -40,6 +40,8 @@ def test_models_that_cannot_be_split_are_refused(family: str) -> None:
     [
         ("qwen3", "transformers has no plan to divide experts of a 'qwen3' model"),
         ("mixtral", "3 processes cannot divide 8 experts evenly: take a divisor of 8"),
+        ("aria_text", "3 processes cannot divide 8 experts evenly: take a divisor of 8"),
+        ("ernie4_5_moe", "3 processes cannot divide 64 experts evenly: take a divisor of 64"),
     ],
 )
 def test_experts_that_cannot_be_divided_are_refused(family: str, said: str) -> None:

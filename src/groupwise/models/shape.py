@@ -21,12 +21,20 @@ INTERMEDIATE = (
     "moe_intermediate_size",
 )
 """Names of the width of an MLP."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names of the number of experts."""
 
 
 def language_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the part of a transformers config (a dictionary) that describes the language model."""
     text = config.get("text_config")
     return text if isinstance(text, Mapping) else config
+
+
+def names_experts(config: Mapping[str, Any]) -> bool:
+    """True if a config (a dictionary) is a mixture of experts'."""
+    part = language_part(config)
+    return any(part.get(name) for name in EXPERTS)
 
 
 def read_fields(config: Mapping[str, Any]) -> Any:

@@ -11,12 +11,10 @@ from torch import nn
 from groupwise.config.settings import ParallelSettings
 from groupwise.errors import ConfigError
 from groupwise.models.recurrence import PLACE
-from groupwise.models.shape import Shape, language_part, read_fields
+from groupwise.models.shape import EXPERTS, Shape, language_part, read_fields
 
 NEEDED = (5, 23)
 """The first transformers whose plans split a model that is there."""
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names of the number of experts in configs."""
 INSTEAD = "leave parallel.tensor out (parallel: zero3 shards any model)"
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 
 from groupwise.config.settings import Recipe, engine_traits
-from groupwise.models.shape import Shape
+from groupwise.models.shape import Shape, names_experts
 from groupwise.ops.operations import absence
 from groupwise.runs.measured_speeds import KINDS, MEASURED, PEAKS, MeasuredSpeed
 from groupwise.runs.plan import Load
 from groupwise.runs.prepared import Prepared
 from groupwise.runs.run_models import shape_of
-from groupwise.training.work import forward_flops, names_experts, sampling_flops
+from groupwise.training.work import forward_flops, sampling_flops
 
 MOST_APART = 4.0
 """A model that is more than so many times larger or smaller was not measured."""

@@ -10,14 +10,13 @@ utilisation; divide the figure by the peak of your device to get that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from groupwise.models.policy import Policy
-from groupwise.models.shape import Shape
+from groupwise.models.shape import Shape, names_experts
 from groupwise.records import Step
 
 Row = tuple[str, int, int, int]
@@ -94,13 +93,6 @@ class Meter:
 def has_experts(policy: Policy) -> bool:
     """True for a mixture of experts."""
     return names_experts(policy.model.config.to_dict())
-
-
-def names_experts(config: Mapping[str, Any]) -> bool:
-    """True if a config (a dictionary) is a mixture of experts'."""
-    return any(
-        config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")
-    )
 
 
 def flops(shape: Shape, positions: float, seen: float, logits: float) -> float:

@@ -321,7 +321,23 @@ def test_a_file_of_addresses_is_read_again(tmp_path: Path, caplog: pytest.LogCap
     named.write_text("")
     assert found.read() == ("http://a:1", "http://c:3"), "it is being written"
     named.write_text("http://b:2\n")
-    assert found.read() == ("http://b:2",)
+    assert [found.read(), found.read()] == [("http://a:1", "http://c:3"), ("http://b:2",)]
+
+
+def test_a_file_of_servers_that_is_half_written_names_nobody_new(tmp_path: Path) -> None:
+    """Its beginning may be addresses too: of fewer servers, and one of another port."""
+    named = tmp_path / "servers.txt"
+    whole = "http://a:8000\nhttp://b:8000\nhttp://c:8000\n"
+    named.write_text(whole.replace("c", "d"))
+    before = AddressFile(str(named)).read()
+    for length in range(len(whole)):
+        found = AddressFile(str(named))
+        named.write_text(whole[:length])
+        assert found.read() == before
+        named.write_text(whole)
+        found.read()
+        assert found.read() == ("http://a:8000", "http://b:8000", "http://c:8000")
+        named.write_text(whole.replace("c", "d"))
 
 
 def test_what_is_no_router_is_refused(start) -> None:

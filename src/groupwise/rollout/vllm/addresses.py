@@ -54,7 +54,8 @@ class AddressList:
 class AddressFile:
     """A file with one address a line; empty lines and lines that begin with # are left out.
 
-    The run reads it again, so servers may join and leave.
+    The run reads it again, so servers may join and leave.  Another content counts when it has been
+    read twice in a row: one that is being written may end in the middle of an address.
     """
 
     router: Router | None = None
@@ -62,7 +63,7 @@ class AddressFile:
     def __init__(self, path: str) -> None:
         """Raises ConfigError for a file that is not there, or a line that is no address."""
         self._path = expanded(path)
-        self._urls = self._parse()
+        self._urls = self._read_last = self._parse()
 
     def _parse(self) -> tuple[str, ...]:
         try:
@@ -83,9 +84,13 @@ class AddressFile:
         the former with a warning.
         """
         try:
-            self._urls = self._parse() or self._urls
+            urls = self._parse() or self._urls
         except ConfigError as error:
             log.warning("the servers stay as they are: %s", error)
+            return self._urls
+        if urls == self._read_last:
+            self._urls = urls
+        self._read_last = urls
         return self._urls
 
 

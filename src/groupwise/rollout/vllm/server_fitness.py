@@ -8,7 +8,7 @@ from typing import Any
 from groupwise.errors import EngineError
 from groupwise.models.lora import is_untied
 from groupwise.models.policy import Policy
-from groupwise.models.shape import Shape
+from groupwise.models.shape import Shape, names_experts
 from groupwise.rollout.vllm.client import Client
 from groupwise.rollout.vllm.plugin.groupwise_versions import FORMAT
 from groupwise.rollout.vllm.published import UPDATE_SECONDS
@@ -18,10 +18,6 @@ Facts = Mapping[str, Any]
 
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head widths that vLLM's attention knows on a CPU; with another it dies at the first completion.
-"""
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""What configs call the number of experts.  Mixtral on vLLM 0.32's CPU build: after an update
-log-probs were off by a nat.
 """
 
 
@@ -79,6 +75,7 @@ def unfit_on_cpu(config: dict[str, Any]) -> str | None:
             f"its attention on a CPU knows heads of {', '.join(map(str, CPU_HEADS))} numbers, the"
             f" policy's have {width}"
         )
-    if any(config.get(name) for name in EXPERTS):
+    # Mixtral on vLLM 0.32's CPU build: after an update log-probs were off by a nat.
+    if names_experts(config):
         return "on a CPU the new weights of a mixture of experts do not all reach its experts"
     return None
