@@ -307,6 +307,7 @@ class Extension:
             "workers": config.parallel_config.world_size_across_dp,
             "device": config.device_config.device_type,
             "format": FORMAT,
+            "mirror": os.environ.get(MIRROR, ""),
             "lora_rank": 0 if lora is None else lora.max_lora_rank,
         }
 
