@@ -12,6 +12,7 @@ import pytest
 import torch
 from image_models import FAMILIES, checkpoint, exact, policy_of, prompt
 
+from groupwise.data.images import Picture
 from groupwise.data.packing import pack
 from groupwise.errors import ConfigError
 from groupwise.models import vision
@@ -111,9 +112,17 @@ def test_both_engines_decode_the_same(policy: Policy) -> None:
     assert tokens[0]["a"] != tokens[0]["b"]
 
 
-def test_the_tower_reads_an_image_once_for_all_that_a_step_does(policy: Policy) -> None:
+def test_the_tower_reads_an_image_once_for_all_that_a_step_does(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampling, scoring and the update of four completions of each prompt; the text's modules run meanwhile."""
     calls: list[int] = []
+    prepared: list[str] = []
+    arrays = policy.vision.encoder.arrays
+
+    def counted(pictures: Sequence[Picture]) -> dict[str, Any]:
+        prepared.extend(picture.digest for picture in pictures)
+        return arrays(pictures)
+
+    monkeypatch.setattr(policy.vision.encoder, "arrays", counted)
     tower = getattr(policy.model.model, "visual", None) or policy.model.model.vision_tower
     handle = tower.register_forward_hook(lambda module, inputs, output: calls.append(1))
     prompts = [prompt(policy, "a", [3]), prompt(policy, "b", [6, 7])]
@@ -125,6 +134,7 @@ def test_the_tower_reads_an_image_once_for_all_that_a_step_does(policy: Policy) 
     handle.remove()
     assert policy.vision.passes == 3
     assert len(calls) <= 3
+    assert len(prepared) == len(set(prepared)) == 3
 
 
 def test_embeddings_that_are_not_kept_are_computed_again(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:

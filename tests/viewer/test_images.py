@@ -46,6 +46,9 @@ def test_the_picture_stands_beside_its_group(run: Path, viewer: Callable, tab: C
     assert shown.count() == 2
     sizes = shown.evaluate_all("all => all.map((one) => [one.complete, one.naturalWidth, one.naturalHeight])")
     assert sizes == [[True, 16, 24], [True, 128, 256]]
+    widths = shown.evaluate_all("all => all.map((one) => one.getBoundingClientRect().width)")
+    assert all(width >= 128 for width in widths)  # a small one is magnified
+    assert "images" not in page.locator("dl.row dt").all_inner_texts()  # its digest says nothing beside the image
     assert page.locator(".prompt-text").inner_text().count("<img src=x") == 1
 
 

@@ -150,6 +150,25 @@ class PatchEncoder(ImageEncoder):
 
     inputs = ("pixel_values", "image_grid_thw")
 
+    def __init__(self, processor: Any, **texts: str) -> None:
+        """See `ImageEncoder`."""
+        super().__init__(processor, **texts)
+        self._grids: dict[str, Any] = {}
+
+    def arrays(self, pictures: Sequence[Picture]) -> dict[str, Any]:
+        """See `ImageEncoder`.  The grids of patches are kept."""
+        arrays = super().arrays(pictures)
+        digests = [picture.digest for picture in pictures]
+        self._grids |= zip(digests, arrays["image_grid_thw"].tolist(), strict=True)
+        return arrays
+
+    def grids(self, pictures: Sequence[Picture]) -> list[list[int]]:
+        """Patches of each image in time, height and width."""
+        unknown = [picture for picture in pictures if picture.digest not in self._grids]
+        if unknown:
+            self.arrays(unknown)
+        return [self._grids[picture.digest] for picture in pictures]
+
     def embeddings(self, picture: Picture) -> int:
         """Count the embeddings of an image."""
         processor = self.processor

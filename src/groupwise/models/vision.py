@@ -239,13 +239,13 @@ class PatchVision(Vision):
         """Positions by the model's own function."""
         key = (images.tokens.tobytes(), *images.key)
         if key not in self._positions:
-            arrays = self.encoder.arrays(images.pictures)
+            encoder: Any = self.encoder
             ids_1m = torch.from_numpy(images.tokens)[None]
             core: Any = backbone_of(policy.model)
             place_31m, offset_11 = core.get_rope_index(
                 ids_1m,
                 mm_token_type_ids=(ids_1m == self.token).int(),
-                image_grid_thw=arrays["image_grid_thw"],
+                image_grid_thw=torch.tensor(encoder.grids(images.pictures)),
             )
             self._positions[key] = Positions(place_31m[:, 0], int(offset_11))
             if len(self._positions) > KEPT_PROMPTS:

@@ -14,12 +14,17 @@ from groupwise.data.tasks import make_task
 from groupwise.data.tasks.shapes import COLOURS, FORMS, ColouredShape, picture_of
 from groupwise.rewards.accuracy import exact
 
-TASK = make_task("shapes")
+TASKS = {"mixed": make_task("shapes"), "alike": make_task("shapes", {"scenes": "alike"})}
+
+
+@pytest.fixture(scope="module", params=TASKS)
+def scenes(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[dict[str, Any]]:
-    return TASK.prompts(1500, seed=0)
+def rows(scenes: str) -> list[dict[str, Any]]:
+    return TASKS[scenes].prompts(1500, seed=0)
 
 
 def pixels(png: bytes) -> np.ndarray:
@@ -55,6 +60,14 @@ def test_answers_are_true_of_what_is_drawn(rows: list[dict[str, Any]]) -> None:
         shapes = [(one[0], form_of[one[1]]) for one in cells(row["images"][0]) if one is not None]
         colours, forms = zip(*shapes, strict=True) if shapes else ((), ())
         match row["prompt"].rstrip("?").split():
+            case ["how", "many"]:
+                answer = str(len(shapes))
+            case ["which", "colour"]:
+                (answer,) = set(colours)
+            case ["which", "shape"]:
+                (answer,) = set(forms)
+            case ["more", "than", "two"]:
+                answer = "yes" if len(shapes) > 2 else "no"
             case ["how", "many", word]:
                 answer = str(colours.count(word) + forms.count(word.removesuffix("s")))
             case ["which", "colour", "is", "the", form]:
@@ -68,28 +81,28 @@ def test_answers_are_true_of_what_is_drawn(rows: list[dict[str, Any]]) -> None:
         assert row["answer"] == answer, row
 
 
-def test_no_picture_is_on_both_sides(rows: list[dict[str, Any]]) -> None:
+def test_no_picture_is_on_both_sides(rows: list[dict[str, Any]], scenes: str) -> None:
     """A split by question and picture, or by the question, fails here."""
     trained = {row["images"][0] for row in rows}
-    held_out = {row["images"][0] for row in TASK.held_out(500)}
-    assert len(trained) > 1000
+    held_out = {row["images"][0] for row in TASKS[scenes].held_out(500)}
+    assert len(trained) > 800
     assert not trained & held_out
 
 
-def test_the_question_alone_does_not_give_the_answer(rows: list[dict[str, Any]]) -> None:
+def test_the_question_alone_does_not_give_the_answer(rows: list[dict[str, Any]], scenes: str) -> None:
     """The best guess for each question is right about some rows, of each kind."""
     answers: dict[str, Counter[str]] = defaultdict(Counter)
     for row in rows:
         answers[row["prompt"]][row["answer"]] += 1
     judged: dict[str, list[bool]] = defaultdict(list)
-    for row in TASK.held_out(600):
+    for row in TASKS[scenes].held_out(600):
         judged[row["kind"]].append(answers[row["prompt"]].most_common(1)[0][0] == row["answer"])
     assert set(judged) == {"count", "name", "compare"}
-    assert all(np.mean(right) < 0.6 for right in judged.values())
+    assert all(np.mean(right) < 0.75 for right in judged.values())
 
 
-def test_demonstrators_see_nothing_and_answer_in_form() -> None:
-    shown = TASK.demonstrations(600, seed=0)
+def test_demonstrators_see_nothing_and_answer_in_form(scenes: str) -> None:
+    shown = TASKS[scenes].demonstrations(600, seed=0)
     assert not any("images" in row for row in shown)
     rights = exact([row["completion"] for row in shown], [row["answer"] for row in shown])
     assert 0.15 < np.mean(np.array(rights, float)) < 0.5
@@ -97,6 +110,6 @@ def test_demonstrators_see_nothing_and_answer_in_form() -> None:
 
 
 def test_larger_pictures_have_more_and_larger_cells() -> None:
-    (row,) = make_task("shapes", {"side": 3, "cell": 28}).held_out(1)
-    assert pixels(row["images"][0]).shape == (84, 84, 3)
-    assert len(row["scene"].split(", ")) == 9
+    (row,) = make_task("shapes", {"side": 4, "cell": 28}).held_out(1)
+    assert pixels(row["images"][0]).shape == (112, 112, 3)
+    assert len(row["scene"].split(", ")) == 16

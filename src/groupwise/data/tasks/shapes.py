@@ -25,7 +25,9 @@ COLOURS = {
 FORMS = ("circle", "square", "triangle")
 BACKGROUND = (255, 255, 255)
 SHARE_EMPTY = 0.25
-"""Share of the cells in which nothing stands."""
+"""Share of the cells of a mixed scene in which nothing stands."""
+MOST_ALIKE = 4
+"""Shapes of a scene of equal ones."""
 
 
 class ColouredShape(NamedTuple):
@@ -47,24 +49,30 @@ Scene = Sequence[ColouredShape | None]
 class Shapes(Generated):
     """Questions about a picture of `side` x `side` cells, each empty or with a coloured shape.
 
-    `count`: `how many red?`, `how many circles?`.  `name`: `which colour is the circle?`, `which
-    shape is red?`.  `compare`: `more red than blue?`.  Rows carry the picture (PNG) in `images`,
-    what it shows in `scene`, and which of the three is asked in `kind`.  The reward is `exact`.
-    Rows are asked as chat messages (`data.chat: true`).
+    scenes: `alike`, in which up to four shapes have one colour and one form, or `mixed`.
+    `count`: `how many?`; in mixed scenes `how many red?`, `how many circles?`.
+    `name`: `which colour?`, `which shape?`; in mixed scenes `which colour is the circle?`, `which
+        shape is red?`.
+    `compare`: `more than two?`; in mixed scenes `more red than blue?`.
+
+    Rows carry the picture (PNG) in `images`, what it shows in `scene`, and which of the three is
+    asked in `kind`.  The reward is `exact`.  Rows are asked as chat messages (`data.chat: true`).
 
     All questions about a picture are on one side of the split: no picture of a held-out row is
     trained on.  Demonstrators do not see the picture: their rows have none, and any answer to the
     question.  What they show is how answers look.
 
-    >>> (row,) = Shapes().held_out(1)
+    >>> (row,) = Shapes(side=2).held_out(1)
     >>> row["prompt"], row["answer"], row["scene"]
     ('which shape is yellow?', 'circle', '-, yellow circle, blue circle, -')
     """
 
     breakdown: ClassVar = ("kind",)
     ranges: ClassVar = {"side": (2, 8), "cell": (8, 128)}
+    choices: ClassVar = {"scenes": ("mixed", "alike")}
 
-    side: int = 2
+    scenes: str = "mixed"
+    side: int = 3
     """Cells in a row of the picture, and rows."""
     cell: int = 8
     """Pixels of a cell's side."""
@@ -72,8 +80,12 @@ class Shapes(Generated):
     def question(self, rng: random.Random) -> Row:
         """Draw a picture, and a question about it."""
         while True:
-            scene = [_cell(rng) for _ in range(self.side**2)]
-            asked = rng.choice((_count, _name, _compare))(scene, rng)
+            if self.scenes == "alike":
+                scene = _alike(self.side**2, rng)
+                asked = _asked_of_alike(scene, rng)
+            else:
+                scene = [_cell(rng) for _ in range(self.side**2)]
+                asked = rng.choice((_count, _name, _compare))(scene, rng)
             if asked is not None:
                 break
         return asked | {
@@ -95,13 +107,36 @@ class Shapes(Generated):
     def completion(self, row: Row, rng: random.Random) -> str:
         """Return any answer that the question may have."""
         match row["prompt"].split():
+            case ["how", "many?"]:
+                return str(rng.randint(1, MOST_ALIKE))
             case ["how", *_]:
                 return str(rng.randint(0, self.side**2))
-            case ["which", "colour", *_]:
+            case ["which", "colour" | "colour?", *_]:
                 return rng.choice(tuple(COLOURS))
             case ["which", *_]:
                 return rng.choice(FORMS)
         return rng.choice(("yes", "no"))
+
+
+def _alike(cells: int, rng: random.Random) -> list[ColouredShape | None]:
+    """A scene of one to four shapes of one colour and one form."""
+    shape = ColouredShape(rng.choice(tuple(COLOURS)), rng.choice(FORMS))
+    scene: list[ColouredShape | None] = [None] * cells
+    for place in rng.sample(range(cells), rng.randint(1, MOST_ALIKE)):
+        scene[place] = shape
+    return scene
+
+
+def _asked_of_alike(scene: Scene, rng: random.Random) -> Row:
+    """A question about a scene of equal shapes."""
+    shapes = [shape for shape in scene if shape is not None]
+    rows = [
+        {"prompt": "how many?", "answer": str(len(shapes)), "kind": "count"},
+        {"prompt": "which colour?", "answer": shapes[0].colour, "kind": "name"},
+        {"prompt": "which shape?", "answer": shapes[0].form, "kind": "name"},
+        {"prompt": "more than two?", "answer": "yes" if len(shapes) > 2 else "no"},
+    ]
+    return {"kind": "compare"} | rng.choice(rows)
 
 
 def _cell(rng: random.Random) -> ColouredShape | None:
@@ -173,5 +208,5 @@ def _mask(form: str, cell: int) -> np.ndarray:
     if form == "circle":
         return down**2 + right**2 <= half**2
     if form == "triangle":
-        return inside & (2 * np.abs(right) <= down + half)
+        return inside & (2 * np.abs(right) <= down + half + 1)
     return inside

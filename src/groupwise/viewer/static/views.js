@@ -457,7 +457,7 @@ function promptBox(group) {
   const row =
     group.row && typeof group.row === "object"
       ? Object.entries(group.row)
-          .filter(([name]) => name !== "prompt")
+          .filter(([name]) => name !== "prompt" && !(name === "images" && group.images?.length))
           .slice(0, 12)
       : [];
   const [before, added, behind] = group.prompt;
