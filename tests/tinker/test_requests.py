@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from groupwise.cli import commands
 from groupwise.errors import ConfigError
 from groupwise.tinker import server as routes
 from groupwise.tinker import wire
@@ -223,3 +229,39 @@ def test_a_result_that_is_not_there_is_asked_for_again(client: TinkerClient, mon
     client.begin("forward_backward", client.batch(model, "ppo", [ROW], number=1))
     monkeypatch.setattr(routes, "WAITING", 30.0)
     assert isinstance(client.result(promise), bytes)
+
+
+@pytest.mark.slow
+def test_the_command_serves_until_it_is_interrupted(tmp_path: Path, tiny_model: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["serve", str(tiny_model), "--tinker", "--port", str(port), "--checkpoints", str(tmp_path / "saved")]
+    process = subprocess.Popen([sys.executable, "-m", "groupwise", *words], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        lines = [process.stdout.readline() for _ in range(3)]
+        assert f"TINKER_BASE_URL=http://127.0.0.1:{port}   TINKER_API_KEY=tml-anything" in lines[1]
+        assert str(tmp_path / "saved") in lines[2]
+        client = TinkerClient(SimpleNamespace(port=port))  # type: ignore[arg-type]
+        status, _, answer = client.ask("GET", "/api/v1/get_server_capabilities", b"")
+        assert status == 200
+        assert json.loads(answer)["supported_models"][0]["model_name"] == str(tiny_model)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        (["--cache", "4G"], "--cache, and what stands behind --, are for vLLM"),
+        (["--", "--tensor-parallel-size", "2"], "--cache, and what stands behind --, are for vLLM"),
+        (["--dtype", "int8"], "--dtype must be float32 or bfloat16"),
+    ],
+)
+def test_options_of_vllm_are_refused(capsys: pytest.CaptureFixture[str], tiny_model: Path, words: list[str], wrong: str) -> None:
+    assert commands.main(["serve", str(tiny_model), "--tinker", *words]) == 2
+    assert wrong in capsys.readouterr().err

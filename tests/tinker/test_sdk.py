@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -168,3 +169,51 @@ def test_refusals_reach_the_scripts_user(sdk: Any, served: TinkerServer) -> None
     with pytest.raises(tinker.BadRequestError, match="topk_sample_logprobs is not offered"):
         sampler.sample(prompt, 1, tinker.types.SamplingParams(max_tokens=2), topk_sample_logprobs=2).result()
     train(client, range(1))
+
+
+def test_the_script_of_the_page_runs(
+    served: TinkerServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TINKER_BASE_URL", f"http://127.0.0.1:{served.port}")
+    monkeypatch.setenv("TINKER_API_KEY", "tml-any")
+    page = (Path(__file__).parents[2] / "docs" / "tinker.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"^```text file=script.py\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {"__name__": "page"}
+    exec(compile(script, "script.py", "exec"), names)
+    names["service"].close("success").result()
+    said = capsys.readouterr().out
+    assert "loss:sum" in said
+    assert said.count("SampledSequence(") == 4
+
+
+def test_a_script_with_rewards_learns(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop of `benchmarks/tinker_arithmetic.py` on all weights of the tiny model: it learns to say one digit."""
+    monkeypatch.setenv("TINKER_API_KEY", "tml-any")
+    service = TinkerService(TinkerSettings(model=str(tiny_model), root=tmp_path, rows=64, full=True))
+    shares = []
+    with TinkerServer(service) as server, tinker.ServiceClient(base_url=f"http://127.0.0.1:{server.port}") as sdk:
+        client = sdk.create_lora_training_client(base_model=service.name).result()
+        tokenizer = client.get_tokenizer()
+        prompt, right = tokenizer.encode("1+1="), tokenizer.encode("7")[-1]
+        for _ in range(12):
+            sampler = client.save_weights_and_get_sampling_client()
+            params = tinker.types.SamplingParams(max_tokens=1, temperature=1.0, seed=len(shares))
+            drawn = sampler.sample(tinker.types.ModelInput.from_ints(prompt), 128, params).result().sequences
+            rewards = [float(one.tokens == [right]) for one in drawn]
+            shares.append(sum(rewards) / len(rewards))
+            rows = []
+            for one, reward in zip(drawn, rewards, strict=True):
+                before = [0.0] * (len(prompt) - 1)
+                inputs = {
+                    "target_tokens": [*prompt, *one.tokens][1:],
+                    "logprobs": before + one.logprobs,
+                    "advantages": [*before, reward - shares[-1]],
+                }
+                rows.append(tinker.types.Datum(model_input=tinker.types.ModelInput.from_ints(prompt), loss_fn_inputs=inputs))
+            batch = client.forward_backward(rows, "importance_sampling")
+            step = client.optim_step(tinker.AdamParams(learning_rate=0.02))
+            batch.result()
+            step.result()
+    service.close()
+    assert shares[0] < 0.1
+    assert shares[-1] > 0.9, shares

@@ -16,13 +16,16 @@ from transformers import AutoModelForCausalLM
 from groupwise.algorithms import losses
 from groupwise.algorithms.table import ALGORITHMS
 from groupwise.config.settings import OptimizerSettings
+from groupwise.models.passes import packed_for
+from groupwise.models.policy import Policy
 from groupwise.records import Sample
 from groupwise.tinker import wire
+from groupwise.tinker.batches import packed_data
 from groupwise.tinker.trained import TrainedModel
 from groupwise.training.loss import Loss
 from groupwise.training.offline import SFT
 from groupwise.training.optimizer import Optimizer
-from groupwise.training.passes import update
+from groupwise.training.passes import score, update
 
 from .conftest import TinkerClient
 
@@ -243,3 +246,25 @@ def test_a_batch_is_read_as_the_sdk_writes_it() -> None:
         "target_tokens": [2, 3, 4],
         "weights": [0.0, 1.0, 1.0],
     }
+
+
+def test_completions_of_a_prompt_cost_the_prompt_once(tiny_policy: Callable[..., Policy]) -> None:
+    """A prompt of 40 tokens with eight completions of 4: what the pass computes, and that every position has its log-prob."""
+    policy = tiny_policy("llama")
+    prompt, data = list(range(3, 23)) * 2, []
+    for first in range(3, 11):
+        tokens = np.array([*prompt, first, 5, 6, 7])
+        factor = np.array([0.0] * 39 + [1.0, -1.0, 0.5, 2.0], np.float32)
+        inputs = {"target_tokens": tokens[1:], "weights": factor}
+        data.append(wire.Datum(tokens=tokens[:-1], inputs=inputs))
+    packed = packed_data(data, "cross_entropy", policy)
+    batches = packed_for(policy, packed.samples, 4096)
+    assert sum(sum(batch.layout.length) for batch in batches) < 40 + 8 * 5
+    assert len(packed.prompts) == 1
+    of_prompts = score(policy, packed.prompts, max_tokens_per_microbatch=4096).logp
+    shared = packed.logp(score(policy, packed.samples, max_tokens_per_microbatch=4096).logp, of_prompts)
+    for datum, logp in zip(data, shared, strict=True):
+        alone = packed_data([datum], "cross_entropy", policy)
+        assert (len(alone.prompts), alone.samples[0].completion.size) == (0, 43)
+        (expected,) = score(policy, alone.samples, max_tokens_per_microbatch=4096).logp
+        np.testing.assert_allclose(logp, expected, atol=1e-5)

@@ -1,9 +1,8 @@
 """Batches of the SDK as the trainer's samples and losses.
 
 A datum of n positions is a sequence of n + 1 tokens: what the model reads, and behind it the last
-target.  Its first token is the sample's prompt; all n positions have the weight 1, so that their
-log-probs are known.  What the SDK multiplies a position with is the sample's advantage, and a batch
-is a sum over positions.
+target.  All positions have the weight 1, so that their log-probs are known.  What the SDK
+multiplies a position with is the sample's advantage, and a batch is a sum over positions.
 
 | loss | a position's loss, with l its log-prob and b the sampler's |
 |---|---|
@@ -19,6 +18,7 @@ n positions of a datum
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -148,30 +148,89 @@ def _bounds(name: str, config: Mapping[str, float | str]) -> Bounds:
     return Bounds(low, high)
 
 
-def samples_of(data: Sequence[Datum], name: str, policy: Policy) -> list[Sample]:
-    """Return the samples of a batch.   name: of its loss.
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedData:
+    """The data of a batch as the packed pass takes them."""
 
+    samples: list[Sample]
+    """One for each datum: what it is trained on, from its first position with a factor on."""
+    prompts: list[Sample]
+    """What stands before that in several data: it is computed once, and has no gradient."""
+    prompt_of: list[int | None]
+    """For each datum its place in `prompts`; None: its sample is the whole of it."""
+
+    def logp(
+        self, of_samples: Sequence[np.ndarray], of_prompts: Sequence[np.ndarray]
+    ) -> list[np.ndarray]:
+        """Return the log-probs of all positions of each datum (n,)."""
+        logp = []
+        for of_sample, place in zip(of_samples, self.prompt_of, strict=True):
+            before = [] if place is None else [of_prompts[place]]
+            logp.append(np.concatenate([*before, of_sample]))
+        return logp
+
+
+def packed_data(data: Sequence[Datum], name: str, policy: Policy) -> PackedData:
+    """Return a batch as samples.   name: of its loss.
+
+    Data that begin alike, with a factor of 0, share what they begin with: the completions of a
+    prompt cost the prompt once.
     Raises Refused for data that the loss cannot read, naming the datum.
     """
     row = row_of(name)
-    samples = []
     for place, datum in enumerate(data):
         _check(f"data[{place}]", datum, row, policy)
-        tokens, inputs = datum.tokens, datum.inputs
-        completion = np.append(tokens[1:], inputs["target_tokens"][-1])
-        behavior_logp = None
-        if row.sampled:
-            behavior_logp = inputs["logprobs"].astype(np.float64)
-        sample = Sample(
-            group=str(place),
-            prompt=tokens[:1],
-            completion=completion,
-            weight=np.ones(tokens.size),
-            advantage=inputs[row.factor].astype(np.float64),
-            behavior_logp=behavior_logp,  # type: ignore[arg-type]
-        )
-        samples.append(sample)
-    return samples
+    beginnings = [_beginning(datum, row) for datum in data]
+    count = Counter(tokens.tobytes() for tokens in beginnings)
+    prompts: list[Sample] = []
+    places: dict[bytes, int] = {}
+    packed = PackedData([], prompts, [])
+    for index, (datum, tokens) in enumerate(zip(data, beginnings, strict=True)):
+        key = tokens.tobytes()
+        shared = tokens.size > 1 and count[key] > 1
+        if shared and key not in places:
+            places[key] = len(prompts)
+            prompts.append(
+                Sample(
+                    group=f"prompt {len(prompts)}",
+                    prompt=tokens[:1],
+                    completion=tokens[1:],
+                    weight=np.ones(tokens.size - 1),
+                )
+            )
+        place = places.get(key) if shared else None
+        group = f"datum {index}" if place is None else f"shared {place}"
+        before = 0 if place is None else tokens.size - 1
+        packed.samples.append(_sample(datum, row, before, group, index))
+        packed.prompt_of.append(place)
+    return packed
+
+
+def _beginning(datum: Datum, row: BatchLossRow) -> np.ndarray:
+    """Return the tokens before the first target with a factor: the first token where there is no
+    such target, or it is the first.
+    """
+    factor = datum.inputs[row.factor]
+    before = int(np.argmax(factor != 0)) if factor.any() else 0
+    return datum.tokens[: before + 1]
+
+
+def _sample(datum: Datum, row: BatchLossRow, before: int, group: str, index: int) -> Sample:
+    """Return a datum without its first positions.   before: how many there are."""
+    inputs = datum.inputs
+    completion = np.append(datum.tokens[1:], inputs["target_tokens"][-1])[before:]
+    behavior_logp = None
+    if row.sampled:
+        behavior_logp = inputs["logprobs"][before:].astype(np.float64)
+    return Sample(
+        group=group,
+        index=index,
+        prompt=datum.tokens[: before + 1],
+        completion=completion,
+        weight=np.ones(completion.size),
+        advantage=inputs[row.factor][before:].astype(np.float64),
+        behavior_logp=behavior_logp,  # type: ignore[arg-type]
+    )
 
 
 def _check(place: str, datum: Datum, row: BatchLossRow, policy: Policy) -> None:

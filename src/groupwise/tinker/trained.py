@@ -32,13 +32,13 @@ from groupwise.models.saving import merged, save_to_resume
 from groupwise.runs import checkpoint
 from groupwise.runs.prepared import modelled
 from groupwise.runs.run_models import fit_threads, hold
-from groupwise.tinker.batches import algorithm_of, samples_of
+from groupwise.tinker.batches import algorithm_of, packed_data
 from groupwise.tinker.bodies import AdamBody
 from groupwise.tinker.wire import BatchRequest, batch_output
 from groupwise.training.loss import Loss
 from groupwise.training.objectives import language_model
 from groupwise.training.optimizer import Optimizer
-from groupwise.training.passes import assess, batches_of
+from groupwise.training.passes import assess, batches_of, score
 from groupwise.utils import files
 
 ALPHA = 32.0
@@ -121,11 +121,21 @@ class TrainedModel:
 
     def _run_batch(self, request: BatchRequest) -> bytes:
         algorithm = algorithm_of(request.loss, request.config)
-        samples = samples_of(request.data(), request.loss, self.policy)
-        loss = Loss(algorithm=algorithm, samples=samples)
+        data = packed_data(request.data(), request.loss, self.policy)
+        loss = Loss(algorithm=algorithm, samples=data.samples)
+        prompts = score(self.policy, data.prompts, max_tokens_per_microbatch=self.positions)
         if request.forward_only:
-            assessed = assess(self.policy, loss, samples, max_tokens_per_microbatch=self.positions)
-            return batch_output(assessed.seen, {"loss:sum": assessed.loss})
+            assessed = assess(
+                self.policy, loss, data.samples, max_tokens_per_microbatch=self.positions
+            )
+            value, logp = assessed.loss, assessed.seen
+        else:
+            value, logp = self._add_gradient(loss)
+        return batch_output(data.logp(logp, prompts.logp), {"loss:sum": value})
+
+    def _add_gradient(self, loss: Loss) -> tuple[float, list[np.ndarray]]:
+        """Make a pass forward and backward; return the loss and the log-probs of the samples."""
+        samples = loss.samples
         batches = balanced(self.policy, batches_of(self.policy, samples, self.positions))
         try:
             value, seen = packed_pass(self.policy, loss, batches, learn=True).read(samples)
@@ -140,7 +150,7 @@ class TrainedModel:
         logp: list[np.ndarray] = [np.empty(0)] * len(samples)
         for place, columns in seen:
             logp[place] = columns[:, 0]
-        return batch_output(logp, {"loss:sum": value})
+        return value, logp
 
     def spoil(self, reason: str) -> None:
         """Drop the gradient: a part of it is missing, so no step is taken on it."""
