@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import select
 import shutil
 import socket
@@ -107,6 +108,7 @@ class FakeServer:
         return {
             "logprobs": "processed_logprobs", "candidates": 256, "dtype": "float32", "context": 64, "vocabulary": vocabulary,
             "rows": 8, "workers": 1, "device": "cpu", "format": FORMAT, "lora_rank": 0,
+            "mirror": secrets.token_hex(4),
         }  # fmt: skip
 
     def do(self, path: str, body: dict[str, Any]) -> Any:

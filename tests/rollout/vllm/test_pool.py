@@ -340,6 +340,14 @@ def test_a_file_of_servers_that_is_half_written_names_nobody_new(tmp_path: Path)
         named.write_text(whole.replace("c", "d"))
 
 
+def test_a_server_of_two_names_is_refused(start, engine_of) -> None:
+    """Two threads would bring it to versions at the same time."""
+    server = start().wait()
+    engine = engine_of([server.url, server.url.replace("127.0.0.1", "localhost")])
+    with pytest.raises(EngineError, match=r"is the one at http://.*: name each server once"):
+        engine.send_weights(0)
+
+
 def test_what_is_no_router_is_refused(start) -> None:
     server = start().wait()
     with pytest.raises(EngineError, match=r"does not list its servers at /workers .*name a running vllm-router"):

@@ -405,7 +405,13 @@ class ServerPool:
                         f"{member.name} has {name} {facts[name]}, the first server {first[name]}: a"
                         " server that joins must have as many"
                     )
-        member.facts = facts
+        with self._changed:
+            for other in self.members.values():
+                if other is not member and _same_server(other.facts, facts):
+                    raise EngineError(
+                        f"{member.name} is the one at {other.url}: name each server once"
+                    )
+            member.facts = facts
 
     def _go(self, member: Member) -> None:
         """Bring a server to the newest version."""
@@ -750,3 +756,8 @@ class ServerPool:
         if queries:
             metrics["servers/prefix_hits"] = hits / queries
         return metrics
+
+
+def _same_server(one: Mapping[str, Any] | None, other: Mapping[str, Any]) -> bool:
+    """True for two answers of one server, which has one mirror of the weights."""
+    return one is not None and one["mirror"] == other["mirror"]
