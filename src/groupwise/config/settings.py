@@ -564,6 +564,9 @@ class OptimizerSettings:
     """Decoupled weight decay, of matrices only."""
     clip_norm: Annotated[float, Gt(0.0)] | None = 1.0
     """Largest gradient norm; null: no clipping."""
+    state: Literal["8bit", "host"] | None = None
+    """AdamW's moments between two steps: `8bit`, in 8 bits a number (needs the package
+    bitsandbytes); `host`, in the memory of a GPU's host. null: in float32 beside the weights."""
     tokens_per_microbatch: Positive | None = None
     """Packed positions per forward and backward pass.  It changes memory and speed, not the update.
     null: in proportion to the model's size; on a GPU 16,384, or what its memory holds (see the

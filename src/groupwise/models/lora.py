@@ -307,6 +307,8 @@ class AdapterSize:
     """Numbers that are trained, copies of whole modules included."""
     inputs: int
     """Numbers that all of its layers read of a position."""
+    factors: tuple[int, ...] = ()
+    """Numbers of each trained parameter."""
 
 
 def adapter_size(model: PreTrainedModel, lora: LoraSettings) -> AdapterSize:
@@ -315,15 +317,15 @@ def adapter_size(model: PreTrainedModel, lora: LoraSettings) -> AdapterSize:
     Raises ConfigError.
     """
     inject(model, _config(model, lora, ""))
-    parameters = inputs = 0
+    inputs, factors = 0, list[int]()
     for name, parameter in model.named_parameters():
         if ".lora_" in name or COPY in name:
-            parameters += parameter.numel()
+            factors.append(parameter.numel())
     for module in model.modules():
         if _is_adapted(module):
             layer: Any = module
             inputs += layer.in_features
-    return AdapterSize(parameters, inputs)
+    return AdapterSize(sum(factors), inputs, tuple(factors))
 
 
 def merge_adapter(model: PreTrainedModel, folder: str) -> PreTrainedModel:

@@ -28,6 +28,9 @@ from groupwise.errors import ConfigError
 from groupwise.models.streaming import CheckpointReader, saved_names
 from groupwise.utils import files
 
+# It warns, whoever imports it, of kernels for products that are not used here.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
 BLOCK = 64
 """Numbers of a row that share a scale in NF4, as in the paper and in bitsandbytes."""
 LARGEST_INT8 = 127
@@ -133,8 +136,6 @@ FORMATS: Mapping[str, Format] = {"nf4": Nf4(), "int8": Int8()}
 @cache
 def bitsandbytes() -> Any:
     """Import `bitsandbytes.functional`.  Raises ConfigError where it is not installed."""
-    # It reports kernels that it would fetch from the hub for products that are not used here.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         import bitsandbytes.functional  # type: ignore[import-not-found]
     except ImportError as error:

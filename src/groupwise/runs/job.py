@@ -47,6 +47,7 @@ from groupwise.training.objectives import OBJECTIVES, Kind, language_model
 from groupwise.training.offline import Validation, train_offline, validate
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
+from groupwise.training.stored_state import STATES
 from groupwise.training.teachers import Teacher
 from groupwise.training.work import Meter, has_experts
 
@@ -421,7 +422,9 @@ def make_learner(
     return Learner(
         recipe=recipe,
         policy=policy,
-        optimizer=Optimizer(policy.model, recipe.optimizer, updates),
+        optimizer=Optimizer(
+            policy.model, recipe.optimizer, updates, STATES[recipe.optimizer.state]
+        ),
         reference=anchor,
     )
 
@@ -578,7 +581,9 @@ def _dataset_job(prepared: Prepared, reference: Path | None, resume: Path | None
         prepared=prepared,
         lines=[proof.line],
         policy=policy,
-        optimizer=Optimizer(policy.model, recipe.optimizer, prepared.steps),
+        optimizer=Optimizer(
+            policy.model, recipe.optimizer, prepared.steps, STATES[recipe.optimizer.state]
+        ),
         reference=anchor,
         objective=kind.objective(recipe),
         kind=kind,

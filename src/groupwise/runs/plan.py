@@ -43,6 +43,7 @@ from groupwise.runs.run_models import (
     shape_of,
     weightless,
 )
+from groupwise.training.stored_state import PIECE, moment_bytes
 from groupwise.utils.spelling import counted
 
 Lines = list[tuple[str, str]]
@@ -81,6 +82,8 @@ class MemoryPlan:
     """Keys and values while sampling; never at the same time as activations."""
     quantized: int = 0
     """Codes and scales of a quantised base."""
+    piece: int = 0
+    """Moments that a step makes in float32, of a piece of the weights at a time."""
     rewards: int = 0
     """Weights of reward models, and their activations while they score."""
     gathered: int = 0
@@ -123,6 +126,11 @@ class MemoryPlan:
         return self.held + self.gradients + self.activations + beside
 
     @property
+    def stepping(self) -> int:
+        """Bytes in a step of the optimizer."""
+        return self.held + self.gradients + self.piece + self.kept + self.vllm_awake
+
+    @property
     def sampling(self) -> int:
         """Bytes while completions are decoded in this process."""
         return self.held + self.whole + self.prepared + self.cache + self.vllm
@@ -130,7 +138,8 @@ class MemoryPlan:
     @property
     def peak(self) -> int:
         """Bytes at the fullest moment of a step."""
-        return max(self.training + self.fragmentation, self.sampling)
+        updating = max(self.training, self.stepping)
+        return max(updating + self.fragmentation, self.sampling)
 
     @property
     def above(self) -> int:
@@ -173,6 +182,9 @@ class Load:
     """Numbers of a position that an adapter reads through dropout, over all layers."""
     quantized: QuantizedSize = field(default_factory=QuantizedSize)
     """Layers of the base in few bits."""
+    moments: int | None = None
+    """Bytes of AdamW's moments; None: 8 of each number that is trained."""
+    moments_on_host: bool = False
 
     def positions(self, prompts: int) -> int:
         """Packed positions of so many prompts and their completions; a prompt counts once."""
@@ -220,6 +232,8 @@ def process_memory(
         need = replace(need, published=published)
     else:
         host = published
+        if load.moments_on_host:
+            host += load.moments or 0
         need = replace(need, host=host)
     if parallel.name == "ddp":
         return need
@@ -372,11 +386,17 @@ def memory(
     kept = 0
     if prepared and not load.cpu and prepared + keys <= load.stays:
         kept = prepared + keys
+    moments, piece = 8 * trained, 0
+    if load.moments is not None:
+        moments, piece = load.moments, 8 * min(PIECE, trained)
+    if load.moments_on_host:
+        moments = 0
     return MemoryPlan(
         weights=(shape.parameters - quantized.numbers + adapter) * shape.bytes_per_weight,
         quantized=quantized.bytes,
         gradients=trained * 4,
-        optimizer=trained * (12 if lower else 8),
+        optimizer=moments + (4 * trained if lower else 0),
+        piece=piece,
         reference=reference,
         activations=own * per_position + max(own * working + made, head) + again + cast,
         cache=keys + drawn * shape.vocabulary * 4 * 3,
@@ -501,6 +521,7 @@ def memory_lines(need: MemoryPlan) -> Lines:
         "quantized base": need.quantized,
         "gradients": need.gradients,
         "optimizer": need.optimizer,
+        "moments of a piece in a step": need.piece,
         "reference": need.reference,
         "other models": need.rewards,
         "gathered while training": need.gathered,
@@ -721,6 +742,16 @@ def load_of(
         dropped=adapter.inputs if recipe.model.lora and recipe.model.lora.dropout else 0,
         quantized=quantized,
     )
+    if recipe.optimizer.state is not None:
+        sizes = adapter.factors
+        if recipe.model.lora is None:
+            whole = weightless(blueprint).parameters()
+            sizes = tuple(one.numel() for one in whole if one.requires_grad)
+        load = replace(
+            load,
+            moments=moment_bytes(recipe.optimizer.state, sizes),
+            moments_on_host=recipe.optimizer.state == "host",
+        )
     if algorithm is None:
         longer_than_mean = math.ceil(mean_length(rows) * 1.2)
         return replace(load, prompt_tokens=longer_than_mean)

@@ -28,11 +28,11 @@ from groupwise.config.validation import beyond_servers, demand_processes, withou
 from groupwise.data.encoding import columns_of, prompt_limit
 from groupwise.data.load import Data, load_data
 from groupwise.data.sources import read_rows
-from groupwise.distributed import comm
+from groupwise.distributed import comm, layout
 from groupwise.environments.conversation import Environment
 from groupwise.environments.runtime import ToolRuntime
 from groupwise.errors import ConfigError, DataError
-from groupwise.models.loading import Blueprint, context_length
+from groupwise.models.loading import Blueprint, context_length, resolve_device
 from groupwise.models.splitting import demand_split
 from groupwise.records import Prompt, Sampling
 from groupwise.rewards.compose import Rewards, build_rewards, no_rewards
@@ -106,8 +106,32 @@ def modelled(
         blueprint = replace(blueprint, config=dict(config), context=context_length(dict(config)))
     demand_split(blueprint.config, recipe.parallel)
     recipe = shared_out(recipe, blueprint) if shared else recipe
+    demand_state(recipe)
     shape = shape_of(blueprint, recipe.model.dtype)
     return fitted(recipe, shape, planned_quantization(recipe, blueprint)), blueprint
+
+
+def demand_state(recipe: Recipe) -> None:
+    """Refuse a form of the optimizer's state that the run cannot keep.  Raises ConfigError."""
+    state, key = recipe.optimizer.state, "optimizer.state"
+    if state is None:
+        return
+    if recipe.parallel.name in ("zero2", "zero3") or layout.splits(recipe.parallel):
+        remedy = f"leave {key} out, or set parallel: ddp"
+        if state == "host":
+            remedy = "set parallel={name: zero3, offload: true}, which keeps shards on the host"
+        raise ConfigError(
+            f"{key}: {state} is kept for weights that a process has whole, and parallel shards"
+            f" them: {remedy}",
+            key=key,
+        )
+    device = recipe.model.device
+    if state == "host" and device != "cuda" and resolve_device(recipe.model).type == "cpu":
+        raise ConfigError(
+            f"{key}: on a CPU the state lies in the host's memory already: leave it out, or set it"
+            " to 8bit",
+            key=key,
+        )
 
 
 def sampling_of(settings: RolloutSettings) -> Sampling:

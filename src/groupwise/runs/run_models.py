@@ -51,6 +51,7 @@ from groupwise.records import Prompt
 from groupwise.rollout.vllm.scoring import ScoringServers
 from groupwise.training.critics import Critic
 from groupwise.training.objectives import language_model
+from groupwise.training.stored_state import STATES
 from groupwise.training.teachers import Teacher
 
 SMALL = 1_000_000
@@ -242,7 +243,8 @@ def critic_of(recipe: Recipe, policy: Policy, updates: int) -> Critic:
             blueprint, recipe.model, pooling=pooling, seed=recipe.seed
         ),
     )
-    return Critic.of(scorer, settings, recipe.optimizer, updates)
+    adamw = STATES[recipe.optimizer.state]
+    return Critic.of(scorer, settings, recipe.optimizer, updates, adamw)
 
 
 def teacher_of(recipe: Recipe, policy: Policy) -> Teacher:

@@ -12,7 +12,8 @@ In: prompts, an engine, rewards and a policy, or rows of a data set.  Out: an it
 - `samples`: rollouts become samples with a weight for every token; `branches` takes them apart.
 - `loss`, `loss_terms`: the loss of a packed batch, and what it sees.
 - `passes`: the packed pass of an update, and of scoring.
-- `optimizer`: AdamW, its schedule, and steps that are not finite.
+- `optimizer`: AdamW, its schedule, and steps that are not finite; `stored_state`: its moments in
+  8 bits, or in host memory.
 - `critics`, `teachers`: value functions, and models that a policy learns from.
 - `objectives`, `preferences`: what learns from data sets.
 - `metrics`, `metric_table`, `work`: the figures of a step; `recorded_loss`: what they read.

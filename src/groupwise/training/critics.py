@@ -23,7 +23,7 @@ from groupwise.config.settings import CriticSettings, OptimizerSettings
 from groupwise.models.passes import BatchPass
 from groupwise.models.policy import Policy
 from groupwise.records import RolloutGroup
-from groupwise.training.optimizer import Optimizer
+from groupwise.training.optimizer import AdamW, Optimizer
 
 NEW_HEAD, BACKBONE = 5e-3, 1e-5
 """Default learning rates of a new head, and of a backbone of its own."""
@@ -75,13 +75,19 @@ class Critic:
 
     @classmethod
     def of(
-        cls, scorer: Policy, settings: CriticSettings, optimizer: OptimizerSettings, updates: int
+        cls,
+        scorer: Policy,
+        settings: CriticSettings,
+        optimizer: OptimizerSettings,
+        updates: int,
+        adamw: type[AdamW] = AdamW,
     ) -> Critic:
         """A scoring model (`models.reward_head.make_scorer`) as the critic, all of it trained."""
         own = Optimizer(
             scorer.model,
             replace(optimizer, lr=BACKBONE if settings.lr is None else settings.lr),
             updates,
+            adamw,
         )
         head: Any = scorer.model.score
         return cls(policy=scorer, head=head, optimizer=own, settings=settings, shared=False)

@@ -57,6 +57,14 @@ class StepStats:
     """`Optimizer.entropy_bonus` of the step."""
 
 
+class AdamW(torch.optim.AdamW):
+    """torch's AdamW, which says what moments a parameter begins with."""
+
+    def zeros(self, master: Tensor) -> dict[str, Tensor]:
+        """Return the moments of a parameter before its first step."""
+        return {moment: torch.zeros_like(master.detach()) for moment in ("exp_avg", "exp_avg_sq")}
+
+
 class Optimizer:
     """AdamW over a model's trainable parameters.
 
@@ -67,7 +75,14 @@ class Optimizer:
     False
     """
 
-    def __init__(self, model: nn.Module, settings: OptimizerSettings, total_steps: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: OptimizerSettings,
+        total_steps: int,
+        adamw: type[AdamW] = AdamW,
+    ) -> None:
+        """total_steps: of the schedule.   adamw: keeps the moments."""
         self.settings, self.total = settings, total_steps
         named = [
             (name, parameter)
@@ -89,12 +104,8 @@ class Optimizer:
             plain = [m for m in alike if m.ndim < 2]
             groups.append({"params": decayed, "weight_decay": settings.weight_decay})
             groups.append({"params": plain, "weight_decay": 0.0})
-        self.adamw = torch.optim.AdamW(
-            groups,
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            fused=True,
+        self.adamw = adamw(
+            groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True
         )
         self.taken = 0
         """Optimizer steps taken or skipped."""
@@ -205,8 +216,9 @@ class Optimizer:
         if not self.adamw.state:
             return tensors
         for name, master in self._named():
-            for moment in ("exp_avg", "exp_avg_sq"):
-                tensors[f"{moment}.{name}"] = self.adamw.state[master][moment]
+            for kind, tensor in self.adamw.state[master].items():
+                if kind != "step":
+                    tensors[f"{kind}.{name}"] = tensor
         return tensors
 
     def restore(
@@ -220,11 +232,8 @@ class Optimizer:
         self.entropy_bonus = float(numbers.get("entropy_bonus", 0.0))
         if numbers["adam_steps"]:
             for master in self.masters:
-                self.adamw.state[master] = {
-                    "step": torch.tensor(float(numbers["adam_steps"]), device=master.device),
-                    "exp_avg": torch.zeros_like(master.detach()),
-                    "exp_avg_sq": torch.zeros_like(master.detach()),
-                }
+                step = torch.tensor(float(numbers["adam_steps"]), device=master.device)
+                self.adamw.state[master] = {"step": step, **self.adamw.zeros(master)}
         with torch.no_grad():
             read(self.tensors())
 
