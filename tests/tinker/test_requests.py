@@ -15,8 +15,8 @@ import pytest
 
 from groupwise.cli import commands
 from groupwise.errors import ConfigError
+from groupwise.tinker import promises, wire
 from groupwise.tinker import server as routes
-from groupwise.tinker import wire
 from groupwise.tinker.server import TinkerServer
 from groupwise.tinker.service import SILENT, TinkerService, TinkerSettings
 
@@ -265,3 +265,23 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path, tiny_model: 
 def test_options_of_vllm_are_refused(capsys: pytest.CaptureFixture[str], tiny_model: Path, words: list[str], wrong: str) -> None:
     assert commands.main(["serve", str(tiny_model), "--tinker", *words]) == 2
     assert wrong in capsys.readouterr().err
+
+
+def test_results_that_a_client_has_are_not_held_for_ever(client: TinkerClient) -> None:
+    """Those that nobody has asked for are."""
+    sampler = client.sampler_of()
+    waiting = client.begin("asample", client.sample_body(sampler, [5]))
+    first = client.begin("asample", client.sample_body(sampler, [5]))
+    assert client.result(first) == client.result(first)
+    for _ in range(promises.TOLD):
+        client.sample(sampler, [5], max_tokens=1)
+    status, answer = client.post("retrieve_future", {"request_id": first})
+    assert (status, "long answered" in answer["detail"]) == (404, True)
+    assert isinstance(client.result(waiting), bytes)
+
+
+def test_a_session_begins_with_what_has_no_effect(client: TinkerClient) -> None:
+    """The SDK logs it as a warning."""
+    answer = client.post("create_session", {"tags": [], "user_metadata": None, "sdk_version": "0.38.0"})[1]
+    assert "train_unembed has no effect" in answer["warning_message"]
+    assert "ttl_seconds has no effect" in answer["warning_message"]

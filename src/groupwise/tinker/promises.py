@@ -27,7 +27,9 @@ Value = TypeVar("Value")
 Answer = bytes | dict[str, Any]
 """A message of protocol buffers, or an object of JSON."""
 KEPT = 8192
-"""Results that are held for whoever asks again; the oldest go first."""
+"""Requests and samplers that are known at a time; the oldest go first."""
+TOLD = 64
+"""Results that a client has already, and are held in case it asks again."""
 REMEMBERED = 4096
 """Requests of a model whose repetition is recognised."""
 
@@ -94,6 +96,7 @@ class Promises:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._all: OrderedDict[str, Promise] = OrderedDict()
+        self._told: OrderedDict[str, None] = OrderedDict()
 
     def make(self) -> Promise:
         """Make a promise that can be found; the oldest settled ones are forgotten."""
@@ -107,16 +110,32 @@ class Promises:
                 del self._all[oldest.id]
         return promise
 
-    def find(self, name: str) -> Promise:
-        """Return a promise by its id.  Raises Refused where there is none."""
+    def result(self, name: str, seconds: float) -> Answer | None:
+        """Wait so long for the result of a promise; None if it is not there yet.
+
+        Raises Refused where there is no such promise.
+        """
         with self._lock:
-            if name not in self._all:
-                raise Refused(
-                    f"there is no request {name[:80]!r}: the server was started anew, or it is"
-                    " long answered",
-                    HTTPStatus.NOT_FOUND,
-                )
-            return self._all[name]
+            promise = self._all.get(name)
+        if promise is None:
+            raise Refused(
+                f"there is no request {name[:80]!r}: the server was started anew, or it is long"
+                " answered",
+                HTTPStatus.NOT_FOUND,
+            )
+        answer = promise.result(seconds)
+        if answer is not None:
+            self._note_told(name)
+        return answer
+
+    def _note_told(self, name: str) -> None:
+        """Note that a client has its result; only the newest of these are held."""
+        with self._lock:
+            self._told[name] = None
+            self._told.move_to_end(name)
+            while len(self._told) > TOLD:
+                oldest, _ = self._told.popitem(last=False)
+                self._all.pop(oldest, None)
 
 
 class ModelTurns:
@@ -126,11 +145,12 @@ class ModelTurns:
         self._promises, self._worker = promises, worker
         self._lock = threading.Lock()
         self._next = 1
-        self._known: OrderedDict[int, Promise] = OrderedDict()
+        self._known: OrderedDict[int, str] = OrderedDict()
         self._waiting: dict[int, Callable[[], None]] = {}
 
-    def submit(self, number: int, work: Callable[[], Answer]) -> Promise:
-        """Do the work when it is its turn; a number that is known has its promise already.
+    def submit(self, number: int, work: Callable[[], Answer]) -> str:
+        """Do the work when it is its turn, and return the id of its promise; a number that is known
+        has one already.
 
         Raises Refused for a number that is long done.
         """
@@ -140,12 +160,12 @@ class ModelTurns:
             if number < self._next:
                 raise Refused(f"request {number} of the model is long done")
             promise = self._promises.make()
-            self._known[number] = promise
+            self._known[number] = promise.id
             self._waiting[number] = lambda: promise.fulfil(work)
             self._begin()
             while len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
-        return promise
+        return promise.id
 
     def skip(self, number: int) -> None:
         """Leave out a request that was refused: those behind it do not wait for it."""

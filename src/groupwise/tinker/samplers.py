@@ -20,7 +20,7 @@ from groupwise.models.loading import load_policy
 from groupwise.models.policy import Policy
 from groupwise.tinker.bodies import SampleBody
 from groupwise.tinker.places import SCHEME, CheckpointPlace
-from groupwise.tinker.promises import Promise, Promises, Table, attempt
+from groupwise.tinker.promises import Promises, Table, attempt
 from groupwise.tinker.sampler import DrawSettings, SampleRequest, WeightsSampler
 from groupwise.utils.threads import Thread
 
@@ -70,7 +70,7 @@ class Samplers:
         """What each sampler samples from: a checkpoint's path, its own id for a snapshot, or
         nothing for the base model."""
         self._held: OrderedDict[str, WeightsSampler] = OrderedDict()
-        self._promised: Table[Promise] = Table()
+        self._promised: Table[str] = Table()
         self._waiting: list[SampleRequest] = []
 
     def create(self, sampler_id: str, path: str | None) -> None:
@@ -102,14 +102,15 @@ class Samplers:
         prompt_m = body.prompt.tokens()
         name = f"{body.sampling_session_id}:{body.seq_id}"
         with self._lock:
-            promise = self._promised.get(name)
-            if promise is None:
+            request_id = self._promised.get(name)
+            if request_id is None:
                 promise = self._promises.make()
-                self._promised.note(name, promise)
+                request_id = promise.id
+                self._promised.note(name, request_id)
                 self._waiting.append(SampleRequest(body=body, prompt_m=prompt_m, promise=promise))
                 self._worker.begin(self._draw_waiting)
-        sequences = [f"{promise.id}:{index}" for index in range(body.num_samples)]
-        return {"request_id": promise.id, "sample_sequence_ids": sequences}
+        sequences = [f"{request_id}:{index}" for index in range(body.num_samples)]
+        return {"request_id": request_id, "sample_sequence_ids": sequences}
 
     # ---- in the thread that computes
 

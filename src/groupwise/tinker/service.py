@@ -37,7 +37,7 @@ from groupwise.tinker.bodies import (
     check_optimizer,
 )
 from groupwise.tinker.places import SAMPLER, WEIGHTS, CheckpointPlace, name_of
-from groupwise.tinker.promises import Answer, ModelTurns, Promise, Promises, Table
+from groupwise.tinker.promises import Answer, ModelTurns, Promises, Table
 from groupwise.tinker.samplers import Samplers, WeightsReader
 from groupwise.tinker.trained import ALPHA, ModelOrigin, TrainedModel
 from groupwise.tinker.wire import demand_protobuf, read_batch
@@ -53,11 +53,11 @@ SILENT = 60.0
 """
 ATTENTION, MLP = ("attn", "attention"), ("mlp", "feed_forward")
 """Parts of the names of modules that `train_attn` and `train_mlp` mean."""
-NOTE = (
-    "groupwise serve --tinker: adapters lie on attention and MLP layers, not on the output head"
-    " (train_unembed has no effect); checkpoints are kept until they are deleted (ttl_seconds has"
-    " no effect)"
+ADAPTERS = (
+    "adapters lie on attention and MLP layers, not on the output head: train_unembed has no effect"
 )
+ALL_WEIGHTS = "this server trains all weights: ranks and layers of adapters have no effect"
+KEPT_CHECKPOINTS = "checkpoints are kept until they are deleted: ttl_seconds has no effect"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +127,7 @@ class TinkerService:
         self._worker = Thread("tinker")
         self._lock = threading.RLock()
         self._promises = Promises()
-        self._made: Table[Promise] = Table()
+        self._made: Table[str] = Table()
         self._sessions: dict[str, Session] = {}
         self._models: OrderedDict[str, HeldModel] = OrderedDict()
         self.samplers = Samplers(
@@ -149,7 +149,12 @@ class TinkerService:
         name = secrets.token_hex(8)
         with self._lock:
             self._sessions[name] = Session(self._clock())
-        return {"type": "create_session", "session_id": name, "info_message": NOTE}
+        return {"type": "create_session", "session_id": name, "warning_message": self._note()}
+
+    def _note(self) -> str:
+        """Return what a script should know of this server; the SDK logs it as a warning."""
+        weights = ALL_WEIGHTS if self.settings.full else ADAPTERS
+        return f"groupwise serve --tinker: {weights}; {KEPT_CHECKPOINTS}"
 
     def heartbeat(self, session_id: str) -> dict[str, Any]:
         """Note that a session's client is there."""
@@ -234,7 +239,7 @@ class TinkerService:
         """Promise a new model.  Raises Refused where there is no room for it."""
         with self._lock:
             if model_id in self._made:
-                return {"request_id": self._made[model_id].id, "model_id": model_id}
+                return {"request_id": self._made[model_id], "model_id": model_id}
             self._make_room()
             held = HeldModel(session_id, ModelTurns(self._promises, self._worker))
             self._models[model_id] = held
@@ -249,7 +254,7 @@ class TinkerService:
             return answer()
 
         promise = self._promises.make()
-        self._made.note(model_id, promise)
+        self._made.note(model_id, promise.id)
         self._worker.begin(lambda: promise.fulfil(work))
         return {"request_id": promise.id, "model_id": model_id}
 
@@ -413,12 +418,12 @@ class TinkerService:
 
     def retrieve(self, request_id: str, seconds: float) -> Answer:
         """Wait so long for a result; an answer that has the SDK ask again if it is not there."""
-        answer = self._promises.find(request_id).result(seconds)
+        answer = self._promises.result(request_id, seconds)
         if answer is None:
             return {"type": "try_again", "request_id": request_id, "queue_state": "active"}
         return answer
 
     def _in_turn(self, model_id: str, number: int, work: Callable[[], Answer]) -> dict[str, Any]:
         """Promise work on a model, when it is its turn."""
-        promise = self._held(model_id).turns.submit(number, work)
-        return {"request_id": promise.id, "model_id": model_id}
+        request_id = self._held(model_id).turns.submit(number, work)
+        return {"request_id": request_id, "model_id": model_id}
