@@ -30,7 +30,7 @@ from groupwise.ops.linear_cross_entropy import chosen_logprobs
 from groupwise.ops.operations import Operations
 from groupwise.ops.triton.operations import TritonOperations
 from groupwise.records import Sampling
-from groupwise.rollout.native.decode_attention import Decode, DecodeSize
+from groupwise.rollout.native.decode_attention import Decode, DecodeSize, LiveRows
 from groupwise.rollout.native.forward import SpecialisedForward
 from groupwise.rollout.native.kv_cache import KVCache
 from groupwise.rollout.sampling import draw
@@ -92,7 +92,7 @@ def sampled(kind: str, layers: int, *, fixed: bool, steps: int) -> tuple[list[to
                 slab = cache.layer(number, numbers)
                 slab.write(0, numbers[..., forward.order_W], numbers)
         attend = Decode(prompts, own, device, size)
-        attend.arrange([9, 16], [0, 0, 1], [3, 0, 5])
+        attend.arrange(LiveRows([9, 16], [0, 0, 1], [3, 0, 5]))
         token_R = torch.arange(4 if fixed else 3, device=device)
         uniform_R = torch.tensor([0.1, 0.5, 0.9, 0.3], dtype=torch.float64, device=device)[: len(token_R)]
         for _ in range(steps):

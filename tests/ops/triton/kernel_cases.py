@@ -25,7 +25,7 @@ from groupwise.ops.operations import Operations
 from groupwise.ops.query import EVERYTHING, Query, Reach
 from groupwise.ops.triton import draw, gate, heads, merge, norm, rotary
 from groupwise.ops.triton.operations import TritonOperations
-from groupwise.rollout.native.decode_attention import Decode, DecodeSize
+from groupwise.rollout.native.decode_attention import Decode, DecodeSize, LiveRows
 from groupwise.rollout.native.kv_cache import KVCache
 from groupwise.rollout.sampling import _inverse_cdf
 
@@ -311,7 +311,7 @@ def test_decode_attention(
             slab.key_EKTD.copy_(key)
             slab.value_EKTD.copy_(value)
         attend = Decode(prompts, own, device, DecodeSize(8, 4, 4, 136, 256) if fixed else None)
-        attend.arrange(Setting.prompt_length, Setting.entry, Setting.kept)
+        attend.arrange(LiveRows(Setting.prompt_length, Setting.entry, Setting.kept))
         outputs = []
         for query, key, value in steps:
             attend.next()

@@ -6,7 +6,7 @@ import torch
 from groupwise.models.attention import PackedAttention
 from groupwise.ops.query import Query, Reach
 from groupwise.records import Layout
-from groupwise.rollout.native.decode_attention import Decode, Prefill
+from groupwise.rollout.native.decode_attention import Decode, LiveRows, Prefill
 from groupwise.rollout.native.kv_cache import KVCache
 
 HEADS, SHARED = 4, 2
@@ -57,7 +57,7 @@ def test_two_parts_are_one_softmax(width, softcap, window, lengths, ages, dtype)
         keys, values = (torch.randn(age[row], SHARED, width, dtype=dtype) for _ in range(2))
         slab.write(row, keys[None], values[None])
         history[row] = [torch.cat(pair) for pair in zip(history[row], (keys, values), strict=True)]
-    decode.arrange(lengths, entries, age)
+    decode.arrange(LiveRows(lengths, entries, age))
     tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 5e-2}[dtype]
     for _ in range(3):
         position = decode.next()

@@ -292,9 +292,9 @@ def clocked(environment, policy_of, monkeypatch):
     monkeypatch.setattr(scheduler, "TURNS", 4)
     commit = scheduler.Scheduler._commit
 
-    def committed(run, first, tokens, *rest, **options):
-        environment.decoded(sum(map(len, tokens)))
-        return commit(run, first, tokens, *rest, **options)
+    def committed(run, first, read, **options):
+        environment.decoded(sum(map(len, read.tokens)))
+        return commit(run, first, read, **options)
 
     monkeypatch.setattr(scheduler.Scheduler, "_commit", committed)
     monkeypatch.setattr(episodes, "await_one", environment.wait)

@@ -28,6 +28,7 @@ from groupwise.rollout import sampling as draws
 from groupwise.rollout.native import decode, engine, kv_cache, scheduler
 from groupwise.rollout.native.cuda import ahead, cuda_graphs, workspace
 from groupwise.rollout.native.cuda.recorded_decode import RecordedDecode
+from groupwise.rollout.native.decode_attention import LiveRows
 from groupwise.rollout.native.engine import ModuleForward, NativeEngine
 from groupwise.rollout.native.forward import SpecialisedForward
 from groupwise.rollout.native.kv_cache import KVCache
@@ -438,7 +439,7 @@ def test_a_token_on_a_gpu_waits_for_nothing(precision, family, options, sampling
             prompts.layer(layer, torch.empty(1, forward.shared, forward.width, dtype=forward.dtype, device="meta"))
         graphs = cuda_graphs.CudaGraphs(prompts, own, device)
         drawing = RecordedDecode(forward, sampling, graphs, vocabulary=policy.vocabulary)
-        drawing.arrange([9, 16, 3, 4], [0, 0, 1, 1, 2, 3, 3, 3, 2, 2], list(range(rows)))
+        drawing.arrange(LiveRows([9, 16, 3, 4], [0, 0, 1, 1, 2, 3, 3, 3, 2, 2], list(range(rows))))
         newest_R, uniform_RT = torch.empty(rows, dtype=torch.int64, device="meta"), torch.empty(rows, 64, device="meta").double()
         (first,) = drawing.draw_recorded(newest_R, uniform_RT, 1)  # who is where is written once for an arrangement
         assert drawing.graphs.draws

@@ -16,7 +16,7 @@ from torch import Tensor
 from groupwise.ops import decoding
 from groupwise.ops.linear_cross_entropy import chunk_rows, slices
 from groupwise.records import Sampling
-from groupwise.rollout.native.decode_attention import Decode
+from groupwise.rollout.native.decode_attention import Decode, LiveRows
 from groupwise.rollout.native.forward import RolloutForward
 from groupwise.rollout.native.kv_cache import KVCache
 from groupwise.rollout.sampling import RowSupport, draw
@@ -33,6 +33,15 @@ class NextToken(NamedTuple):
     """True where truncated sampling had enough candidates; None if it has seen to that."""
     hidden_RD: Tensor | None = None
     """Final hidden states, with `enough_R`."""
+
+
+def uniform_of(uniform_RT: Tensor, place_R: Tensor) -> Tensor:
+    """Return each row's uniform number (R,) for one token of its completion.
+
+    place_R: which token it is, from 0.
+    """
+    place_R1 = place_R.unsqueeze(1)
+    return uniform_RT.gather(1, place_R1).squeeze(1)
 
 
 class TokenDecode:
@@ -54,13 +63,9 @@ class TokenDecode:
         self.attend = Decode(prompts, own, device)
         self.rows_at_once = chunk_rows(vocabulary, 4)
 
-    def arrange(
-        self, prompt_length_P: Sequence[int], entry_R: Sequence[int], length_R: Sequence[int]
-    ) -> None:
-        """Take the rows that live from now on: row r belongs to prompt entry `entry_R[r]` and has
-        kept `length_R[r]` own tokens.
-        """
-        self.attend.arrange(prompt_length_P, entry_R, length_R)
+    def arrange(self, rows: LiveRows) -> None:
+        """Take the rows that live from now on."""
+        self.attend.arrange(rows)
 
     def draw(self, newest_R: Tensor, uniform_RT: Tensor, tokens: int) -> list[NextToken]:
         """Draw the next tokens, one after another, the host waiting for none.
@@ -76,13 +81,19 @@ class TokenDecode:
 
     def _step(self, token_R: Tensor, attend: Decode, uniform_RT: Tensor) -> NextToken:
         """Draw one token of every row."""
-        hidden_RD = self.forward.hidden(token_R, attend.next(), attend)
+        position_R = attend.next()
+        hidden_RD = self.forward.hidden(token_R, position_R, attend)
         return self._drawn_behind(hidden_RD, attend.drawn_R, uniform_RT)
 
     def _drawn_behind(self, hidden_RD: Tensor, place_R: Tensor, uniform_RT: Tensor) -> NextToken:
         """Draw a token of every row.   place_R: which token of its completion each draws."""
-        uniform_R = uniform_RT.gather(1, place_R[:, None])[:, 0]
-        return self._sample(lambda chunk: self.forward.logits(hidden_RD[chunk]), uniform_R)
+
+        def logits(chunk: slice) -> Tensor:
+            hidden_CD = hidden_RD[chunk]
+            return self.forward.logits(hidden_CD)
+
+        uniform_R = uniform_of(uniform_RT, place_R)
+        return self._sample(logits, uniform_R)
 
     def first(self, sources: Sequence[Tensor], uniform_R: Tensor) -> NextToken:
         """Draw the first tokens of rows, behind final hidden states (D,): equal objects have their
@@ -90,13 +101,15 @@ class TokenDecode:
         """
 
         def logits(chunk: slice) -> Tensor:
-            ids = [id(source) for source in sources[chunk]]
-            distinct = list(dict.fromkeys(ids))
-            first_of = [ids.index(name) for name in distinct]
-            hidden_PD = torch.stack([sources[chunk][place] for place in first_of])
+            place_of: dict[Tensor, int] = {}
+            places = []
+            for source in sources[chunk]:
+                place = place_of.setdefault(source, len(place_of))
+                places.append(place)
+            hidden_PD = torch.stack(list(place_of))
             logits_PV = self.forward.logits(hidden_PD)
-            place_R = [distinct.index(name) for name in ids]
-            return logits_PV[torch.tensor(place_R, device=logits_PV.device)]
+            place_C = torch.tensor(places, device=logits_PV.device)
+            return logits_PV[place_C]
 
         return self._sample(logits, uniform_R)
 
@@ -109,15 +122,20 @@ class TokenDecode:
         tokens: list[Tensor] = []
         logps: list[Tensor] = []
         supports: list[tuple[slice, RowSupport]] = []
-        for chunk in slices(0, uniform_R.shape[0], self.rows_at_once):
-            token_R, logp_R, support = draw(logits(chunk), uniform_R[chunk], self.sampling)
-            tokens.append(token_R)
-            logps.append(logp_R)
+        rows = uniform_R.shape[0]
+        for chunk in slices(0, rows, self.rows_at_once):
+            uniform_C = uniform_R[chunk]
+            # Logits have no name: one would keep those of a chunk while the next are computed.
+            token_C, logp_C, support = draw(logits(chunk), uniform_C, self.sampling)
+            tokens.append(token_C)
+            logps.append(logp_C)
             if support is not None:
                 supports.append((chunk, support))
-        if len(tokens) == 1:
-            return NextToken(tokens[0], logps[0], tuple(supports))
-        return NextToken(torch.cat(tokens), torch.cat(logps), tuple(supports))
+        token_R, logp_R = tokens[0], logps[0]
+        if len(tokens) > 1:
+            token_R = torch.cat(tokens)
+            logp_R = torch.cat(logps)
+        return NextToken(token_R, logp_R, tuple(supports))
 
     @property
     def draws_many(self) -> bool:
@@ -144,20 +162,24 @@ class TokenDecode:
         """
         attend, decoder = self.attend, self.forward.decoder
         assert decoder is not None
-        longest = max(attend.length_R)
-        needed = min(longest + tokens, attend.own.most_tokens)
-        attend.own.reserve(len(attend.length_R), needed)
+        rows = len(attend.length_R)
+        longest = max(attend.length_R) + tokens
+        needed = min(longest, attend.own.most_tokens)
+        attend.own.reserve(rows, needed)
         slabs = []
         for layer in range(len(attend.prompts.layers)):
             prompt = attend.prompts.layers[layer]
             own = attend.own.layer(layer, prompt.like, prompt.blocked)
             slabs.append((own.slab, prompt.slab))
+        limits = torch.tensor(limit_R)
+        entries = torch.tensor(attend.entry_R)
+        prompt_lengths = torch.tensor(attend.prompt_length_P)
         return decoder(
             newest_R,
             attend.drawn_R,
-            torch.tensor(limit_R),
-            torch.tensor(attend.entry_R),
-            torch.tensor(attend.prompt_length_P),
+            limits,
+            entries,
+            prompt_lengths,
             uniform_RT,
             slabs,
             tokens,

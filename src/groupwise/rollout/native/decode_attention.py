@@ -18,6 +18,7 @@ M prompt tokens   X queries of a prompt and key-value head
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, chain, groupby
 from typing import Any, NamedTuple
 
@@ -67,8 +68,10 @@ class Prefill(KeepingAttend):
         stream.
         """
         *starts, total = accumulate(lengths, initial=0)
-        self.lengths, self.starts = lengths, starts
-        self.store, self.first = store, store.live
+        self.lengths = lengths
+        self.starts = starts
+        self.store = store
+        self.first = store.live
         self._seen: set[int] = set()
         self._segments = Segments(starts, lengths, total)
         layout = Layout(
@@ -101,10 +104,12 @@ class Prefill(KeepingAttend):
         for length, prompts in groupby(self.lengths):
             count = len(list(prompts))
             start = self.starts[first]
-            tokens = slice(start, start + count * length)
+            end = start + count * length
+            tokens = slice(start, end)
             key_NMKD = key_TKD[tokens].unflatten(0, (count, length))
             value_NMKE = value_TKE[tokens].unflatten(0, (count, length))
-            slab.write(self.first + first, key_NMKD, value_NMKE)
+            entry = self.first + first
+            slab.write(entry, key_NMKD, value_NMKE)
             first += count
         return self._packed(query)
 
@@ -144,7 +149,31 @@ def rows_by_prompt(entry_R: Sequence[int], prompts: int) -> list[list[int]]:
 
 def filled_up(column: Sequence[int], size: int, filler: int) -> list[int]:
     """The numbers of a column, followed by as many fillers as bring it to `size`."""
-    return [*column, *[filler] * (size - len(column))]
+    missing = size - len(column)
+    return [*column, *[filler] * missing]
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRows:
+    """The rows that live: row r belongs to prompt entry `entry_R[r]` and has kept `length_R[r]` own
+    tokens.
+    """
+
+    prompt_length_P: Sequence[int]
+    """Tokens of each prompt entry."""
+    entry_R: Sequence[int]
+    length_R: Sequence[int]
+
+    @property
+    def most_members(self) -> int:
+        """Rows of the prompt that has the most."""
+        rows_P = rows_by_prompt(self.entry_R, len(self.prompt_length_P))
+        return max(len(members) for members in rows_P)
+
+    def after(self, tokens: int) -> LiveRows:
+        """Return the same rows, each with so many own tokens more."""
+        longer_R = [length + tokens for length in self.length_R]
+        return LiveRows(self.prompt_length_P, self.entry_R, longer_R)
 
 
 class DecodeSize(NamedTuple):
@@ -189,27 +218,29 @@ class Decode(KeepingAttend):
         """What the images of prompts add to places behind them; empty: nothing."""
         self._numbers: Tensor | None = None
 
-    def arrange(
-        self, prompt_length_P: Sequence[int], entry_R: Sequence[int], length_R: Sequence[int]
-    ) -> None:
-        """Take the rows that live from now on: row r belongs to prompt entry `entry_R[r]` and has
-        kept `length_R[r]` own tokens.
+    def arrange(self, rows: LiveRows) -> None:
+        """Take the rows that live from now on.
 
         Rows behind them, up to a fixed size, write into entries of their own, which nobody reads.
         """
-        self.prompt_length_P = list(prompt_length_P)
-        self.entry_R = list(entry_R)
-        self.length_R = list(length_R)
-        self._rows_P = rows_by_prompt(entry_R, len(prompt_length_P))
+        self.prompt_length_P = list(rows.prompt_length_P)
+        self.entry_R = list(rows.entry_R)
+        self.length_R = list(rows.length_R)
+        prompts = len(self.prompt_length_P)
+        self._rows_P = rows_by_prompt(self.entry_R, prompts)
         self._rows: Any = None
         self._write_columns(self._rows_P)
-        rows = len(entry_R)
-        self._segments = Segments(range(rows), [1] * rows, rows)
-        self._uniform = self.size is None and len(set(length_R)) == 1
+        count = len(self.entry_R)
+        ones = [1] * count
+        self._segments = Segments(range(count), ones, count)
         if self.size is None:
-            self.longest_prompt = self._places(max(prompt_length_P))
+            longest = max(self.prompt_length_P)
+            self.longest_prompt = self._places(longest)
+            lengths = set(self.length_R)
+            self._uniform = len(lengths) == 1
         else:
             self.longest_prompt = self.size.prompt_tokens
+            self._uniform = False
         self._index: dict[int, tuple[Tensor, Tensor]] = {}
 
     def _write_columns(self, rows_P: Sequence[Sequence[int]]) -> None:
@@ -229,8 +260,10 @@ class Decode(KeepingAttend):
             member_PN += filled_up(members, size.members, 0)
         position_R = []
         for entry, length in zip(self.entry_R, self.length_R, strict=True):
-            offset = self.offset_P[entry] if self.offset_P else 0
-            position_R.append(self.prompt_length_P[entry] + offset + length - 1)
+            first = self.prompt_length_P[entry]
+            if self.offset_P:
+                first += self.offset_P[entry]
+            position_R.append(first + length - 1)
         columns = (
             filled_up(self.length_R, size.rows, 0),
             filled_up(position_R, size.rows, -1),
@@ -239,13 +272,17 @@ class Decode(KeepingAttend):
             filled_up(self.prompt_length_P, size.prompts, 1),
             filled_up(member_PN, size.prompts * size.members, 0),
         )
-        numbers = torch.tensor(list(chain.from_iterable(columns)))
+        joined = list(chain.from_iterable(columns))
+        numbers = torch.tensor(joined)
         if self.size is None or self._numbers is None:
             self._numbers = numbers.to(self.device)
         else:
             self._numbers.copy_(numbers)
-        views = self._numbers.split([len(column) for column in columns])
-        self._length_R, self.position_R, self._entry_R, self._place_R, self._end_P = views[:5]
+        sizes = [len(column) for column in columns]
+        views = self._numbers.split(sizes)
+        self._length_R, self.position_R = views[0], views[1]
+        self._entry_R, self._place_R = views[2], views[3]
+        self._end_P = views[4]
         self._member_PN = views[5].view(size.prompts, size.members)
 
     def _states(self, place: Place) -> Tensor:
@@ -254,11 +291,14 @@ class Decode(KeepingAttend):
         own = self.own.state(place, prompt)
         fresh = [row for row, length in enumerate(self.length_R) if length == 1]
         if fresh:
-            own[fresh] = prompt[[self.entry_R[row] for row in fresh]]
-        return own[: len(self.entry_R)]
+            entries = [self.entry_R[row] for row in fresh]
+            own[fresh] = prompt[entries]
+        rows = len(self.entry_R)
+        return own[:rows]
 
     def _keep_states(self, place: Place, state_RX: Tensor) -> None:
-        self.own.states[place][: state_RX.shape[0]] = state_RX
+        rows = state_RX.shape[0]
+        self.own.states[place][:rows] = state_RX
 
     def next(self) -> Tensor:
         """Begin a step: every row has one token more.  Returns the positions (R,) of the new
@@ -270,7 +310,8 @@ class Decode(KeepingAttend):
             self.length_R = [length + 1 for length in self.length_R]
             self.longest = max(self.length_R)
             self.places = self._places(self.longest)
-            self.own.reserve(len(self.length_R), self.places)
+            rows = len(self.length_R)
+            self.own.reserve(rows, self.places)
         else:  # what a graph repeats reads the same places at every token
             self.longest = self.places = self.size.tokens
             self._index = {}
@@ -295,7 +336,8 @@ class Decode(KeepingAttend):
         value_RKE = query.value_TKE
         rows, heads, width = query_RHD.shape
         shared = key_RKD.shape[1]
-        reach = query.reach.within(self.longest_prompt + self.longest)
+        longest_sequence = self.longest_prompt + self.longest
+        reach = query.reach.within(longest_sequence)
         prompt = self.prompts.layers[query.layer]
         own = self.own.layer(query.layer, key_RKD, prompt.blocked, value_RKE)
         if prompt.blocked is not None:
@@ -305,17 +347,18 @@ class Decode(KeepingAttend):
             return prompt.blocked.decode(within, own.slab, prompt.slab, self._rows, self._length_R)
         attention = operations().decode_attention(query)
         if attention is not None:
-            return attention(query, own.slab, prompt.slab, self._decoded_rows(reach))
-        if self._uniform:
-            own.append(self.longest - 1, key_RKD, value_RKE)
-        else:
-            own.append(self._length_R - 1, key_RKD, value_RKE)
-        query_RKQD = query_RHD.reshape(rows, shared, heads // shared, width)
+            decoded = self._decoded_rows(reach)
+            return attention(query, own.slab, prompt.slab, decoded)
+        place = self.longest - 1 if self._uniform else self._length_R - 1
+        own.append(place, key_RKD, value_RKE)
+        queries = heads // shared
+        query_RKQD = query_RHD.reshape(rows, shared, queries, width)
         own_RKQD, own_lse_RKQ = self._over_own(query_RKQD, own, query, reach)
         prompt_RKQD, prompt_lse_RKQ = self._over_prompts(query_RKQD, prompt, query, reach)
         # Softmax over the union: each part weighs in with its share of the sum of exponentials.
-        share_RKQ = torch.sigmoid(prompt_lse_RKQ - own_lse_RKQ).to(own_RKQD.dtype)
-        out_RKQE = torch.lerp(own_RKQD, prompt_RKQD, share_RKQ[..., None])
+        share_RKQ = torch.sigmoid(prompt_lse_RKQ - own_lse_RKQ)
+        share_RKQ1 = share_RKQ.to(own_RKQD.dtype).unsqueeze(-1)
+        out_RKQE = torch.lerp(own_RKQD, prompt_RKQD, share_RKQ1)
         return out_RKQE.reshape(rows, heads, -1)
 
     def _decoded_rows(self, reach: Reach) -> DecodedRows:
@@ -341,15 +384,18 @@ class Decode(KeepingAttend):
         self, query_RKQD: Tensor, own: LayerCache, query: Query, reach: Reach
     ) -> tuple[Tensor, Tensor]:
         """Attention over the rows' own tokens, and its log-sum-exps (R, K, Q)."""
+        rows, shared = query_RKQD.shape[:2]
         bias = self._bias_of_own(reach, query_RKQD.dtype)
-        key_RKTD, value_RKTE = own.view(query_RKQD.shape[0], self.places)
+        key_RKTD, value_RKTE = own.view(rows, self.places)
         out_RKQE, lse_RKQ = part(query_RKQD, key_RKTD, value_RKTE, query.scale, query.cap, bias)
         if query.sinks_H is None:
             return out_RKQE, lse_RKQ
-        shared = query_RKQD.shape[1]
-        sinks_KQ = query.sinks_H.to(lse_RKQ.dtype).view(shared, -1)
-        share_RKQ = torch.sigmoid(lse_RKQ - sinks_KQ).to(out_RKQE.dtype)
-        return out_RKQE * share_RKQ[..., None], torch.logaddexp(lse_RKQ, sinks_KQ)
+        sinks_H = query.sinks_H.to(lse_RKQ.dtype)
+        sinks_KQ = sinks_H.view(shared, -1)
+        share_RKQ = torch.sigmoid(lse_RKQ - sinks_KQ)
+        share_RKQ1 = share_RKQ.to(out_RKQE.dtype).unsqueeze(-1)
+        with_sinks_RKQ = torch.logaddexp(lse_RKQ, sinks_KQ)
+        return out_RKQE * share_RKQ1, with_sinks_RKQ
 
     def _over_prompts(
         self, query_RKQD: Tensor, prompt: LayerCache, query: Query, reach: Reach
@@ -360,16 +406,20 @@ class Decode(KeepingAttend):
         rows, shared, queries, width = query_RKQD.shape
         to_prompt, from_prompt = self._indices(shared)
         prompts = self._end_P.shape[0]
-        by_prompt = query_RKQD.reshape(rows * shared, -1).index_select(0, to_prompt)
+        by_row = query_RKQD.reshape(rows * shared, -1)
+        by_prompt = by_row.index_select(0, to_prompt)
         query_PKXD = by_prompt.view(prompts, shared, -1, width)
         bias = self._bias_of_prompt(reach, queries, query_RKQD.dtype)
         key_PKMD, value_PKME = prompt.view(prompts, self.longest_prompt)
         out_PKXE, lse_PKX = part(query_PKXD, key_PKMD, value_PKME, query.scale, query.cap, bias)
         places = to_prompt.shape[0]
-        out = out_PKXE.reshape(places, -1).index_select(0, from_prompt)
-        lse = lse_PKX.reshape(places, -1).index_select(0, from_prompt)
+        out = out_PKXE.reshape(places, -1)
+        out = out.index_select(0, from_prompt)
         out_RKQE = out.view(rows, shared, queries, -1)
-        return out_RKQE, lse.view(rows, shared, queries)
+        lse = lse_PKX.reshape(places, -1)
+        lse = lse.index_select(0, from_prompt)
+        lse_RKQ = lse.view(rows, shared, queries)
+        return out_RKQE, lse_RKQ
 
     def _indices(self, shared: int) -> tuple[Tensor, Tensor]:
         """Rows x heads -> prompts x heads x members, and back.
@@ -378,26 +428,30 @@ class Decode(KeepingAttend):
         """
         if shared not in self._index:
             head_K = torch.arange(shared, device=self.device)
-            row_P1N = self._member_PN[:, None, :] * shared
-            to_prompt = row_P1N + head_K[:, None]
+            row_P1N = self._member_PN.unsqueeze(1) * shared
+            to_prompt_PKN = row_P1N + head_K.unsqueeze(1)
             members = self._member_PN.shape[1]
-            place_RK = self._entry_R[:, None] * shared + head_K
-            from_prompt = place_RK * members + self._place_R[:, None]
-            self._index[shared] = (to_prompt.flatten(), from_prompt.flatten())
+            entry_R1 = self._entry_R.unsqueeze(1)
+            member_R1 = self._place_R.unsqueeze(1)
+            head_RK = entry_R1 * shared + head_K
+            from_prompt_RK = head_RK * members + member_R1
+            self._index[shared] = (to_prompt_PKN.flatten(), from_prompt_RK.flatten())
         return self._index[shared]
 
     def _bias_of_own(self, reach: Reach, dtype: torch.dtype) -> Tensor | None:
         """Return (R, 1, 1, places) that hides places behind completions, and those out of reach."""
         if reach not in self._own_bias:
             bias = None
-            if not (self._uniform and self.places == self.longest and reach == EVERYTHING):
+            full = self._uniform and self.places == self.longest
+            if not full or reach != EVERYTHING:
                 place_T = torch.arange(self.places, device=self.device)
-                hidden_RT = place_T[None] >= self._length_R[:, None]
+                hidden_RT = place_T >= self._length_R.unsqueeze(1)
                 if reach != EVERYTHING:
                     prompt_R = self.position_R + 1 - self._length_R
                     first_R = reach.first(self.position_R) - prompt_R
-                    hidden_RT |= place_T < first_R[:, None]
-                bias = bias_of(hidden_RT, dtype)[:, None, None, :]
+                    hidden_RT |= place_T < first_R.unsqueeze(1)
+                bias_RT = bias_of(hidden_RT, dtype)
+                bias = bias_RT[:, None, None]
             self._own_bias[reach] = bias
         return self._own_bias[reach]
 
@@ -409,16 +463,19 @@ class Decode(KeepingAttend):
         """
         if (reach, queries) not in self._prompt_bias:
             bias = None
-            filled = self.size is not None or min(self.prompt_length_P) < self.longest_prompt
-            if filled or reach != EVERYTHING:
+            shortest = min(self.prompt_length_P)
+            full = self.size is None and shortest == self.longest_prompt
+            if not full or reach != EVERYTHING:
                 place_M = torch.arange(self.longest_prompt, device=self.device)
                 hidden_PXM = place_M >= self._end_P[:, None, None]
                 if reach != EVERYTHING:
                     position_PN = self.position_R[self._member_PN]
                     first_PN = torch.as_tensor(reach.first(position_PN))
-                    hidden_PNM = hidden_PXM | (place_M < first_PN[..., None])
+                    out_of_reach_PNM = place_M < first_PN.unsqueeze(-1)
+                    hidden_PNM = hidden_PXM | out_of_reach_PNM
                     hidden_PXM = hidden_PNM.repeat_interleave(queries, 1)
-                bias = bias_of(hidden_PXM, dtype)[:, None]
+                bias_PXM = bias_of(hidden_PXM, dtype)
+                bias = bias_PXM.unsqueeze(1)
             self._prompt_bias[reach, queries] = bias
         return self._prompt_bias[reach, queries]
 
@@ -451,8 +508,9 @@ class Extend(KeepingAttend):
         self.kept_R = kept_R
         self.count_R = count_R
         *self.start_R, total = accumulate(count_R, initial=0)
-        longest = max(kept + count for kept, count in zip(kept_R, count_R, strict=True))
-        own.reserve(first + len(entry_R), longest)
+        lengths = [kept + count for kept, count in zip(kept_R, count_R, strict=True)]
+        entries = first + len(entry_R)
+        own.reserve(entries, max(lengths))
         self._segments = Segments(self.start_R, count_R, total)
         self._one_by_one: list[tuple[Tensor, Any, Tensor]] | None = None
 
@@ -482,13 +540,16 @@ class Extend(KeepingAttend):
             return self._token_by_token(prompt.blocked, own, prompt, query)
         outputs = []
         for r, start in enumerate(self.start_R):
-            count = self.count_R[r]
+            end = start + self.count_R[r]
+            new = slice(start, end)
             kept = self.kept_R[r]
-            new = slice(start, start + count)
-            own.extend(self.first + r, kept, key_TKD[new], value_TKE[new])
-            prompt_tokens = self.prompt_length_P[self.entry_R[r]]
-            before_key_KMD, before_value_KME = prompt.entry(self.entry_R[r], prompt_tokens)
-            own_key_KTD, own_value_KTE = own.entry(self.first + r, kept + count)
+            own_entry = self.first + r
+            own.extend(own_entry, kept, key_TKD[new], value_TKE[new])
+            prompt_entry = self.entry_R[r]
+            prompt_tokens = self.prompt_length_P[prompt_entry]
+            own_tokens = kept + self.count_R[r]
+            before_key_KMD, before_value_KME = prompt.entry(prompt_entry, prompt_tokens)
+            own_key_KTD, own_value_KTE = own.entry(own_entry, own_tokens)
             key_KTD = torch.cat([before_key_KMD, own_key_KTD], 1)
             value_KTE = torch.cat([before_value_KME, own_value_KTE], 1)
             of_row = query._replace(
@@ -524,9 +585,11 @@ class Extend(KeepingAttend):
             start_R = torch.tensor(self.start_R)
             kept_R = torch.tensor(self.kept_R)
             self._one_by_one = []
+            prompts = len(self.prompt_length_P)
             for t in range(self.count_R[0]):
                 active = sum(count > t for count in self.count_R)
-                rows_P = rows_by_prompt(self.entry_R[:active], len(self.prompt_length_P))
+                entry_A = self.entry_R[:active]
+                rows_P = rows_by_prompt(entry_A, prompts)
                 rows = blocked.rows(rows_P, self.prompt_length_P)
                 place_A = start_R[:active] + t
                 length_A = kept_R[:active] + t + 1

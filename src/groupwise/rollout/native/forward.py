@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -96,8 +96,9 @@ def is_known(policy: Policy) -> bool:
 
 def is_hooked(module: nn.Module) -> bool:
     """True for a module that does more than its class says."""
-    hooks = module._forward_hooks or module._forward_pre_hooks
-    return bool(hooks) or ("forward" in vars(module) and not is_numbered(module))
+    if module._forward_hooks or module._forward_pre_hooks:
+        return True
+    return "forward" in vars(module) and not is_numbered(module)
 
 
 def _altered(module: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
@@ -132,15 +133,23 @@ def _as_configured(model: Any) -> bool:
     or less.
     """
     config = model.config.to_dict()
-    if model not in _CONFIGURED or _CONFIGURED[model][0] != config:
-        _CONFIGURED[model] = config, _configured(model)
-    return _CONFIGURED[model][1] == _described(model)
+    known = _CONFIGURED.get(model)
+    if known is None or known.config != config:
+        known = _Configured(config, _configured(model))
+        _CONFIGURED[model] = known
+    return known.described == _described(model)
 
 
-_CONFIGURED: WeakKeyDictionary[nn.Module, tuple[dict[str, Any], list[Any] | None]] = (
-    WeakKeyDictionary()
-)
-"""The configs of models, and what they make, as `_described`."""
+class _Configured(NamedTuple):
+    """A config, and what it makes."""
+
+    config: dict[str, Any]
+    described: list[Any] | None
+    """See `_described`; None: the config makes no model."""
+
+
+_CONFIGURED: WeakKeyDictionary[nn.Module, _Configured] = WeakKeyDictionary()
+"""The configs of models."""
 
 
 def _configured(model: Any) -> list[Any] | None:
@@ -162,7 +171,8 @@ def _described(model: nn.Module) -> list[Any]:
     """
     described: list[Any] = []
     for name, module in model.named_modules(remove_duplicate=False):
-        numbers = [vars(module).get(key) for key in NUMBERS]
+        attributes = vars(module)
+        numbers = [attributes.get(key) for key in NUMBERS]
         described.append((name, type(module), numbers))
     for name, parameter in model.named_parameters(remove_duplicate=False):
         described.append((name, parameter.shape))
@@ -186,20 +196,23 @@ class _Attention:
         """inner_TN: query, key and value heads side by side, behind them the gates of the query
         heads where there are any.
         """
-        heads, shared = self.attention.heads, self.attention.shared
+        attention = self.attention
         layer = self.layer
-        heads_THW = inner_TN.unflatten(-1, (-1, self.attention.width))
-        qk, value, gate = heads_THW.tensor_split((heads + shared, heads + 2 * shared), 1)
+        heads_THW = inner_TN.unflatten(-1, (-1, attention.width))
+        values_begin = attention.heads + attention.shared
+        gates_begin = values_begin + attention.shared
+        qk, value, gate = heads_THW.tensor_split((values_begin, gates_begin), 1)
         if layer.head_norm is not None:
             qk = layer.head_norm(qk)
         if rotate is not None:
             qk = rotate(qk)
-        query, key = qk[:, :heads], qk[:, heads:]
+        query = qk[:, : attention.heads]
+        key = qk[:, attention.heads :]
         asked = Query(self.number, query, key, value, layer.scale, reach=layer.reach)
         out_THW = attend(asked)
-        if self.attention.gated:
+        if attention.gated:
             out_THW = out_THW * torch.sigmoid(gate)
-        return out_THW.reshape(inner_TN.shape[0], -1)
+        return out_THW.flatten(1)
 
 
 DELTA_NET_NUMBERS = ("conv1d.weight", "conv1d.bias", "A_log", "dt_bias", "norm.weight")
@@ -230,28 +243,34 @@ class _DeltaNet:
         heads.
         """
         net = self.net
-        keys, values = net.shared * net.key_width, net.heads * net.width
-        widths = [2 * keys + values, values, net.heads, net.heads]
-        mixed, gate, beta, decay = inner_TN.float().split(widths, -1)
+        keys = net.shared * net.key_width
+        values = net.heads * net.width
+        convolved = 2 * keys + values
+        dtype = inner_TN.dtype
+        inner_TN = inner_TN.float()
+        mixed, gate, beta, decay = inner_TN.split([convolved, values, net.heads, net.heads], -1)
         mixed = attend.recurrent.convolve(
             (self.number, 1), mixed, self.weight_DW, self.bias_D, silu=True
         )
-        mixed = mixed.to(inner_TN.dtype)
+        mixed = mixed.to(dtype)
         query, key, value = mixed.split([keys, keys, values], -1)
+        step_TH = F.softplus(decay + self.offset_H)
         out_THV = delta_rule(
             attend.recurrent,
             (self.number, 2),
             query.unflatten(-1, (net.shared, net.key_width)),
             key.unflatten(-1, (net.shared, net.key_width)),
             value.unflatten(-1, (net.heads, net.width)),
-            self.rate_H * F.softplus(decay + self.offset_H),
+            self.rate_H * step_TH,
             beta.sigmoid(),
-        ).float()
+        )
+        out_THV = out_THV.float()
         square_TH1 = out_THV.square().mean(-1, keepdim=True)
         out_THV = out_THV * torch.rsqrt(square_TH1 + self.eps)
         out_THV.mul_(self.gain_V)
-        out_THV.mul_(F.silu(gate).view_as(out_THV))
-        return out_THV.flatten(1).to(inner_TN.dtype)
+        gate_THV = F.silu(gate).view_as(out_THV)
+        out_THV.mul_(gate_THV)
+        return out_THV.flatten(1).to(dtype)
 
 
 class SpecialisedForward:
@@ -272,15 +291,24 @@ class SpecialisedForward:
         self.matrix = matrix
         stack = stack_of(policy.model)
         assert stack is not None
-        self.embedding_VD, self.position_PD = stack.embedding_VD, stack.position_PD
-        attention, mlp = stack.attention, stack.layers[0][3]
+        self.embedding_VD = stack.embedding_VD
+        self.position_PD = stack.position_PD
+        attention = stack.attention
         self.heads = attention.heads
         self.shared = attention.shared
         self.width = attention.width
-        self.dtype = torch.bfloat16 if policy.autocast else policy.dtype
-        tables = [table for table in (self.embedding_VD, self.position_PD) if table is not None]
-        inner = matrix_of(mlp.inputs[0])[0].shape[0]
-        widths = (self.width // 2 if attention.rotary else self.width, inner)
+        self.dtype = policy.dtype
+        if policy.autocast:
+            self.dtype = torch.bfloat16
+        tables = [self.embedding_VD]
+        if self.position_PD is not None:
+            tables.append(self.position_PD)
+        mlp = stack.layers[0][3]
+        up_ID, _ = matrix_of(mlp.inputs[0])
+        rotated = self.width
+        if attention.rotary:
+            rotated //= 2
+        widths = (rotated, up_ID.shape[0])
         self.operations = operations().decode_operations(tables, widths, dtype=self.dtype)
         self.operations.buffers = buffers
         if buffers is not None:
@@ -290,15 +318,7 @@ class SpecialisedForward:
         self.activation = self.operations.gated if mlp.gated else self.operations.gelu
         self.rotary: PreparedRotary | None = None
         if stack.rotary is not None:
-            place_P = torch.arange(positions, device=self.embedding_VD.device)
-            # Of text all three places of a token (time, height, width) are one; transformers 5.17
-            # wants each.
-            shape = (1, -1)
-            if hasattr(stack.rotary, "mrope_section"):
-                shape = (3, 1, -1)
-            like = self.embedding_VD[:1]
-            cos_1PN, sin_1PN = stack.rotary(like, place_P.expand(shape))
-            self._rotate(cos_1PN[0], sin_1PN[0])
+            self._prepare_rotary(stack.rotary, positions)
         self.layers: list[PreparedLayer] = []
         self.mixers: list[_Attention | _DeltaNet] = []
         for i, parts in enumerate(stack.layers):
@@ -315,37 +335,57 @@ class SpecialisedForward:
         numbers = self.shared * self.width
         return 2 * len(self.layers) * numbers * self.dtype.itemsize
 
-    def _rotate(self, cos_PN: Tensor, sin_PN: Tensor) -> None:
-        """Prepare rotary embeddings of whole heads.
+    def _prepare_rotary(self, rotary: Any, positions: int) -> None:
+        """Prepare rotary embeddings of whole heads, by the model's module.
 
         Where a part of a head is rotated the rest is paired too, and rotated by nothing.
         """
-        half, rotated = self.width // 2, cos_PN.shape[1] // 2
-        order_W = torch.arange(self.width, device=cos_PN.device)
+        device = self.embedding_VD.device
+        place_P = torch.arange(positions, device=device)
+        # Of text all three places of a token (time, height, width) are one; transformers 5.17
+        # wants each.
+        shape = (1, -1)
+        if hasattr(rotary, "mrope_section"):
+            shape = (3, 1, -1)
+        like = self.embedding_VD[:1]
+        cos_1PN, sin_1PN = rotary(like, place_P.expand(shape))
+        rotated = cos_1PN.shape[2] // 2
+        order_W = torch.arange(self.width, device=device)
         first, second, rest = order_W.tensor_split((rotated, 2 * rotated))
         first_rest, second_rest = rest.tensor_split(2)
         order_W = torch.cat([first, first_rest, second, second_rest])
-        unrotated = (0, half - rotated)
-        cos_PH = F.pad(cos_PN[:, :rotated], unrotated, value=1.0)
-        sin_PH = F.pad(sin_PN[:, :rotated], unrotated, value=0.0)
-        self.rotary = self.operations.rotary(cos_PH.repeat(1, 2), sin_PH.repeat(1, 2))
+        unrotated = (0, self.width // 2 - rotated)
+        cos_PH = F.pad(cos_1PN[0, :, :rotated], unrotated, value=1.0)
+        sin_PH = F.pad(sin_1PN[0, :, :rotated], unrotated, value=0.0)
+        cos_PW = cos_PH.repeat(1, 2)
+        sin_PW = sin_PH.repeat(1, 2)
+        self.rotary = self.operations.rotary(cos_PW, sin_PW)
         self.order_W = order_W[self.rotary.order_W]
 
     def _layer(
         self, i: int, norm: Norm, mixer: Attention | DeltaNet, mlp_norm: Norm, mlp: MLP
     ) -> tuple[PreparedLayer, _Attention | _DeltaNet]:
         """Prepare layer `i`, and its mixer."""
-        attention = mixer if isinstance(mixer, Attention) else None
+        head_norm = None
+        scale = 1.0
+        reach = EVERYTHING
+        weights, biases = self._columns(mixer)
+        input_norm = self._norm(norm)
+        qkv = self.operations.product(weights, biases)
+        if isinstance(mixer, Attention):
+            head_norm = self._head_norm(mixer)
+            scale = mixer.scale
+            reach = reach_of(mixer.module)
         prepared = PreparedLayer(
-            norm=self._norm(norm),
-            qkv=self.operations.product(*self._columns(mixer)),
-            head_norm=None if attention is None else self._head_norm(attention),
+            norm=input_norm,
+            qkv=qkv,
+            head_norm=head_norm,
             out=self._product(mixer.output),
             mlp_norm=self._norm(mlp_norm),
             up=self._product(*mlp.inputs),
             down=self._product(mlp.output),
-            scale=1.0 if attention is None else attention.scale,
-            reach=EVERYTHING if attention is None else reach_of(attention.module),
+            scale=scale,
+            reach=reach,
         )
         if isinstance(mixer, DeltaNet):
             return prepared, _DeltaNet(i, mixer)
@@ -353,7 +393,8 @@ class SpecialisedForward:
 
     def _product(self, *linears: nn.Module) -> Any:
         """Make one product of linear layers side by side."""
-        return self.operations.product(*self._matrices(linears))
+        weights, biases = self._matrices(linears)
+        return self.operations.product(weights, biases)
 
     def _matrices(self, linears: Sequence[nn.Module]) -> tuple[list[Tensor], list[Tensor | None]]:
         """Read the weights (O, I) and biases (O,) of linear layers."""
@@ -380,16 +421,18 @@ class SpecialisedForward:
         """Columns (O, ...) of queries, keys and values: rotated heads in the order in which they
         are rotated, gates last.
         """
+        ordered = list(columns)
         if gated:
             pairs = columns[0].unflatten(0, (-1, 2, self.width))
             query, gate = pairs.unbind(1)
-            columns = [query.flatten(0, 1), *columns[1:], gate.flatten(0, 1)]
+            ordered[0] = query.flatten(0, 1)
+            ordered.append(gate.flatten(0, 1))
         if self.rotary is None:
-            return columns
-        ordered = list(columns)
+            return ordered
         for place in (0, 1):
-            heads = columns[place].unflatten(0, (-1, self.width))
-            ordered[place] = heads[:, self.order_W].flatten(0, 1)
+            heads = ordered[place].unflatten(0, (-1, self.width))
+            rotated = heads[:, self.order_W]
+            ordered[place] = rotated.flatten(0, 1)
         return ordered
 
     def _norm(self, norm: Norm) -> PreparedNorm:

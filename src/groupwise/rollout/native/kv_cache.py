@@ -56,19 +56,22 @@ class LayerCache:
         attention that reads it, where it lies block by block.   like_value: values, where they
         differ.
         """
-        self.blocked = blocked
-        self.block = 1 if blocked is None else blocked.block
-        self.like = like.new_empty(0, *like.shape[-2:])
         if like_value is None:
             like_value = like
-        self.like_value = like_value.new_empty(0, *like_value.shape[-2:])
+        self.blocked = blocked
+        self.block = 1
+        if blocked is not None:
+            self.block = blocked.block
+        self.like = _without_entries(like)
+        self.like_value = _without_entries(like_value)
         self.key_EKTD = self._slab(self.like, entries, tokens)
         self.value_EKTD = self._slab(self.like_value, entries, tokens)
 
     def _slab(self, like: Tensor, entries: int, tokens: int) -> Tensor:
         """Zeros, not whatever memory held: a hidden key has weight 0, but 0 x NaN is NaN."""
         _, heads, width = like.shape
-        return like.new_zeros(entries, heads, self.blocks(tokens), self.block * width)
+        blocks = self.blocks(tokens)
+        return like.new_zeros(entries, heads, blocks, self.block * width)
 
     @property
     def slab(self) -> tuple[Tensor, Tensor]:
@@ -101,9 +104,10 @@ class LayerCache:
             self.blocked.keep_entries(key_NMKD, value_NMKD, self.slab, first)
             return
         count, length = key_NMKD.shape[:2]
-        entries = slice(first, first + count)
-        self.key_EKTD[entries, :, :length] = key_NMKD.transpose(1, 2)
-        self.value_EKTD[entries, :, :length] = value_NMKD.transpose(1, 2)
+        key_NKTD = self.key_EKTD[first : first + count]
+        value_NKTD = self.value_EKTD[first : first + count]
+        key_NKTD[:, :, :length] = key_NMKD.transpose(1, 2)
+        value_NKTD[:, :, :length] = value_NMKD.transpose(1, 2)
 
     def append(self, place: int | Tensor, key_RKD: Tensor, value_RKD: Tensor) -> None:
         """One token for each of the first R entries: at the same place in all, or at `place[r]`
@@ -120,7 +124,8 @@ class LayerCache:
 
     def extend(self, entry: int, first: int, key_TKD: Tensor, value_TKD: Tensor) -> None:
         """Tokens of one entry from its place `first` on; not of a slab that lies block by block."""
-        places = slice(first, first + key_TKD.shape[0])
+        end = first + key_TKD.shape[0]
+        places = slice(first, end)
         self.key_EKTD[entry, :, places] = key_TKD.transpose(0, 1)
         self.value_EKTD[entry, :, places] = value_TKD.transpose(0, 1)
 
@@ -147,6 +152,12 @@ class LayerCache:
         key_KTD = self.key_EKTD[entry, :, :tokens]
         value_KTD = self.value_EKTD[entry, :, :tokens]
         return key_KTD, value_KTD
+
+
+def _without_entries(like: Tensor) -> Tensor:
+    """Return (0, K, D) with the heads, width, type and device of keys or values (..., K, D)."""
+    heads, width = like.shape[-2:]
+    return like.new_empty(0, heads, width)
 
 
 def _larger(slab: Tensor, entries: int, blocks: int) -> Tensor:
@@ -205,7 +216,8 @@ class KVCache:
         """
         if place not in self.states:
             entries = self.capacity[0]
-            self.states[place] = like.new_zeros(entries, *like.shape[1:])
+            shape = like.shape[1:]
+            self.states[place] = like.new_zeros(entries, *shape)
         return self.states[place]
 
     @property
@@ -226,13 +238,15 @@ class KVCache:
         while self.capacity[0] < entries:
             self.capacity[0] *= 2
         while self.capacity[1] < tokens:
-            self.capacity[1] = min(2 * self.capacity[1], self.most_tokens)
+            doubled = 2 * self.capacity[1]
+            self.capacity[1] = min(doubled, self.most_tokens)
         for slab in self.layers.values():
             slab.grow(*self.capacity)
         for place, old in self.states.items():
             missing = self.capacity[0] - old.shape[0]
             if missing > 0:
-                zeros = old.new_zeros(missing, *old.shape[1:])
+                shape = old.shape[1:]
+                zeros = old.new_zeros(missing, *shape)
                 self.states[place] = torch.cat([old, zeros])
 
     def take(self, entry: int, tokens: int) -> SavedEntry:
@@ -283,11 +297,9 @@ def dense_order(count: int, ended: Sequence[int]) -> list[int]:
     """
     gone = set(ended)
     staying = count - len(gone)
-    movers = iter([entry for entry in range(staying, count) if entry not in gone])
-    order = []
-    for entry in range(staying):
-        if entry in gone:
-            order.append(next(movers))
-        else:
-            order.append(entry)
+    order = list(range(staying))
+    movers = [entry for entry in range(staying, count) if entry not in gone]
+    gaps = [entry for entry in range(staying) if entry in gone]
+    for gap, mover in zip(gaps, movers, strict=True):
+        order[gap] = mover
     return order

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import abc, deque
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -30,7 +30,8 @@ from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Rollout, Sampling
 from groupwise.rollout import sampling as draws
 from groupwise.rollout.episodes import Conversations, Groups
-from groupwise.rollout.native.decode import NextToken, TokenDecode
+from groupwise.rollout.native.decode import NextToken, TokenDecode, uniform_of
+from groupwise.rollout.native.decode_attention import LiveRows
 from groupwise.rollout.native.forward import RolloutForward, SpecialisedForward
 from groupwise.rollout.native.kv_cache import KVCache, whole
 from groupwise.rollout.native.sequences import LiveSequences, Prefix, PromptCache, Sequence
@@ -52,6 +53,20 @@ MOST_WORK_PER_CALL = 16 * 10**9
 nobody hears a signal.  One token of a larger model takes longer."""
 FEWEST_ROWS = 12
 """Fewer rows take as long as so many, for the weights have to be read."""
+Completed = list[tuple[Rollout, ...]]
+"""Groups of which every completion has ended."""
+
+
+class RowTokens(NamedTuple):
+    """The tokens that rows have drawn since the host looked last, and their log-probs, nats."""
+
+    tokens: list[list[int]]
+    logps: list[list[float]]
+
+    def keep(self, row: int, count: int) -> None:
+        """Keep the first tokens of a row, and drop the others."""
+        self.tokens[row] = self.tokens[row][:count]
+        self.logps[row] = self.logps[row][:count]
 
 
 class DeviceMemory(Protocol):
@@ -118,14 +133,15 @@ class Scheduler:
 
         memory: to decode in, on a device that keeps it.
         """
+        policy = engine.policy
         self.engine = engine
         self.memory = memory
-        self.policy = engine.policy
+        self.policy = policy
         self.environment = engine.environment
-        self.device = engine.policy.device
+        self.device = policy.device
         self.sampling = sampling
         self.seed = seed
-        self.stopping = Stopping(self.policy.eos_ids, sampling.stop, self.policy.tokenizer)
+        self.stopping = Stopping(policy.eos_ids, sampling.stop, policy.tokenizer)
         self.groups = Groups(group_size)
         self.unfinished = len(prompts)
         """Groups that are not complete."""
@@ -142,15 +158,14 @@ class Scheduler:
         else:
             streams = sequences
         self.conversations = Conversations(
-            self.policy,
+            policy,
             self.environment,
             sampling,
             seed,
             streams,
             rows=engine.max_rows,
         )
-        parameters = self.policy.model.parameters()
-        self.weights = sum(parameter.numel() for parameter in parameters)
+        self.weights = sum(parameter.numel() for parameter in policy.model.parameters())
         if sequences:
             self._make_caches(sequences, len(prompts), group_size)
 
@@ -159,10 +174,12 @@ class Scheduler:
         sequences: list[Sequence] = []
         for prompt in sorted(prompts, key=lambda prompt: prompt.tokens.size):
             prefix = Prefix(prompt.tokens, group_size, images=prompt.images)
-            self.prefixes[prompt.id, prompt.tokens.tobytes()] = prefix
+            key = (prompt.id, prompt.tokens.tobytes())
+            self.prefixes[key] = prefix
             for index in range(group_size):
                 limit = self.engine.limit(prompt, index, self.sampling)
-                sequences.append(Sequence(prompt=prompt, index=index, limit=limit, prefix=prefix))
+                sequence = Sequence(prompt=prompt, index=index, limit=limit, prefix=prefix)
+                sequences.append(sequence)
         return sequences
 
     def _make_caches(
@@ -182,31 +199,43 @@ class Scheduler:
             most_own = max(longest_own, most_drawn)
             most_of_prompt = self.policy.context
         places = min(self.engine.max_rows, len(sequences))
-        entries = min(prompts, math.ceil(places / group_size))
-        prompt_cache = KVCache(entries, whole(longest_prompt), most_tokens=whole(most_of_prompt))
-        first_tokens = min(whole(longest_own), FIRST_TOKENS)
-        own_cache = KVCache(places, first_tokens, most_tokens=whole(most_own))
+        groups = math.ceil(places / group_size)
+        prompt_cache = KVCache(
+            min(prompts, groups),
+            whole(longest_prompt),
+            most_tokens=whole(most_of_prompt),
+        )
+        own_cache = KVCache(
+            places,
+            min(whole(longest_own), FIRST_TOKENS),
+            most_tokens=whole(most_own),
+        )
         if self.memory is not None:
             prompt_cache, own_cache = self.memory.caches(prompt_cache, own_cache)
         self.prompts = PromptCache(prompt_cache)
         self.rows = LiveSequences(own_cache)
 
-    def advance(self) -> list[tuple[Rollout, ...]]:
+    def advance(self) -> Completed:
         """Decode until a group is complete; return all that are."""
         if self.prepared_version != self.engine.version:
             self._prepare()
-        finished: list[tuple[Rollout, ...]] = []
+        finished: Completed = []
         while not finished and self.unfinished:
             if self.environment is not None:
                 finished += self._listen()
-            while not finished and self.waiting and len(self.rows.live) < self.places:
+            while self.waiting and self._free > 0 and not finished:
                 finished += self._admit()
             if self.rows.live and not finished:
                 finished += self._step()
         self.unfinished -= len(finished)
         return finished
 
-    def _listen(self) -> list[tuple[Rollout, ...]]:
+    @property
+    def _free(self) -> int:
+        """Places that no sequence has."""
+        return self.places - len(self.rows.live)
+
+    def _listen(self) -> Completed:
         """Begin conversations for places that would be free, and take the replies that are there;
         without any other work, wait.
         """
@@ -214,10 +243,11 @@ class Scheduler:
         if idle:
             self.conversations.begin()
         else:
-            unbegun = sum(not sequence.tokens for sequence in self.conversations.listening)
-            taken = len(self.rows.live) + len(self.waiting) + unbegun
+            listening = self.conversations.listening
+            taken = len(self.rows.live) + len(self.waiting)
+            taken += sum(not sequence.tokens for sequence in listening)
             self.conversations.begin(self.engine.max_rows - taken)
-        finished: list[tuple[Rollout, ...]] = []
+        finished: Completed = []
         for sequence, rollout in self.conversations.heard(self.engine.version, wait=idle):
             if rollout is None:
                 self._follow(sequence)
@@ -236,14 +266,18 @@ class Scheduler:
         if sequence.behind is sequence.prefix.tokens:
             return
         sequence.prefix.users -= 1
-        sequence.cached, sequence.saved = 0, None
+        sequence.cached = 0
+        sequence.saved = None
         key = (sequence.prompt.id, sequence.behind.tobytes())
-        sequence.prefix = self.prefixes.setdefault(key, Prefix(sequence.behind, 0))
-        sequence.prefix.users += 1
-        sequence.context = sequence.prefix.tokens
-        needed = sequence.prefix.tokens.size + sequence.limit - sequence.begin
+        prefix = self.prefixes.setdefault(key, Prefix(sequence.behind, 0))
+        prefix.users += 1
+        sequence.prefix = prefix
+        sequence.context = prefix.tokens
+        room = sequence.limit - sequence.begin
+        needed = prefix.tokens.size + room
         if needed > self.positions:
-            self.positions = min(max(needed, 2 * self.positions), self.policy.context)
+            longer = max(needed, 2 * self.positions)
+            self.positions = min(longer, self.policy.context)
             self._prepare()
 
     def _prepare(self) -> None:
@@ -254,40 +288,50 @@ class Scheduler:
             del self.forward, self.decode  # before others are made: there may be no memory for both
         self.forward = self.engine.prepared(self.positions, self.memory)
         # The ways order the numbers of a key differently: keys of one cannot be read by the other.
-        if self.prompts.prefixes and type(self.forward) is not before:
+        changed = type(self.forward) is not before
+        if changed and self.prompts.prefixes:
             raise EngineError(
                 "the model was altered (hooks, adapters) while its completions were being decoded"
             )
-        vocabulary = self.policy.vocabulary
-        if self.memory is not None and isinstance(self.forward, SpecialisedForward):
-            self.decode = self.memory.decode(self.forward, self.sampling, vocabulary=vocabulary)
-        else:
-            self.decode = TokenDecode(
-                self.forward,
-                self.sampling,
-                self.prompts.store,
-                self.rows.store,
-                self.device,
-                vocabulary=vocabulary,
-            )
+        self.decode = self._decode_of(self.forward)
         self.places = self.engine.max_rows
-        if self.environment is not None and self.forward.decoder is not None:
-            self.places = min(self.places, TURNS * torch.get_num_threads())
+        compiled = self.forward.decoder is not None
+        if compiled and self.environment is not None:
+            turns = TURNS * torch.get_num_threads()
+            self.places = min(self.places, turns)
         self._arrange()
         self.prepared_version = self.engine.version
+
+    def _decode_of(self, forward: RolloutForward) -> TokenDecode:
+        """Make what draws by these weights."""
+        vocabulary = self.policy.vocabulary
+        if self.memory is not None and isinstance(forward, SpecialisedForward):
+            return self.memory.decode(forward, self.sampling, vocabulary=vocabulary)
+        return TokenDecode(
+            forward,
+            self.sampling,
+            self.prompts.store,
+            self.rows.store,
+            self.device,
+            vocabulary=vocabulary,
+        )
 
     def _arrange(self) -> None:
         """Tell the decoder which sequences live, if any do."""
         if not self.rows.live:
             return
-        entry_R = [sequence.prefix.entry for sequence in self.rows.live]
-        cached_R = [sequence.own - 1 + self.unread for sequence in self.rows.live]
-        if self.policy.vision is not None:
+        entry_R: list[int] = []
+        cached_R: list[int] = []
+        for sequence in self.rows.live:
+            entry_R.append(sequence.prefix.entry)
+            cached_R.append(sequence.own + self.unread - 1)
+        vision = self.policy.vision
+        if vision is not None:
             images_P = [prefix.images for prefix in self.prompts.prefixes]
-            self.decode.attend.offset_P = self.policy.vision.offsets(self.policy, images_P)
-        self.decode.arrange(self.prompts.lengths, entry_R, cached_R)
+            self.decode.attend.offset_P = vision.offsets(self.policy, images_P)
+        self.decode.arrange(LiveRows(self.prompts.lengths, entry_R, cached_R))
 
-    def _admit(self) -> list[tuple[Rollout, ...]]:
+    def _admit(self) -> Completed:
         """Give free places to waiting sequences and draw their first tokens, or the first of their
         next turns.
         """
@@ -295,9 +339,10 @@ class Scheduler:
             # Once all conversations have begun, the shortest go first, so that they end together
             # with the long ones.  Until then they are served in the order in which they came: the
             # shortest first would let new ones overtake the long ones.
-            self.waiting = deque(sorted(self.waiting, key=lambda sequence: len(sequence.tokens)))
-        free = min(self.places - len(self.rows.live), len(self.waiting))
-        new = [self.waiting.popleft() for _ in range(free)]
+            by_length = sorted(self.waiting, key=lambda sequence: len(sequence.tokens))
+            self.waiting = deque(by_length)
+        count = min(self._free, len(self.waiting))
+        new = [self.waiting.popleft() for _ in range(count)]
         # Those with the most to be computed come first; all are alike without an environment.
         new.sort(key=lambda sequence: -sequence.uncached)
         prefixes = dict.fromkeys(sequence.prefix for sequence in new)
@@ -312,42 +357,53 @@ class Scheduler:
             assert source is not None
             sources.append(source)
         uniform_RT = self._uniforms(new)
-        own_R = torch.tensor([sequence.own for sequence in new], device=self.device)
-        uniform_R = uniform_RT.gather(1, own_R[:, None])[:, 0]
+        own = [sequence.own for sequence in new]
+        own_R = torch.tensor(own, device=self.device)
+        uniform_R = uniform_of(uniform_RT, own_R)
         drawn = self.decode.first(sources, uniform_R)
         _keep_support(drawn, new)
         first = len(self.rows.live)
         self.rows.join(new, drawn.token_R, uniform_RT)
-        tokens, logps = _to_host([drawn])
-        return self._commit(first, tokens, logps, changed=True)
+        return self._commit(first, _to_host([drawn]), changed=True)
 
     def _uniforms(self, sequences: abc.Sequence[Sequence]) -> Tensor:
         """Uniform numbers (R, T) of sequences for all tokens of their turns."""
         keys = []
         for prompt, siblings in itertools.groupby(sequences, lambda sequence: sequence.prompt):
             indices = [sequence.index for sequence in siblings]
-            keys.append(draws.stream_keys(self.seed, prompt.id, indices))
+            of_group = draws.stream_keys(self.seed, prompt.id, indices)
+            keys.append(of_group)
+        key_R = np.concatenate(keys)
         begin_R = np.array([sequence.begin for sequence in sequences])
-        longest = max(sequence.limit - sequence.begin for sequence in sequences)
-        uniform_RT = draws.uniforms(np.concatenate(keys), longest, begin_R)
+        limit_R = np.array([sequence.limit for sequence in sequences])
+        longest = int((limit_R - begin_R).max())
+        uniform_RT = draws.uniforms(key_R, longest, begin_R)
         return torch.from_numpy(uniform_RT).to(self.device)
 
-    def _step(self) -> list[tuple[Rollout, ...]]:
+    def _step(self) -> Completed:
         """Draw one token for every live sequence, or several."""
         if self.decode.draws_many:
             return self._draw_many()
-        rows = self.rows
         count = self._tokens_until_sync()
+        drawn = self._draw(count)
+        _keep_support(drawn[-1], self.rows.live)
+        read = _to_host(drawn)
+        if count > 1:
+            self._drop_behind_ends(read)
+        return self._commit(0, read, changed=False)
+
+    def _draw(self, count: int) -> list[NextToken]:
+        """Draw so many tokens for every live sequence."""
+        rows = self.rows
         drawn = self.decode.draw(rows.token_R, rows.uniform_RT, count)
         rows.token_R = drawn[-1].token_R
-        _keep_support(drawn[-1], rows.live)
-        tokens, logps = _to_host(drawn)
-        if count > 1:
-            for place, sequence in enumerate(rows.live):
-                kept = self.stopping.kept(sequence.written, tokens[place])
-                tokens[place] = tokens[place][:kept]
-                logps[place] = logps[place][:kept]
-        return self._commit(0, tokens, logps, changed=False)
+        return drawn
+
+    def _drop_behind_ends(self, read: RowTokens) -> None:
+        """Drop what the live sequences have drawn behind a token that ends them."""
+        for row, sequence in enumerate(self.rows.live):
+            kept = self.stopping.kept(sequence.written, read.tokens[row])
+            read.keep(row, kept)
 
     def _tokens_until_sync(self) -> int:
         """Tokens that every live sequence draws before the host looks at any.
@@ -355,13 +411,15 @@ class Scheduler:
         Truncation reads back at every token, and a state that is saved aside holds all tokens that
         were drawn.  Nobody may draw beyond its limit, where capacity ends.
         """
-        saves_states = self.environment is not None and bool(self.prompts.store.states)
-        if self.sampling.restricts or saves_states:
+        if self.sampling.restricts:
             return 1
-        most = TOKENS_PER_SYNC["cpu" if self.device.type == "cpu" else "cuda"]
-        return min(most, min(sequence.left for sequence in self.rows.live))
+        if self.environment is not None and self.prompts.store.states:
+            return 1
+        device = "cpu" if self.device.type == "cpu" else "cuda"
+        fewest_left = min(sequence.left for sequence in self.rows.live)
+        return min(TOKENS_PER_SYNC[device], fewest_left)
 
-    def _draw_many(self) -> list[tuple[Rollout, ...]]:
+    def _draw_many(self) -> Completed:
         """Draw several tokens for every live sequence in one call.
 
         A sequence that ends draws no more tokens.  If sequences wait for a place, or there is an
@@ -371,9 +429,11 @@ class Scheduler:
         count = 1
         if not self.sampling.stop:
             rows_of_work = max(len(rows.live), FEWEST_ROWS)
-            worth = MOST_WORK_PER_CALL // (self.weights * rows_of_work)
+            work_of_token = self.weights * rows_of_work
+            worth = MOST_WORK_PER_CALL // work_of_token
             longest = max(sequence.left for sequence in rows.live)
-            count = max(1, min(MOST_TOKENS_PER_CALL, worth, longest))
+            most = min(MOST_TOKENS_PER_CALL, worth, longest)
+            count = max(1, most)
         drawn = self.decode.draw_many(
             rows.token_R,
             [sequence.own + sequence.left for sequence in rows.live],
@@ -382,35 +442,34 @@ class Scheduler:
             ending=self.policy.eos_ids,
             until_one_ends=bool(self.waiting) or self.environment is not None,
         )
-        last_R1 = drawn.count_R[:, None] - 1
-        rows.token_R = drawn.token_RN.gather(1, last_R1)[:, 0]
-        tokens, logps = [], []
-        columns = (drawn.count_R.tolist(), drawn.token_RN.tolist(), drawn.logp_RN.tolist())
-        for count, token_n, logp_n in zip(*columns, strict=True):
-            tokens.append(token_n[:count])
-            logps.append(logp_n[:count])
-        return self._commit(0, tokens, logps, changed=True)
+        last_R1 = drawn.count_R.unsqueeze(1) - 1
+        newest_R1 = drawn.token_RN.gather(1, last_R1)
+        rows.token_R = newest_R1.squeeze(1)
+        read = RowTokens(drawn.token_RN.tolist(), drawn.logp_RN.tolist())
+        for row, count in enumerate(drawn.count_R.tolist()):
+            read.keep(row, count)
+        return self._commit(0, read, changed=True)
 
-    def _commit(
-        self, first: int, tokens: list[list[int]], logps: list[list[float]], *, changed: bool
-    ) -> list[tuple[Rollout, ...]]:
+    def _commit(self, first: int, read: RowTokens, *, changed: bool) -> Completed:
         """Take the new tokens of the live sequences from `first` on, of which only a sequence's
         last can end it, and remove ended sequences.
 
         changed: the decoder has to be told again which sequences live.
         """
         ended: list[int] = []
-        finished: list[tuple[Rollout, ...]] = []
-        for place, (token, logp) in enumerate(zip(tokens, logps, strict=True), first):
+        finished: Completed = []
+        for row, tokens in enumerate(read.tokens):
+            place = first + row
             sequence = self.rows.live[place]
-            sequence.add(token, logp, self.prepared_version)
+            sequence.add(tokens, read.logps[row], self.prepared_version)
             finish = self.stopping.finish(sequence.written, sequence.room)
             if finish is None:
                 continue
             ended.append(place)
             if self.environment is None:
                 sequence.prefix.users -= 1
-                finished += self.groups.add(self.conversations.end(sequence, finish))
+                rollout = self.conversations.end(sequence, finish)
+                finished += self.groups.add(rollout)
             else:
                 sequence.cached = sequence.own - 1
                 sequence.saved = self.rows.store.take(place, sequence.cached)
@@ -433,22 +492,27 @@ def _keep_support(drawn: NextToken, sequences: abc.Sequence[Sequence]) -> None:
     for chunk, support in drawn.support:
         size_R = support.size_R.cpu().numpy()
         most = max(int(size_R.max()), 1)
-        id_RC = support.ids_RC[:, :most].cpu().numpy()
-        for sequence, ids, size in zip(sequences[chunk], id_RC, size_R, strict=True):
-            sequence.support.append(ids[:size].copy())
+        id_RC = support.ids_RC[:, :most]
+        id_RC = id_RC.cpu().numpy()
+        rows = zip(sequences[chunk], id_RC, size_R, strict=True)
+        for sequence, ids, size in rows:
+            drawn_from = ids[:size].copy()
+            sequence.support.append(drawn_from)
 
 
-def _to_host(drawn: abc.Sequence[NextToken]) -> tuple[list[list[int]], list[list[float]]]:
+def _to_host(drawn: abc.Sequence[NextToken]) -> RowTokens:
     """Copy tokens (R,) and their log-probs, one after another, into a list for each row.
 
     It is one transfer, on CUDA the host's only wait for the device: float64 holds every id exactly.
     """
-    if len(drawn) == 1 and drawn[0].token_R.device.type == "cpu":
-        token_R1 = drawn[0].token_R[:, None]
-        logp_R1 = drawn[0].logp_R[:, None]
-        return token_R1.tolist(), logp_R1.tolist()
+    first = drawn[0]
+    if len(drawn) == 1 and first.token_R.device.type == "cpu":
+        token_R1 = first.token_R.unsqueeze(1)
+        logp_R1 = first.logp_R.unsqueeze(1)
+        return RowTokens(token_R1.tolist(), logp_R1.tolist())
     token_RT = torch.stack([one.token_R.double() for one in drawn], -1)
     logp_RT = torch.stack([one.logp_R.double() for one in drawn], -1)
-    token_lists, logps = torch.stack([token_RT, logp_RT]).tolist()
-    tokens = [[int(token) for token in row] for row in token_lists]
-    return tokens, logps
+    numbers_2RT = torch.stack([token_RT, logp_RT])
+    token_lists, logps = numbers_2RT.tolist()
+    tokens = [list(map(int, row)) for row in token_lists]
+    return RowTokens(tokens, logps)

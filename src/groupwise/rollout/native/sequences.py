@@ -83,21 +83,20 @@ class PromptCache:
         self, prefixes: abc.Sequence[Prefix], forward: RolloutForward, device: torch.device
     ) -> None:
         """Compute prefixes in passes of bounded length; their keys and values become entries."""
-        for batch in batch_by_size(prefixes, lambda prefix: prefix.tokens.size, PREFILL_TOKENS):
+        batches = batch_by_size(prefixes, lambda prefix: prefix.tokens.size, PREFILL_TOKENS)
+        for batch in batches:
             lengths = [prefix.tokens.size for prefix in batch]
-            self.store.reserve(self.store.live + len(batch), max(lengths))
+            entries = self.store.live + len(batch)
+            self.store.reserve(entries, max(lengths))
             tokens_T = np.concatenate([prefix.tokens for prefix in batch])
-            images, start = [], 0
-            for prefix in batch:
-                if prefix.images is not None:
-                    span = ImageSpan(start, start + prefix.tokens.size, 0, prefix.images)
-                    images.append(span)
-                start += prefix.tokens.size
             stream = torch.from_numpy(tokens_T).to(device)
-            starts, attend = [0] * len(batch), Prefill(self.store, lengths)
+            starts = [0] * len(batch)
+            attend = Prefill(self.store, lengths)
+            images = _image_spans(batch)
             hidden_ND = hidden_of_last(forward, stream, starts, lengths, attend, images)
             for prefix, hidden_D in zip(batch, hidden_ND, strict=True):
-                prefix.entry, prefix.hidden_D = self.store.live, hidden_D
+                prefix.entry = self.store.live
+                prefix.hidden_D = hidden_D
                 self.store.live += 1
             self.prefixes += batch
 
@@ -108,11 +107,25 @@ class PromptCache:
             return
         order = self.store.drop(unused, max(self.lengths))
         for entry in unused:
-            self.prefixes[entry].entry = -1
-            self.prefixes[entry].hidden_D = None
+            prefix = self.prefixes[entry]
+            prefix.entry = -1
+            prefix.hidden_D = None
         self.prefixes = [self.prefixes[entry] for entry in order]
         for entry, prefix in enumerate(self.prefixes):
             prefix.entry = entry
+
+
+def _image_spans(prefixes: abc.Sequence[Prefix]) -> list[ImageSpan]:
+    """Return where the prefixes with images lie in a stream of all of them."""
+    spans: list[ImageSpan] = []
+    start = 0
+    for prefix in prefixes:
+        end = start + prefix.tokens.size
+        if prefix.images is not None:
+            span = ImageSpan(start, end, 0, prefix.images)
+            spans.append(span)
+        start = end
+    return spans
 
 
 class LiveSequences:
@@ -142,7 +155,8 @@ class LiveSequences:
         uncached tokens, most first.  Returns the final hidden state of each one's last token.
         """
         hidden: dict[Sequence, Tensor] = {}
-        for batch in batch_by_size(sequences, lambda sequence: sequence.uncached, PREFILL_TOKENS):
+        batches = batch_by_size(sequences, lambda sequence: sequence.uncached, PREFILL_TOKENS)
+        for batch in batches:
             first = len(self.live) + len(hidden)
             counts = [sequence.uncached for sequence in batch]
             extend = Extend(
@@ -160,8 +174,10 @@ class LiveSequences:
                 if sequence.saved is not None:
                     self.store.put(place, sequence.saved)
                     sequence.saved = None
-                tokens += sequence.tokens[sequence.begin + sequence.cached :]
-                starts.append(sequence.prefix.tokens.size + sequence.cached)
+                first_uncached = sequence.begin + sequence.cached
+                tokens += sequence.tokens[first_uncached:]
+                start = sequence.prefix.tokens.size + sequence.cached
+                starts.append(start)
             tokens_T = torch.tensor(tokens, device=device)
             hidden_ND = hidden_of_last(forward, tokens_T, starts, counts, extend)
             hidden.update(zip(batch, hidden_ND, strict=True))
@@ -171,10 +187,12 @@ class LiveSequences:
         """Add sequences behind those that live."""
         if self.live:
             longest = max(uniform_RT.shape[1], self.uniform_RT.shape[1])
-            both = (_widened(self.uniform_RT, longest), _widened(uniform_RT, longest))
-            uniform_RT = torch.cat(both)
+            before_RT = _widened(self.uniform_RT, longest)
+            new_RT = _widened(uniform_RT, longest)
+            uniform_RT = torch.cat([before_RT, new_RT])
             token_R = torch.cat([self.token_R, token_R])
-        self.token_R, self.uniform_RT = token_R, uniform_RT
+        self.token_R = token_R
+        self.uniform_RT = uniform_RT
         self.live += new
         self.store.live = len(self.live)
         self.store.reserve(self.store.live, 1)
@@ -185,7 +203,8 @@ class LiveSequences:
         unread: tokens of each that are in the store, and not among its own.
         """
         longest = max((sequence.own for sequence in self.live), default=1)
-        order = self.store.drop(ended, longest - 1 + unread)
+        cached = longest - 1 + unread
+        order = self.store.drop(ended, cached)
         self.live = [self.live[place] for place in order]
         if self.live:
             order_R = torch.tensor(order, dtype=torch.int64, device=self.token_R.device)
@@ -195,7 +214,8 @@ class LiveSequences:
 
 def _widened(uniform_RT: Tensor, columns: int) -> Tensor:
     """The rows with zeros behind them, up to so many columns."""
-    return F.pad(uniform_RT, (0, columns - uniform_RT.shape[1]))
+    missing = columns - uniform_RT.shape[1]
+    return F.pad(uniform_RT, (0, missing))
 
 
 def hidden_of_last(
@@ -210,10 +230,14 @@ def hidden_of_last(
 
     starts: positions of the segments' first tokens.   counts: tokens of the segments.
     """
+    device = tokens_T.device
     positions = []
     for start, count in zip(starts, counts, strict=True):
-        positions.append(np.arange(start, start + count))
-    position_T = torch.from_numpy(np.concatenate(positions)).to(tokens_T.device)
+        end = start + count
+        positions.append(np.arange(start, end))
+    joined = np.concatenate(positions)
+    position_T = torch.from_numpy(joined).to(device)
     hidden_TD = forward.hidden(tokens_T, position_T, attend, images)
-    last_N = torch.from_numpy(np.cumsum(counts) - 1).to(tokens_T.device)
+    last = np.cumsum(counts) - 1
+    last_N = torch.from_numpy(last).to(device)
     return hidden_TD[last_N]

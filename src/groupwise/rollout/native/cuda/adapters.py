@@ -36,7 +36,8 @@ class PlainWeights:
         added = self.adapters[linear]()
         if type(linear) is Conv1D:
             added = added.T
-        return (weight_OI + added).to(weight_OI.dtype), bias_O
+        merged_OI = weight_OI + added
+        return merged_OI.to(weight_OI.dtype), bias_O
 
 
 def plain_weights(policy: Policy) -> PlainWeights:
@@ -44,10 +45,15 @@ def plain_weights(policy: Policy) -> PlainWeights:
     on.
     """
     assert policy.adapter is not None
-    model = policy.adapter.plain_model(policy.model, on=policy.adapter_on).requires_grad_(False)
+    adapter = policy.adapter
+    model = adapter.plain_model(policy.model, on=policy.adapter_on)
+    model.requires_grad_(False)
     copy_reach(policy.model, model)
     adapters: dict[nn.Module, Callable[[], Tensor]] = {}
     if policy.adapter_on:
-        for name, added_weight in policy.adapter.added_weights(policy.model).items():
-            adapters[model.get_submodule(name)] = added_weight
-    return PlainWeights(replace(policy, model=model, adapter=None), adapters)
+        added = adapter.added_weights(policy.model)
+        for name, added_weight in added.items():
+            linear = model.get_submodule(name)
+            adapters[linear] = added_weight
+    plain = replace(policy, model=model, adapter=None)
+    return PlainWeights(plain, adapters)

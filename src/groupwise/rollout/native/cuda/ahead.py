@@ -13,10 +13,9 @@ from collections.abc import Sequence
 
 import torch
 
-from groupwise.records import Rollout
 from groupwise.rollout.native.decode import NextToken
 from groupwise.rollout.native.kv_cache import dense_order
-from groupwise.rollout.native.scheduler import TOKENS_PER_SYNC, Scheduler
+from groupwise.rollout.native.scheduler import TOKENS_PER_SYNC, Completed, RowTokens, Scheduler
 
 
 class LaunchedTokens:
@@ -24,28 +23,38 @@ class LaunchedTokens:
 
     def __init__(self, drawn: Sequence[NextToken]) -> None:
         """Begin the copy: what is launched behind it is not waited for."""
-        pairs = [torch.stack([one.token_R.double(), one.logp_R.double()]) for one in drawn]
+        rows = drawn[0].token_R.shape[0]
         self.count = len(drawn)
         """Tokens of each row."""
-        self.rows = list(range(drawn[0].token_R.shape[0]))
+        self.rows = list(range(rows))
         """Which of the launched rows live, in the order of their places."""
-        # Float64 holds every id exactly.
-        self._numbers = torch.stack(pairs, -1).to("cpu", non_blocking=True)
-        self._copied = torch.cuda.Event() if drawn[0].token_R.is_cuda else None
-        if self._copied is not None:
+        pairs = []
+        for one in drawn:
+            token_R = one.token_R.double()  # it holds every id exactly
+            logp_R = one.logp_R.double()
+            pairs.append(torch.stack([token_R, logp_R]))
+        numbers_2RT = torch.stack(pairs, -1)
+        self._numbers = numbers_2RT.to("cpu", non_blocking=True)
+        self._copied: torch.cuda.Event | None = None
+        if numbers_2RT.is_cuda:
+            self._copied = torch.cuda.Event()
             self._copied.record()
 
     def keep(self, order: Sequence[int]) -> None:
         """Take the places of the rows that go on: row i is what was row `order[i]`."""
         self.rows = [self.rows[place] for place in order]
 
-    def read(self) -> tuple[list[list[int]], list[list[float]]]:
-        """Wait for the copy; return tokens and log-probs (nats) of each row that lives."""
+    def read(self) -> RowTokens:
+        """Wait for the copy; return what each row that lives has drawn."""
         if self._copied is not None:
             self._copied.synchronize()
         token_lists, logp_lists = self._numbers.tolist()
-        tokens = [list(map(int, token_lists[row])) for row in self.rows]
-        return tokens, [logp_lists[row] for row in self.rows]
+        read = RowTokens([], [])
+        for row in self.rows:
+            tokens = list(map(int, token_lists[row]))
+            read.tokens.append(tokens)
+            read.logps.append(logp_lists[row])
+        return read
 
 
 class AheadScheduler(Scheduler):
@@ -54,16 +63,17 @@ class AheadScheduler(Scheduler):
     launched: LaunchedTokens | None = None
     """Tokens that are drawn, and not read."""
 
-    def advance(self) -> list[tuple[Rollout, ...]]:
+    def advance(self) -> Completed:
         """See `Scheduler.advance`.  Before the weights change, what they have drawn is read."""
-        if self.launched is not None and self.prepared_version != self.engine.version:
+        changed = self.prepared_version != self.engine.version
+        if changed and self.launched is not None:
             finished = self._read(self._taken())
             if finished:
                 self.unfinished -= len(finished)
                 return finished
         return super().advance()
 
-    def _step(self) -> list[tuple[Rollout, ...]]:
+    def _step(self) -> Completed:
         """Launch the tokens behind those that are launched, then read these.
 
         While sequences wait for a place, or for an environment, each end is looked for at once.
@@ -79,14 +89,11 @@ class AheadScheduler(Scheduler):
 
     def _launch(self) -> None:
         """Draw the next tokens, if no row can be at its limit by then."""
-        rows = self.rows
-        left = min(sequence.left for sequence in rows.live) - self.unread
-        count = min(TOKENS_PER_SYNC["cuda"], left)
-        if count == 0:
-            return
-        drawn = self.decode.draw(rows.token_R, rows.uniform_RT, count)
-        rows.token_R = drawn[-1].token_R
-        self.launched = LaunchedTokens(drawn)
+        fewest_left = min(sequence.left for sequence in self.rows.live)
+        drawable = fewest_left - self.unread
+        count = min(TOKENS_PER_SYNC["cuda"], drawable)
+        if count > 0:
+            self.launched = LaunchedTokens(self._draw(count))
 
     def _taken(self) -> LaunchedTokens:
         """Take the tokens that are launched; none is launched then."""
@@ -94,17 +101,18 @@ class AheadScheduler(Scheduler):
         assert launched is not None
         return launched
 
-    def _read(self, last: LaunchedTokens) -> list[tuple[Rollout, ...]]:
+    def _read(self, last: LaunchedTokens) -> Completed:
         """Read tokens, and end rows.  From then on the rows have what is launched unread."""
-        tokens, logps = last.read()
-        for place, sequence in enumerate(self.rows.live):
-            kept = self.stopping.kept(sequence.written, tokens[place])
-            tokens[place], logps[place] = tokens[place][:kept], logps[place][:kept]
-        self.unread = 0 if self.launched is None else self.launched.count
-        return self._commit(0, tokens, logps, changed=False)
+        read = last.read()
+        self._drop_behind_ends(read)
+        self.unread = 0
+        if self.launched is not None:
+            self.unread = self.launched.count
+        return self._commit(0, read, changed=False)
 
     def _remove(self, ended: Sequence[int]) -> None:
         """See `Scheduler._remove`."""
         if self.launched is not None:
-            self.launched.keep(dense_order(len(self.rows.live), ended))
+            order = dense_order(len(self.rows.live), ended)
+            self.launched.keep(order)
         super()._remove(ended)

@@ -11,8 +11,7 @@ R rows (completions being decoded)   T tokens of a completion
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from groupwise.rollout.native.decode import NextToken
-from groupwise.rollout.native.decode_attention import Decode, DecodeSize
+from groupwise.rollout.native.decode_attention import Decode, DecodeSize, LiveRows
 from groupwise.rollout.native.kv_cache import KVCache
 from groupwise.rollout.sampling import RowSupport
 
@@ -35,26 +34,6 @@ DecodeStep = Callable[[Tensor, Decode, Tensor], NextToken]
 """One token of every row: newest tokens (R,), attention, uniform numbers (R, T) -> the next."""
 
 
-@dataclass(frozen=True, slots=True)
-class LiveRows:
-    """Which rows live: row r belongs to prompt entry `entry_R[r]` and has kept `length_R[r]` own
-    tokens."""
-
-    prompt_length_P: list[int]
-    entry_R: list[int]
-    length_R: list[int]
-
-    @property
-    def most_members(self) -> int:
-        """Rows of the prompt that has the most."""
-        return max(self.entry_R.count(entry) for entry in set(self.entry_R))
-
-    def after(self, tokens: int) -> LiveRows:
-        """The same rows, each with so many own tokens more."""
-        longer_R = [length + tokens for length in self.length_R]
-        return LiveRows(self.prompt_length_P, self.entry_R, longer_R)
-
-
 def copied(drawn: NextToken, count: int) -> NextToken:
     """Copy the tokens of the first rows out of the buffers that are written next."""
     support = []
@@ -64,7 +43,8 @@ def copied(drawn: NextToken, count: int) -> NextToken:
         if kept > 0:
             ids_RC = rows.ids_RC[:kept].clone()
             size_R = rows.size_R[:kept].clone()
-            support.append((slice(chunk.start, stop), RowSupport(ids_RC, size_R)))
+            of_rows = RowSupport(ids_RC, size_R)
+            support.append((slice(chunk.start, stop), of_rows))
     token_R = drawn.token_R[:count].clone()
     logp_R = drawn.logp_R[:count].clone()
     return NextToken(token_R, logp_R, tuple(support))
@@ -102,7 +82,9 @@ def places(tokens: int, most: int) -> int:
     >>> [places(tokens, 150) for tokens in (1, 64, 65, 129)]
     [64, 64, 128, 150]
     """
-    return min(max(FEWEST_PLACES, 1 << (tokens - 1).bit_length()), most)
+    power_of_two = 1 << (tokens - 1).bit_length()
+    size = max(FEWEST_PLACES, power_of_two)
+    return min(size, most)
 
 
 class RecordedDraw:
@@ -125,7 +107,8 @@ class RecordedDraw:
         self.size = size
         self.attend = Decode(prompts, own, device, size)
         self.token_R = torch.zeros(size.rows, dtype=torch.int64, device=device)
-        self.drawn = NextToken(self.token_R, torch.zeros(size.rows, device=device))
+        logp_R = torch.zeros(size.rows, device=device)
+        self.drawn = NextToken(self.token_R, logp_R)
         """The tokens that were drawn last."""
         self.uniform_RT = uniform_RT[: size.rows]
         self.tokens_drawn = 0
@@ -146,7 +129,9 @@ class CudaGraphs:
 
     def __init__(self, prompts: KVCache, own: KVCache, device: torch.device) -> None:
         """Begin without a record.   prompts, own: the caches of prompts and completions."""
-        self.prompts, self.own, self.device = prompts, own, device
+        self.prompts = prompts
+        self.own = own
+        self.device = device
         self.draws: dict[tuple[DecodeSize, Hashable], RecordedDraw] = {}
         self.current: RecordedDraw | None = None
         """The draw of the live rows; None after they have changed."""
@@ -175,13 +160,15 @@ class CudaGraphs:
         way: names what `step` does with the logits.
         """
         count = newest_R.shape[0]
-        longest = min(max(rows.length_R) + tokens, self.own.most_tokens)
+        columns = uniform_RT.shape[1]
+        wanted = max(rows.length_R) + tokens
+        longest = min(wanted, self.own.most_tokens)
         self.own.reserve(count, longest)
         self._see_capacity()
         if self.current is None or longest > self.current.size.tokens:
             self.current = self._draw_of(rows, longest, way)
-            self.current.attend.arrange(rows.prompt_length_P, rows.entry_R, rows.length_R)
-            self.current.uniform_RT[:count, : uniform_RT.shape[1]] = uniform_RT
+            self.current.attend.arrange(rows)
+            self.current.uniform_RT[:count, :columns] = uniform_RT
         draw = self.current
         draw.token_R[:count] = newest_R
         drawn: list[NextToken] = []
@@ -195,26 +182,32 @@ class CudaGraphs:
         capacity = (*self.prompts.capacity, *self.own.capacity, self.own.most_tokens)
         if capacity == self.capacity:
             return
-        self.draws, self.current = {}, None
+        self.draws = {}
+        self.current = None
         self.capacity = capacity
-        shape = (self.own.capacity[0], self.own.most_tokens)
+        rows = self.own.capacity[0]
+        shape = (rows, self.own.most_tokens)
         self.uniform_RT = torch.zeros(shape, dtype=torch.float64, device=self.device)
 
     def _draw_of(self, rows: LiveRows, longest: int, way: Hashable) -> RecordedDraw:
         """The draw of the size that these rows are filled up to."""
         count = len(rows.entry_R)
+        prompts = len(rows.prompt_length_P)
+        longest_prompt = max(rows.prompt_length_P)
+        most_prompts, most_prompt_tokens = self.prompts.capacity
+        most_rows, most_tokens = self.own.capacity
         size = DecodeSize(
-            rows=filled(count, self.own.capacity[0]),
-            prompts=filled(len(rows.prompt_length_P), self.prompts.capacity[0]),
+            rows=filled(count, most_rows),
+            prompts=filled(prompts, most_prompts),
             members=filled(rows.most_members, count),
-            prompt_tokens=places(max(rows.prompt_length_P), self.prompts.capacity[1]),
-            tokens=places(longest, self.own.capacity[1]),
+            prompt_tokens=places(longest_prompt, most_prompt_tokens),
+            tokens=places(longest, most_tokens),
         )
-        if (size, way) not in self.draws:
-            self.draws[size, way] = RecordedDraw(
-                self.prompts, self.own, self.device, size, self.uniform_RT
-            )
-        return self.draws[size, way]
+        draw = self.draws.get((size, way))
+        if draw is None:
+            draw = RecordedDraw(self.prompts, self.own, self.device, size, self.uniform_RT)
+            self.draws[size, way] = draw
+        return draw
 
     def _next(self, draw: RecordedDraw, step: DecodeStep) -> None:
         """Draw a token of every row.
@@ -232,10 +225,14 @@ class CudaGraphs:
 
     def _record(self, draw: RecordedDraw, step: DecodeStep) -> None:
         """Record a draw beside the others, or warn where the device refuses."""
-        graphs: Sequence[Any] = [other.graph for other in self.draws.values() if other.graph]
-        beside = graphs[0] if graphs else None
+        beside = None
+        for recorded_before in self.draws.values():
+            if recorded_before.graph is not None:
+                beside = recorded_before.graph
+                break
+        run = partial(draw.run, step)
         try:
-            draw.graph = recorded(partial(draw.run, step), beside)
+            draw.graph = recorded(run, beside)
         except RuntimeError as error:
             warnings.warn(
                 f"tokens are drawn without CUDA graphs, more slowly: {error}", stacklevel=2

@@ -5,16 +5,14 @@ R rows (completions being decoded)   P live prompts   D model width   T tokens o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from groupwise.ops.linear_cross_entropy import slices
 from groupwise.records import Sampling
-from groupwise.rollout.native.cuda.cuda_graphs import CudaGraphs, LiveRows, RecordedDraw
-from groupwise.rollout.native.decode import NextToken, TokenDecode
-from groupwise.rollout.native.decode_attention import Decode
+from groupwise.rollout.native.cuda.cuda_graphs import CudaGraphs, RecordedDraw
+from groupwise.rollout.native.decode import NextToken, TokenDecode, uniform_of
+from groupwise.rollout.native.decode_attention import Decode, LiveRows
 from groupwise.rollout.native.forward import RolloutForward
 from groupwise.rollout.sampling import RowSupport, TruncatedDraw, draw_once
 
@@ -45,14 +43,12 @@ class RecordedDecode(TokenDecode):
         """True if graphs draw: no recurrent layer keeps states."""
         return not self.attend.prompts.states
 
-    def arrange(
-        self, prompt_length_P: Sequence[int], entry_R: Sequence[int], length_R: Sequence[int]
-    ) -> None:
+    def arrange(self, rows: LiveRows) -> None:
         """See `TokenDecode.arrange`."""
         if not self.records:
-            super().arrange(prompt_length_P, entry_R, length_R)
+            super().arrange(rows)
             return
-        self.rows = LiveRows(list(prompt_length_P), list(entry_R), list(length_R))
+        self.rows = rows
         self.graphs.current = None
 
     def draw(self, newest_R: Tensor, uniform_RT: Tensor, tokens: int) -> list[NextToken]:
@@ -60,10 +56,12 @@ class RecordedDecode(TokenDecode):
         if not self.records:
             return super().draw(newest_R, uniform_RT, tokens)
         drawn = self.draw_recorded(newest_R, uniform_RT, tokens)
-        if self.sampling.restricts:
-            assert tokens == 1 and self.graphs.current is not None
-            drawn = [self._with_enough(self.graphs.current, drawn[0], uniform_RT)]
-        return drawn
+        if not self.sampling.restricts:
+            return drawn
+        recorded = self.graphs.current
+        assert tokens == 1 and recorded is not None
+        next_token = self._with_enough(recorded, drawn[0], uniform_RT)
+        return [next_token]
 
     def draw_recorded(self, newest_R: Tensor, uniform_RT: Tensor, tokens: int) -> list[NextToken]:
         """Draw the next tokens by graphs.  Truncated sampling may have had too few candidates."""
@@ -83,16 +81,20 @@ class RecordedDecode(TokenDecode):
         assert enough_R is not None and hidden_RD is not None
         if bool(enough_R[:count].all()):
             return first_draw
-        return self._drawn_behind(hidden_RD[:count], recorded.attend.drawn_R[:count], uniform_RT)
+        place_R = recorded.attend.drawn_R[:count]
+        return self._drawn_behind(hidden_RD[:count], place_R, uniform_RT)
 
     def _step_of_candidates(self, token_R: Tensor, attend: Decode, uniform_RT: Tensor) -> NextToken:
         """Draw one token of every row from the first candidates, without reading anything back."""
-        hidden_RD = self.forward.hidden(token_R, attend.next(), attend)
-        uniform_R = uniform_RT.gather(1, attend.drawn_R[:, None])[:, 0]
+        position_R = attend.next()
+        hidden_RD = self.forward.hidden(token_R, position_R, attend)
+        uniform_R = uniform_of(uniform_RT, attend.drawn_R)
         draws: list[TruncatedDraw] = []
         supports: list[tuple[slice, RowSupport]] = []
-        for chunk in slices(0, uniform_R.shape[0], self.rows_at_once):
-            logits_CV = self.forward.logits(hidden_RD[chunk])
+        rows = uniform_R.shape[0]
+        for chunk in slices(0, rows, self.rows_at_once):
+            hidden_CD = hidden_RD[chunk]
+            logits_CV = self.forward.logits(hidden_CD)
             drawn = draw_once(logits_CV, uniform_R[chunk], self.sampling)
             draws.append(drawn)
             supports.append((chunk, drawn.support))
