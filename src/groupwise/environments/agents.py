@@ -163,10 +163,12 @@ class Model(OpenRouterModel):
         from minisweagent.models.utils.actions_toolcall import BASH_TOOL
 
         body = {"model": self.config.model_name, "messages": messages, "tools": [BASH_TOOL]}
+        body |= self.config.model_kwargs | kwargs
+        body.pop("drop_params", None)  # it is LiteLLM's
         answer = requests.post(
             os.environ["OPENAI_BASE_URL"] + "/chat/completions",
             headers={"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
-            json=body | self.config.model_kwargs | kwargs,
+            json=body,
         )
         answer.raise_for_status()
         return answer.json()

@@ -19,6 +19,7 @@ from groupwise.environments.chat_codec import ChatCodec
 from groupwise.environments.harness_episodes import HarnessEnvironment
 from groupwise.errors import ConfigError
 from groupwise.inspection.agents import try_agent
+from groupwise.inspection.check import check_stage
 from groupwise.records import Finish, Prompt, Sampling
 from groupwise.runs.prepared import plan_of
 from groupwise.sandbox import attacks
@@ -204,7 +205,7 @@ def test_a_preset_that_takes_no_turn_is_reported(world: Any, chat_tokenizer: Any
         try_agent(environment, prompt, chat_tokenizer, end_id)
 
 
-RECIPE = {
+RECIPE: dict[str, Any] = {
     "objective": "grpo",
     "steps": 1,
     "model": {"scratch": {"hidden": 32, "layers": 2, "context": 512, "tokenizer": "bytes"}},
@@ -222,6 +223,17 @@ def test_an_agent_that_is_not_installed_is_refused_before_anything_is_loaded(age
     wanted = recipe(agent=agent, args={"program": "/nowhere/agent"})
     with pytest.raises(ConfigError, match=PRESETS[agent].install):
         plan_of(wanted)
+
+
+def test_check_says_which_agent_was_found(installed: Callable[[str], str], isolation: str) -> None:
+    environment = {"agent": "codex", "args": {"program": installed("codex")}, "sandbox": {"isolation": isolation}}
+    small = {"rollout": {"max_new_tokens": 8}, "group": {"prompts_per_step": 2, "group_size": 2}}
+    small["data"] = {**RECIPE["data"], "limit": 2}
+    wanted = make_recipe({**RECIPE, **small, "environment": environment})
+    found = {finding.name: finding for finding in check_stage(wanted)}
+    assert found["agent"].good
+    assert found["agent"].text.startswith("codex 1.2.3: it asked for a turn behind ")
+    assert found["agent"].text.endswith("; it does not get namespace")
 
 
 WRONG = {
