@@ -8,9 +8,12 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 import yaml
-from image_models import checkpoint, png
+from image_models import checkpoint, png, policy_of, prompt
+from peft import PeftModel
 from rich.console import Console
+from transformers import AutoModelForImageTextToText
 
 import groupwise as gw
 from groupwise.cli.check import check_recipe
@@ -121,6 +124,28 @@ def test_an_adapter_is_trained_and_the_reference_reads_images_too(folder: Path) 
     assert steps[-1].metrics["grad_norm"] > 0
 
 
+def test_a_trained_adapter_is_the_merged_model_on_images(folder: Path) -> None:
+    """peft on the base, and the merged `final/`, give the same logits behind an image; both differ from the base."""
+    train(folder, model={"path": str(folder), "lora": {"rank": 2}}, optimizer={"lr": 0.05})
+    final = Path("runs/run/final")
+    policy = policy_of(folder)
+    asked = prompt(policy, "a", [3])
+    ids_1m = torch.from_numpy(asked.tokens)[None]
+    inputs = policy.vision.arguments(policy, ids_1m, [asked.images])
+    models = [AutoModelForImageTextToText.from_pretrained(path) for path in (folder, final, folder)]
+    models[2] = PeftModel.from_pretrained(models[2], final / "adapter")
+    with torch.no_grad():
+        base, merged, adapted = (model(input_ids=ids_1m, **inputs).logits for model in models)
+    assert (adapted - merged).abs().max() < 1e-4
+    assert (base - merged).abs().max() > 1e-2
+
+
+def test_a_model_that_reads_images_has_no_gguf(folder: Path) -> None:
+    train(folder, steps=1)
+    with pytest.raises(ConfigError, match="qwen3_vl"):
+        gw.export_gguf("runs/run", "f32")
+
+
 def look(color: str) -> str:
     """Look closer.
 
@@ -132,7 +157,10 @@ def look(color: str) -> str:
 
 REFUSED = {
     "sampled ahead": ({"rollout": {"engine": {"name": "native", "ahead": 1}}}, "rollout.engine.ahead: prompts have images"),
-    "vLLM": ({"rollout": {"engine": {"name": "vllm", "servers": ["http://127.0.0.1:1"]}}}, "which vllm does not sample for"),
+    "vLLM": (
+        {"rollout": {"engine": {"name": "vllm", "servers": ["http://127.0.0.1:1"]}}},
+        "prompts have images, and vllm is sent the ids of prompts alone",
+    ),
     "tools": ({"environment": {"tools": [look]}}, "prompts have images, which are read in single turns alone"),
     "one by one": ({"attention": "single"}, "model.attention 'single' reads no images"),
 }

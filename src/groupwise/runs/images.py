@@ -38,8 +38,8 @@ def check_settings(
     engine = recipe.rollout.engine
     if not engine_traits(engine.name).own_weights:
         raise ConfigError(
-            f"rollout.engine: prompts have images, which {engine.name} does not sample for: leave"
-            " the engine out",
+            f"rollout.engine: prompts have images, and {engine.name} is sent the ids of prompts"
+            " alone: it would sample from placeholders without their images; leave the engine out",
             key="rollout.engine",
         )
     if engine.ahead:
