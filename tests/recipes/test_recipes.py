@@ -93,6 +93,18 @@ def test_demo(objective: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_shapes(tmp_path: Path) -> None:
+    """SFT without pictures, then GRPO with them; accuracies are told apart by the kind of the question."""
+    overrides = [*SFT_AND_GRPO, "model.scratch.hidden=32", "stages.sft.data.limit=2000", "stages.sft.data.eval_limit=6", "eval.k=2"]
+    overrides += ["stages.grpo.data.limit=40", "stages.grpo.data.eval_limit=30", "stages.grpo.eval.prompts=6"]
+    printed = run(ROOT / "recipes/shapes.yaml", tmp_path, overrides)
+    assert "after grpo" in printed
+    last = steps_of(tmp_path / "runs/shapes/grpo")[-1]
+    assert {f"eval/greedy/kind={kind}" for kind in ("count", "name", "compare")} <= set(last)
+    assert list((tmp_path / "runs/shapes/grpo/images").glob("*.png"))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["distill", "hints"])
 def test_distillation(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every stage, the teacher's with its own size; what the policy learns from is not the reward.
