@@ -65,6 +65,11 @@ def arguments(command: argparse.ArgumentParser) -> None:
             f" the largest rank that a client may ask for (default {LARGEST_RANK})"
         ),
     )
+    command.add_argument(
+        "--quantization",
+        metavar="TYPE",
+        help="have vLLM quantise the weights that it is given, e.g. fp8 (on a GPU)",
+    )
     tinker = command.add_argument_group("for the Tinker SDK, without vLLM")
     tinker.add_argument(
         "--tinker",
@@ -112,6 +117,7 @@ def _become_vllm(options: argparse.Namespace) -> NoReturn:
         dtype=options.dtype,
         cache=options.cache,
         lora_rank=options.lora_rank or 0,
+        quantization=options.quantization,
         more=options.more,
     )
 

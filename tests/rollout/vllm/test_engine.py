@@ -40,6 +40,7 @@ from groupwise.rollout.vllm.colocated import buckets
 from groupwise.rollout.vllm.engine import VllmEngine
 from groupwise.rollout.vllm.plugin.groupwise_versions import FORMAT, Mirror, VersionSource, WrongVersion
 from groupwise.rollout.vllm.published import VersionedServer
+from groupwise.rollout.vllm.server import command
 
 EOS = 1
 
@@ -485,6 +486,25 @@ def adapted_engine(policy_of) -> Iterator[Callable[..., VllmEngine]]:
     yield make
     for engine in made:
         engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("quantization", "bound"), [("", 0.01), ("fp8", 0.1)])
+def test_a_server_that_quantises_is_not_held_to_the_rounding_of_float32(
+    quantization: str, bound: float, server, adapted_engine, prompts_of
+) -> None:
+    server.facts["quantization"] = quantization
+    engine = adapted_engine(server)
+    engine.send_weights(1)
+    draw(engine, prompts_of(2))
+    assert engine.tolerance == bound
+
+
+def test_the_command_of_a_server_names_how_it_quantises() -> None:
+    options = {"python": Path("python"), "host": "127.0.0.1", "port": 1, "rows": 1, "dtype": "bfloat16"}
+    line = command("model", **options, quantization="fp8")  # type: ignore[arg-type]
+    assert line[line.index("--quantization") + 1] == "fp8"
+    assert "--quantization" not in command("model", **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

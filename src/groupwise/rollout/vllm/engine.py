@@ -52,7 +52,7 @@ from groupwise.utils.spelling import counted
 
 EXACT, ROUNDED = 0.01, 0.1
 """Mean difference of sampled and scored log-probs that rounding can explain: in float32, and where
-a side rounds to bfloat16.
+a side rounds to bfloat16, or a server to fewer bits.
 """
 PATIENCE = 300.0
 """Seconds without any running server after which sampling fails."""
@@ -191,7 +191,7 @@ class VllmEngine:
         """
         types = {_dtype(self.policy)}
         for facts in self.servers.known.values():
-            types.add(str(facts["dtype"]))
+            types.add(str(facts.get("quantization") or facts["dtype"]))
         if not self.servers.known:
             return math.inf
         return EXACT if types == {"float32"} else ROUNDED

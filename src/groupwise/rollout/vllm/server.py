@@ -127,6 +127,7 @@ def command(
     dtype: str,
     cache: str | None = None,
     lora_rank: int = 0,
+    quantization: str | None = None,
     more: Sequence[str] = (),
 ) -> list[str]:
     """The command that serves a model the way rollouts need it.
@@ -134,6 +135,7 @@ def command(
     rows: completions decoded at the same time.   cache: room for keys and values, as vLLM writes
         it; default: 512M on a CPU, vLLM's own on a GPU.
     lora_rank: of adapters that come alone, without the weights under them; 0: none do.
+    quantization: how vLLM quantises the weights that it is given, such as `fp8`.
     more: further arguments of `vllm serve`; they win over those here.
     """
     arguments: dict[str, str | None] = {
@@ -143,6 +145,7 @@ def command(
         "--dtype": dtype,
         "--max-num-seqs": str(rows),
         "--kv-cache-memory-bytes": cache,
+        "--quantization": quantization,
         # The log-probs of the distribution that was drawn from; vLLM's default are those at
         # temperature 1.
         "--logprobs-mode": "processed_logprobs",
@@ -339,10 +342,11 @@ def serve(
     dtype: str | None,
     cache: str | None,
     lora_rank: int = 0,
+    quantization: str | None = None,
     more: Sequence[str],
 ) -> NoReturn:
-    """Become a server: replaces this process.  dtype: default the checkpoint's.  lora_rank: see
-    `command`.   Raises ConfigError without vLLM.
+    """Become a server: replaces this process.  dtype: default the checkpoint's.  lora_rank,
+    quantization: see `command`.   Raises ConfigError without vLLM.
     """
     line = command(
         model,
@@ -353,6 +357,7 @@ def serve(
         dtype=dtype or stored_dtype(model),
         cache=cache,
         lora_rank=lora_rank,
+        quantization=quantization,
         more=more,
     )
     sys.stdout.flush()

@@ -309,6 +309,7 @@ class Extension:
             "format": FORMAT,
             "mirror": os.environ.get(MIRROR, ""),
             "lora_rank": 0 if lora is None else lora.max_lora_rank,
+            "quantization": config.model_config.quantization or "",
         }
 
 
