@@ -232,6 +232,27 @@ def test_a_chat_model_learns_from_programs(checkpoint: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+def test_a_chat_model_learns_through_an_agent(checkpoint: Path, tmp_path: Path) -> None:
+    """SFT and GRPO of smollm2-agent with another model in its place, and a program that talks as the agent does."""
+    isolation = "bubblewrap"
+    try:
+        proved_isolation("bubblewrap", tools=True)
+    except ConfigError:
+        isolation = "none"
+    program = tmp_path / "mini"
+    stand_in = ROOT / "tests/environments/endpoint/stand_in_agent.py"
+    program.write_text("#!/usr/bin/env python3\n" + stand_in.read_text())
+    program.chmod(0o755)
+    few = [f"stages.{stage}.steps=2" for stage in ("sft", "grpo")]
+    few += ["stages.grpo.group.prompts_per_step=2", "stages.grpo.group.group_size=3", "rollout.max_new_tokens=8"]
+    few += [f"stages.grpo.environment.args.program={program}", f"stages.grpo.environment.sandbox.isolation={isolation}"]
+    run(ROOT / "recipes/smollm2-agent.yaml", tmp_path, [f"model.path={checkpoint}", "data.eval_limit=4", *few])
+    last = steps_of(tmp_path / "runs/smollm2-agent/grpo")[-1]
+    assert last["log/code_not_judged"] == 0.0 and "rewards/code/mean" in last
+    assert last["episodes/errors"] == 0.0
+
+
+@pytest.mark.slow
 def test_a_chat_model_learns_from_a_judge(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """smollm2-judge without a server is planned, and refused before it begins; with one it trains."""
     server = Server(prefers_the_longer)
