@@ -111,4 +111,5 @@ def main():
     print({"claude": claude, "codex": codex, "opencode": opencode, "mini": mini}[NAME](prompt))
 
 
-main()
+if __name__ == "__main__":
+    main()
