@@ -92,6 +92,7 @@ def test_a_server_that_ends_takes_the_trainers_with_it(tmp_path: Path) -> None:
     """The message names it and shows the end of its log; here there is no vLLM at all."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
     words = ["model={path: model, device: cpu}", "cluster.samplers={nodes: 1, gpus: 0}"]
     process = begin(tmp_path, *words)
     said, errors = process.communicate(timeout=120)

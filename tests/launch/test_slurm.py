@@ -140,6 +140,7 @@ def test_servers_get_their_gpus_and_trainers_their_addresses(lab: Any, tmp_path:
         (programs / name).chmod(0o755)
     (tmp_path / "job" / "model").mkdir()
     (tmp_path / "job" / "model" / "config.json").write_text("{}")
+    (tmp_path / "job" / "model" / "tokenizer.json").write_text("{}")
     setup = f"cluster.setup='export PATH={programs}:$PATH'"
     sizes = ["cluster.trainers={nodes: 1, gpus: 2}", "cluster.samplers={nodes: 1, gpus: 2}"]
     said = launch(tmp_path / "job", environment(lab), "--on", "slurm", *sizes, setup, "model={path: model}")
