@@ -382,7 +382,7 @@ def test_wrong_keywords_say_what_was_given(given: dict[str, Any], told: str, cal
 @pytest.mark.slow
 def test_wrong_models_say_what_was_given(call: Callable, tiny_policy: Callable) -> None:
     policy = tiny_policy()
-    with pytest.raises(ConfigError, match=r"a loaded model needs its tokenizer: .*, got None"):
+    with pytest.raises(ConfigError, match=r"a loaded model needs its tokenizer: .*; got None"):
         call(model=policy.model)
     with pytest.raises(ConfigError, match="a Policy has its tokenizer"):
         call(tokenizer=policy.tokenizer)
