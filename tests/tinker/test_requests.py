@@ -54,6 +54,8 @@ JSON = {"Content-Type": "application/json"}
         ("GET", "/api/v1/samplers/x", b"", {}, 404, "there is no sampler 'x'"),
         ("GET", "/api/v1/healthz", b"", {"Host": "evil.example"}, 421, "another host"),
         ("GET", "/api/v1/healthz", b"", {"Origin": "http://127.0.0.1"}, 403, "web pages"),
+        ("GET", "/api/v1/healthz", b"", {"Sec-Fetch-Site": "same-origin"}, 403, "web pages"),
+        ("POST", "/api/v1/get_info", b"{}", JSON | {"Transfer-Encoding": "chunked"}, 411, "length"),
     ],
 )
 def test_what_is_not_offered_is_refused(

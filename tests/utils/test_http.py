@@ -1,15 +1,16 @@
-"""The server that the viewer and the endpoint share: what arrives too slowly, and too many at once."""
+"""The server of the viewer, the endpoint and Tinker: who may ask, what arrives too slowly, and too many at once."""
 
 from __future__ import annotations
 
 import socket
 import threading
 import time
+from http import HTTPStatus
 
 import pytest
 
 from groupwise.errors import ConfigError
-from groupwise.utils.http import Handler, Server
+from groupwise.utils.http import Handler, Refused, Server
 
 WAIT = 30.0
 
@@ -106,3 +107,53 @@ def test_a_port_that_cannot_be_is_told():
     for port in (99999, -1):
         with pytest.raises(ConfigError, match="another port"):
             Server("127.0.0.1", port, Hello)
+
+
+class Guarded(Handler):
+    """Answers as the servers do that a program asks."""
+
+    def do_POST(self) -> None:
+        try:
+            self.check_address()
+            self.check_no_page()
+            self.await_body(self.length_of_body(8))
+        except Refused as refused:
+            self.send_answer(refused.status, str(refused).encode(), "text/plain")
+            return
+        self.send_answer(HTTPStatus.OK, b"hi", "text/plain")
+
+    do_GET = do_POST
+
+
+ASKED = {
+    "as it should be": (b"/", b"Host: LocalHost:PORT\r\nContent-Length: 4\r\n", 200),
+    "the same length twice": (b"/", b"Host: localhost:PORT\r\nContent-Length: 4\r\nContent-Length: 4\r\n", 200),
+    "an address that is as long as it may be": (b"/" + b"x" * 2047, b"Host: localhost:PORT\r\nContent-Length: 4\r\n", 200),
+    "an address that is longer": (b"/" + b"x" * 2048, b"Host: localhost:PORT\r\nContent-Length: 4\r\n", 414),
+    "no host": (b"/", b"Content-Length: 4\r\n", 421),
+    "a host of another port": (b"/", b"Host: localhost\r\nContent-Length: 4\r\n", 421),
+    "the host of another site": (b"/", b"Host: evil.example:PORT\r\nContent-Length: 4\r\n", 421),
+    "a page": (b"/", b"Host: localhost:PORT\r\nOrigin: http://localhost:PORT\r\nContent-Length: 4\r\n", 403),
+    "a page without an origin": (b"/", b"Host: localhost:PORT\r\nSec-Fetch-Site: same-origin\r\nContent-Length: 4\r\n", 403),
+    "no length": (b"/", b"Host: localhost:PORT\r\n", 411),
+    "two lengths": (b"/", b"Host: localhost:PORT\r\nContent-Length: 4\r\nContent-Length: 5\r\n", 411),
+    "a length with a sign": (b"/", b"Host: localhost:PORT\r\nContent-Length: +4\r\n", 411),
+    "chunks": (b"/", b"Host: localhost:PORT\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n", 411),
+    "too long a body": (b"/", b"Host: localhost:PORT\r\nContent-Length: 9\r\n", 413),
+    "a length of many digits": (b"/", b"Host: localhost:PORT\r\nContent-Length: " + b"9" * 4400 + b"\r\n", 413),
+}
+
+
+@pytest.mark.parametrize("case", ASKED)
+def test_who_may_ask_and_how_much(case):
+    path, headers, status = ASKED[case]
+    with Server("127.0.0.1", 0, Guarded) as server, line(server) as one:
+        headers = headers.replace(b"PORT", b"%d" % server.port)
+        one.sendall(b"POST " + path + b" HTTP/1.1\r\n" + headers + b"\r\nbody")
+        assert one.recv(4096).split(b" ")[1] == b"%d" % status
+
+
+def test_a_host_is_checked_where_only_this_machine_may_ask():
+    with Server("0.0.0.0", 0, Guarded) as server, line(server) as one:
+        one.sendall(b"POST / HTTP/1.1\r\nHost: a.name.of.this.machine\r\nContent-Length: 4\r\n\r\nbody")
+        assert one.recv(4096).endswith(b"hi")

@@ -20,7 +20,7 @@ from groupwise.data.messages import with_arguments
 from groupwise.data.rendering import Chat, Refusal, shown_template
 from groupwise.data.templates import Schemas, Template, unmarked
 from groupwise.data.turns import Suffix, Turns
-from groupwise.environments.requests import ChatRequest, Refused, SampledTokens
+from groupwise.environments.requests import ChatRequest, SampledTokens
 from groupwise.environments.tool_calls import (
     BrokenCall,
     ParsedCall,
@@ -31,6 +31,7 @@ from groupwise.environments.tool_calls import (
 )
 from groupwise.errors import DataError
 from groupwise.records import Finish, ToolCall
+from groupwise.utils.http import Refused
 from groupwise.utils.terminal import logger
 
 if TYPE_CHECKING:

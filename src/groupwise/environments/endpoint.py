@@ -37,16 +37,16 @@ from groupwise.environments.chat_codec import ChatCodec, ChatResponse, ServedTur
 from groupwise.environments.harness import Ending, OutsideHarness, reward_of
 from groupwise.environments.requests import (
     ChatRequest,
-    Refused,
     SampledTokens,
     TurnRequest,
+    error_body,
     event_stream,
     read_chat_request,
     read_token_request,
     token_answer,
 )
 from groupwise.errors import ConfigError, EnvironmentFailure
-from groupwise.utils.http import Handler, Server, is_loopback
+from groupwise.utils.http import Handler, Refused, Server, is_loopback
 from groupwise.utils.json_text import finite, half_character, no_number
 from groupwise.utils.terminal import logger
 
@@ -57,8 +57,6 @@ LARGEST = 32 << 20
 POLL_SECONDS = 0.5
 """Seconds between two looks whether a client that waits is still there."""
 TOO_DEEP = "the body is not JSON that can be read: it is nested too deeply"
-LONGEST = 2048
-"""Characters of an address."""
 SESSIONS = ("x-claude-code-session-id", "session-id", "x-session-id")
 """Headers in which agents name their session."""
 MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
@@ -107,13 +105,8 @@ class Endpoint(Server):
         token.
         """
         self.find, self.name, self.context, self.vocabulary = find, name, context, vocabulary
-        self.token, self.episodes, self.local, self.begun = (
-            token,
-            episodes,
-            is_loopback(host),
-            int(time.time()),
-        )
-        if not self.local and not token:
+        self.token, self.episodes, self.begun = token, episodes, int(time.time())
+        if not is_loopback(host) and not token:
             raise ConfigError(
                 f"{host} is reached from other machines: give a token that requests must bring, or"
                 " take 127.0.0.1"
@@ -162,7 +155,8 @@ class _EndpointHandler(Handler):
         """Answer a request by its path, or say what is wrong with it."""
         self._body: Any = None
         try:
-            self._check_origin()
+            self.check_address()
+            self.check_no_page()
             episode, path = self._where()
             self._check_token(episode)
             if self.command == "POST":
@@ -181,23 +175,11 @@ class _EndpointHandler(Handler):
             self._refuse(Refused(f"{type(error).__name__}: {error}", status))
             return
         if isinstance(answer, bytes):
-            self._write(HTTPStatus.OK, answer, "text/event-stream")
+            self.send_answer(HTTPStatus.OK, answer, "text/event-stream")
         else:
             self._send(HTTPStatus.NO_CONTENT if answer is None else HTTPStatus.OK, answer)
 
     # ---- who asks, and for what
-
-    def _check_origin(self) -> None:
-        """Refuses other hosts' names, web pages, and overlong addresses."""
-        if len(self.path) > LONGEST:
-            raise Refused("the address is too long", HTTPStatus.REQUEST_URI_TOO_LONG)
-        if self.server.local and self.headers.get("Host", "").lower() not in self.server.hosts:
-            raise Refused("the request names another host", HTTPStatus.MISDIRECTED_REQUEST)
-        if (
-            self.headers.get("Origin") is not None
-            or self.headers.get("Sec-Fetch-Site", "none") != "none"
-        ):
-            raise Refused("web pages are not served", HTTPStatus.FORBIDDEN)
 
     def _where(self) -> tuple[str | None, str]:
         """The episode that a request belongs to, and the path behind it."""
@@ -233,23 +215,13 @@ class _EndpointHandler(Handler):
 
     def _read(self) -> Mapping[str, Any]:
         """The body, a JSON object.  Raises Refused."""
-        lengths = self.headers.get_all("Content-Length", [])
-        length = lengths[0] if len(set(lengths)) == 1 else ""
-        if self.headers.get("Transfer-Encoding") or not length.isascii() or not length.isdigit():
-            raise Refused(
-                "the length of the body must be given (Content-Length)", HTTPStatus.LENGTH_REQUIRED
-            )
-        if len(length) > 12 or int(length) > LARGEST:
-            raise Refused(
-                f"the body has {length[:20]} bytes; at most {LARGEST} are read",
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-            )
+        length = self.length_of_body(LARGEST)
         if self.headers.get_content_type() != "application/json":
             raise Refused(
                 "the body must be JSON (Content-Type: application/json)",
                 HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
             )
-        data = self.await_body(int(length))
+        data = self.await_body(length)
         try:
             body = json.loads(data.decode(), parse_constant=no_number, parse_float=finite)
         except RecursionError:
@@ -378,29 +350,13 @@ class _EndpointHandler(Handler):
     def _refuse(self, refused: Refused) -> None:
         """Send an error in the form of the API that was asked for."""
         path = urlsplit(getattr(self, "path", "")).path
-        body = messages_api.error_body if path.endswith(MESSAGES) else Refused.body
+        body = messages_api.error_body if path.endswith(MESSAGES) else error_body
         self._send(refused.status, body(refused))
 
     def _send(self, status: HTTPStatus, body: Any) -> None:
-        self._write(
-            status,
-            b"" if body is None else json.dumps(body, allow_nan=False).encode(),
-            "application/json",
-        )
-
-    def _write(self, status: HTTPStatus, data: bytes, kind: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(data)))
-        self.send_header("Cache-Control", "no-store")
-        self.send_header("X-Content-Type-Options", "nosniff")
-        if status == HTTPStatus.UNAUTHORIZED:
-            self.send_header("WWW-Authenticate", "Bearer")
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        self.wfile.write(data)
-        self.drop_body()
+        data = b"" if body is None else json.dumps(body, allow_nan=False).encode()
+        headers = {"WWW-Authenticate": "Bearer"} if status == HTTPStatus.UNAUTHORIZED else {}
+        self.send_answer(status, data, "application/json", headers)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """What the standard library refuses by itself: lines that are no HTTP, unknown methods."""

@@ -22,10 +22,10 @@ from http import HTTPStatus
 from typing import Any, Protocol
 
 from groupwise.environments.programs import run_program
-from groupwise.environments.requests import Refused
 from groupwise.errors import ConfigError, EnvironmentFailure
 from groupwise.utils import threads
 from groupwise.utils.event_loop import EventLoop
+from groupwise.utils.http import Refused
 from groupwise.utils.process_main import described, shortened
 from groupwise.utils.processes import Died, Raised, WorkerProcess
 from groupwise.utils.secrets import environment_of_others

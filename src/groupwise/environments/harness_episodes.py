@@ -40,7 +40,6 @@ from groupwise.environments.harness import (
 )
 from groupwise.environments.requests import (
     ChatRequest,
-    Refused,
     SampledTokens,
     TurnRequest,
     message_key,
@@ -49,6 +48,7 @@ from groupwise.environments.tool_calls import opens_thinking
 from groupwise.errors import DataError, EnvironmentFailure
 from groupwise.records import Episode, Finish, Sampling, Turn
 from groupwise.utils import threads
+from groupwise.utils.http import Refused
 from groupwise.utils.secrets import scrubbed
 from groupwise.utils.spelling import counted
 from groupwise.utils.terminal import logger

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
-from http import HTTPStatus
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -32,36 +31,20 @@ from pydantic_core import PydanticCustomError
 from groupwise.data.messages import ARGUMENTS, from_json, switch_as_text
 from groupwise.data.sources import too_deep
 from groupwise.records import Finish, Sampling
+from groupwise.utils.http import Refused
 
 
-class Refused(Exception):
-    """A request that is answered with an error.  Codes from 400 on that OpenAI's client does not
-    send again by itself.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        status: HTTPStatus = HTTPStatus.BAD_REQUEST,
-        *,
-        param: str | None = None,
-        code: str = "",
-    ) -> None:
-        """param: the parameter that is wrong.   code: for programs."""
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
-
-    def body(self) -> dict[str, Any]:
-        """Return the body of the answer, as OpenAI's servers write it."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {
-            "error": {
-                "message": str(self),
-                "type": kind,
-                "param": self.param,
-                "code": self.code or None,
-            }
+def error_body(refused: Refused) -> dict[str, Any]:
+    """Return an error as OpenAI's servers write it."""
+    kind = "invalid_request_error" if refused.status < 500 else "server_error"
+    return {
+        "error": {
+            "message": str(refused),
+            "type": kind,
+            "param": refused.param,
+            "code": refused.code or None,
         }
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,13 +21,13 @@ from typing import Any
 from groupwise.environments.chat_codec import ServedTurn
 from groupwise.environments.requests import (
     ChatRequest,
-    Refused,
     function_tool,
     objects_in,
     read_chat_request,
     string_in,
     text_in,
 )
+from groupwise.utils.http import Refused
 
 HARMLESS = frozenset(
     (

@@ -29,10 +29,10 @@ from torch import Tensor
 from groupwise.algorithms import losses
 from groupwise.algorithms.algorithm import Algorithm
 from groupwise.algorithms.table import ALGORITHMS
-from groupwise.environments.requests import Refused
 from groupwise.models.policy import Policy
 from groupwise.records import Sample
 from groupwise.tinker.wire import Datum
+from groupwise.utils.http import Refused
 
 LOW, HIGH = 0.8, 1.2
 """Bounds of the ratio where the request names none."""

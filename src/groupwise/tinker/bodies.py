@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from groupwise.environments.requests import Refused
+from groupwise.utils.http import Refused
 
 Count = Annotated[int, Field(ge=0)]
 Number = Annotated[int, Field(ge=1)]

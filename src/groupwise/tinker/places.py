@@ -8,8 +8,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from groupwise.environments.requests import Refused
 from groupwise.runs import checkpoint
+from groupwise.utils.http import Refused
 
 WEIGHTS, SAMPLER = "weights", "sampler_weights"
 """Kinds of checkpoints: with the optimizer's state, and the weights alone."""

@@ -16,8 +16,8 @@ from concurrent.futures import TimeoutError as NotYet
 from http import HTTPStatus
 from typing import Any, TypeVar
 
-from groupwise.environments.requests import Refused
 from groupwise.errors import GroupwiseError
+from groupwise.utils.http import Refused
 from groupwise.utils.terminal import logger
 from groupwise.utils.threads import Thread
 

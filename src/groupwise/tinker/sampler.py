@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from groupwise.environments.requests import Refused
 from groupwise.models.policy import Policy
 from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling
 from groupwise.rollout.engine import sequence_room
@@ -21,6 +20,7 @@ from groupwise.tinker.bodies import SampleBody
 from groupwise.tinker.promises import Promise
 from groupwise.tinker.wire import DrawnCompletion, sample_output
 from groupwise.training.passes import score
+from groupwise.utils.http import Refused
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.config.settings import ModelSettings
-from groupwise.environments.requests import Refused
 from groupwise.models.loading import load_policy
 from groupwise.models.policy import Policy
 from groupwise.tinker.bodies import SampleBody
 from groupwise.tinker.places import SCHEME, CheckpointPlace
 from groupwise.tinker.promises import Promises, Table, attempt
 from groupwise.tinker.sampler import DrawSettings, SampleRequest, WeightsSampler
+from groupwise.utils.http import Refused
 from groupwise.utils.threads import Thread
 
 SNAPSHOTS = 3

@@ -27,7 +27,6 @@ from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
 
-from groupwise.environments.requests import Refused
 from groupwise.errors import ConfigError
 from groupwise.tinker.bodies import (
     CreateModelBody,
@@ -44,7 +43,7 @@ from groupwise.tinker.bodies import (
     read_body,
 )
 from groupwise.tinker.service import TinkerService
-from groupwise.utils.http import Handler, Server, is_loopback
+from groupwise.utils.http import Handler, Refused, Server, is_loopback
 from groupwise.utils.terminal import logger
 
 log = logger(__name__)
@@ -52,8 +51,6 @@ log = logger(__name__)
 ROOT = "/api/v1"
 LARGEST = 64 << 20
 """Bytes of a request's body; the SDK splits batches at 5 MB."""
-LONGEST = 2048
-"""Characters of an address."""
 WAITING = 40.0
 """Seconds that a request for a result is held; the SDK waits for 45."""
 CLIENT = {"sample_max_concurrent_requests": 512}
@@ -75,8 +72,8 @@ class TinkerServer(Server):
         Raises ConfigError for a port that is taken, and for a token that is missing or that the SDK
         would not send.
         """
-        self.service, self.token, self.local = service, token, is_loopback(host)
-        if not self.local and not token:
+        self.service, self.token = service, token
+        if not is_loopback(host) and not token:
             raise ConfigError(
                 f"{host} is reached from other machines: give a token that requests must bring"
                 " (GROUPWISE_TINKER_TOKEN), or take 127.0.0.1"
@@ -122,7 +119,9 @@ class _TinkerHandler(Handler):
         """Answer a request by its path, or say what is wrong with it."""
         body = b""
         try:
-            self._check_asker()
+            self.check_address()
+            self.check_no_page()
+            self._check_token()
             path = urlsplit(self.path).path
             if self.command == "POST":
                 body = self._read(path)
@@ -138,23 +137,14 @@ class _TinkerHandler(Handler):
             self._refuse(f"{type(error).__name__}: {error}", HTTPStatus.INTERNAL_SERVER_ERROR)
             return
         if isinstance(answer, bytes):
-            self._write(HTTPStatus.OK, answer, PROTOBUF)
+            self.send_answer(HTTPStatus.OK, answer, PROTOBUF)
         else:
-            self._write(HTTPStatus.OK, json.dumps(answer).encode(), JSON)
+            self.send_answer(HTTPStatus.OK, json.dumps(answer).encode(), JSON)
 
     # ---- who asks, and for what
 
-    def _check_asker(self) -> None:
-        """Refuse other hosts' names, web pages, overlong addresses, and who has not the token."""
-        if len(self.path) > LONGEST:
-            raise Refused("the address is too long", HTTPStatus.REQUEST_URI_TOO_LONG)
-        if self.server.local and self.headers.get("Host", "").lower() not in self.server.hosts:
-            raise Refused("the request names another host", HTTPStatus.MISDIRECTED_REQUEST)
-        if (
-            self.headers.get("Origin") is not None
-            or self.headers.get("Sec-Fetch-Site", "none") != "none"
-        ):
-            raise Refused("web pages are not served", HTTPStatus.FORBIDDEN)
+    def _check_token(self) -> None:
+        """Refuse who does not bring the server's token."""
         key = self.headers.get("X-API-Key", "").strip()
         if self.server.token and not secrets.compare_digest(
             key.encode(), self.server.token.encode()
@@ -180,24 +170,14 @@ class _TinkerHandler(Handler):
 
     def _read(self, path: str) -> bytes:
         """Return the body.  Raises Refused for a size or a type that is not read."""
-        lengths = self.headers.get_all("Content-Length", [])
-        length = lengths[0] if len(set(lengths)) == 1 else ""
-        if self.headers.get("Transfer-Encoding") or not length.isascii() or not length.isdigit():
-            raise Refused(
-                "the length of the body must be given (Content-Length)", HTTPStatus.LENGTH_REQUIRED
-            )
-        if len(length) > 12 or int(length) > LARGEST:
-            raise Refused(
-                f"the body has {length[:20]} bytes; at most {LARGEST} are read",
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-            )
+        length = self.length_of_body(LARGEST)
         kind = PROTOBUF if path == f"{ROOT}/forward_backward" else JSON
         encoding = self.headers.get("Content-Encoding", "identity")
         if self.headers.get_content_type() != kind or encoding != "identity":
             raise Refused(
                 f"the body must be {kind}, and not compressed", HTTPStatus.UNSUPPORTED_MEDIA_TYPE
             )
-        return self.await_body(int(length))
+        return self.await_body(length)
 
     def _leave_out(self, body: bytes) -> None:
         """Take the place of a refused request among those of its model, if its body says it."""
@@ -254,18 +234,7 @@ class _TinkerHandler(Handler):
 
     def _refuse(self, message: str, status: HTTPStatus) -> None:
         """Send an error in the form that the SDK shows to its user."""
-        self._write(status, json.dumps({"detail": message}).encode(), JSON)
-
-    def _write(self, status: HTTPStatus, data: bytes, kind: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(data)))
-        self.send_header("Cache-Control", "no-store")
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        self.wfile.write(data)
-        self.drop_body()
+        self.send_answer(status, json.dumps({"detail": message}).encode(), JSON)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Send what the standard library refuses by itself: lines that are no HTTP, unknown

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.config.settings import LoraSettings, ModelSettings, Recipe, positions_of
-from groupwise.environments.requests import Refused
 from groupwise.models.gguf import checkpoint_folder
 from groupwise.models.loading import make_policy
 from groupwise.models.lora import linear_layers
@@ -42,6 +41,7 @@ from groupwise.tinker.samplers import Samplers, WeightsReader
 from groupwise.tinker.trained import ALPHA, ModelOrigin, TrainedModel
 from groupwise.tinker.wire import demand_protobuf, read_batch
 from groupwise.utils.files import expanded
+from groupwise.utils.http import Refused
 from groupwise.utils.terminal import logger
 from groupwise.utils.threads import Thread
 

@@ -21,7 +21,6 @@ from groupwise.config.settings import (
     Recipe,
     positions_of,
 )
-from groupwise.environments.requests import Refused
 from groupwise.errors import MemoryExceeded, out_of_memory
 from groupwise.models.loading import make_policy
 from groupwise.models.lora import model_without_layers
@@ -40,6 +39,7 @@ from groupwise.training.objectives import language_model
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.passes import assess, batches_of, score
 from groupwise.utils import files
+from groupwise.utils.http import Refused
 
 ALPHA = 32.0
 """The alpha of every adapter: the SDK cannot name one."""

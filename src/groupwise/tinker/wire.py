@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from groupwise.environments.requests import Refused
 from groupwise.errors import ConfigError
+from groupwise.utils.http import Refused
 
 PACKAGE = "groupwise_tinker"
 MESSAGES: dict[str, tuple[tuple[int, str, str], ...]] = {

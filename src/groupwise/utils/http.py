@@ -1,9 +1,13 @@
-"""The HTTP server that the viewer and the endpoint share: the standard library's, with limits of
-time and number.
+"""The HTTP server that the viewer, the endpoint and the Tinker server share: the standard
+library's, with limits of time and number.
 
 A request must arrive within `Server.seconds` of its connection's being ready for it, however slowly
 it trickles.  A body that the handler does not read is never taken for the next request: the
 connection ends with the answer.
+
+A server on a loopback address answers requests that name a host of this machine: a page of another
+site may reach it under a name of its own (DNS rebinding).  What else a handler refuses it raises as
+`Refused`.
 """
 
 from __future__ import annotations
@@ -15,8 +19,10 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import MappingProxyType
 from typing import Any
 
 from groupwise.errors import ConfigError
@@ -33,8 +39,27 @@ sending hears it.
 """
 
 
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 RESET = 50
 """Milliseconds that the reset of a client that has gone is waited for."""
+
+
+class Refused(Exception):
+    """A request that is answered with an error.  Codes from 400 on that OpenAI's client does not
+    send again by itself.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        status: HTTPStatus = HTTPStatus.BAD_REQUEST,
+        *,
+        param: str | None = None,
+        code: str = "",
+    ) -> None:
+        """param: the parameter that is wrong.   code: for programs."""
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
 
 
 class Server(ThreadingHTTPServer):
@@ -70,6 +95,7 @@ class Server(ThreadingHTTPServer):
                 f"{host}:{port} cannot be listened on ({error}); name another port, or 0 for any"
             ) from error
         self.host, self.port = host, int(self.server_address[1])
+        self.local = is_loopback(host)
         self.hosts = {
             f"{name}:{self.port}" for name in ("127.0.0.1", "localhost", "[::1]", host, f"[{host}]")
         }
@@ -118,14 +144,16 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection.  A subclass has `do_GET` ... as usual, calls `await_body` before it reads
-    one, and `drop_body` when it has answered."""
+    """One connection.  A subclass has `do_GET` ... as usual, calls `check_address` first,
+    `await_body` before it reads a body, and `drop_body` when it has answered."""
 
     server: Server
     server_version, sys_version = "groupwise", ""
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     wbufsize = -1
+    longest_address = 2048
+    """Characters of an address."""
 
     def setup(self) -> None:
         """Read under a time limit."""
@@ -152,6 +180,38 @@ class Handler(BaseHTTPRequestHandler):
         self.connection.settimeout(self.server.seconds)  # of the answer
         return True
 
+    def check_address(self) -> None:
+        """Raise Refused for an overlong address, and for the name of another host where only this
+        machine may ask.
+        """
+        if len(self.path) > self.longest_address:
+            raise Refused("the address is too long", HTTPStatus.REQUEST_URI_TOO_LONG)
+        if self.server.local and self.headers.get("Host", "").lower() not in self.server.hosts:
+            raise Refused("the request names another host", HTTPStatus.MISDIRECTED_REQUEST)
+
+    def check_no_page(self) -> None:
+        """Raise Refused for a request that a browser sends for a page."""
+        site = self.headers.get("Sec-Fetch-Site", "none")
+        if self.headers.get("Origin") is not None or site != "none":
+            raise Refused("web pages are not served", HTTPStatus.FORBIDDEN)
+
+    def length_of_body(self, largest: int) -> int:
+        """Return the bytes that the body will have.  largest: that are read.   Raises Refused for
+        a request that does not say, and for more.
+        """
+        lengths = self.headers.get_all("Content-Length", [])
+        length = lengths[0] if len(set(lengths)) == 1 else ""
+        if self.headers.get("Transfer-Encoding") or not length.isascii() or not length.isdigit():
+            raise Refused(
+                "the length of the body must be given (Content-Length)", HTTPStatus.LENGTH_REQUIRED
+            )
+        if len(length) > 12 or int(length) > largest:
+            raise Refused(
+                f"the body has {length[:20]} bytes; at most {largest} are read",
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            )
+        return int(length)
+
     def await_body(self, length: int) -> bytes:
         """The body, as many bytes as the request has announced.  Raises ConnectionError if the
         client ends earlier.
@@ -176,6 +236,23 @@ class Handler(BaseHTTPRequestHandler):
         with contextlib.suppress(OSError):
             while left > 0 and time.monotonic() < end and (data := self.connection.recv(1 << 16)):
                 left -= len(data)
+
+    def send_answer(
+        self, status: HTTPStatus, data: bytes, kind: str, headers: Mapping[str, str] = NO_HEADERS
+    ) -> None:
+        """Send an answer that no client may keep.  kind: of the data.   headers: further ones."""
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        for name, value in headers.items():
+            self.send_header(name, value)
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(data)
+        self.drop_body()
 
     def hung_up(self) -> bool:
         """Return True if the client has gone: it closed its connection, not only its half of it.

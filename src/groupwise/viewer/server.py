@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
 from groupwise.errors import DataError
-from groupwise.utils.http import Handler, Server
+from groupwise.utils.http import Handler, Refused, Server
 from groupwise.utils.terminal import logger
 from groupwise.viewer.pages import Pages
 from groupwise.viewer.sources import open_sources
@@ -50,8 +50,6 @@ HEADERS = {
     "X-Frame-Options": "DENY",
     "Cache-Control": "no-store",
 }
-LONGEST = 8192
-"""Characters of an address."""
 PATIENCE = 10.0
 """Seconds in which a request must have come; a connection that waits for its next one is closed,
 too.
@@ -104,6 +102,7 @@ class Viewer(Server):
 
 class _PageHandler(Handler):
     server: Viewer
+    longest_address = 8192
 
     def do_GET(self) -> None:
         if self.has_body:
@@ -115,9 +114,13 @@ class _PageHandler(Handler):
         except ValueError:
             self._send(HTTPStatus.BAD_REQUEST, b"this is no address\n", "text/plain")
             return
-        if (refused := self._refused(where.path)) is not None:
-            self._send(refused, b"refused\n", "text/plain")
-        elif where.path in self.server.files:
+        try:
+            self.check_address()
+            self._check_site(where.path)
+        except Refused as refused:
+            self._send(refused.status, f"{refused}\n".encode(), "text/plain")
+            return
+        if where.path in self.server.files:
             kind = TYPES[Path(where.path).suffix or ".html"]
             self._send(HTTPStatus.OK, self.server.files[where.path], kind)
         elif where.path.startswith("/api/"):
@@ -129,21 +132,17 @@ class _PageHandler(Handler):
 
     do_HEAD = do_GET
 
-    def _refused(self, path: str) -> HTTPStatus | None:
-        """Why a request is not answered: another host's name, another site's page, an overlong
-        address.
+    def _check_site(self, path: str) -> None:
+        """Raise Refused for what the page of another site asks for.
+
+        A link from elsewhere may open the application; nothing but the application may ask for
+        data.
         """
-        if self.headers.get("Host") not in self.server.hosts:
-            return HTTPStatus.MISDIRECTED_REQUEST
         origin = self.headers.get("Origin")
-        if origin is not None and origin not in {f"http://{host}" for host in self.server.hosts}:
-            return HTTPStatus.FORBIDDEN
-        # A link from elsewhere may open the application; nothing but the application may ask for
-        # data.
-        site = self.headers.get("Sec-Fetch-Site")
-        if site is not None and site not in ("same-origin", "none") and path != "/":
-            return HTTPStatus.FORBIDDEN
-        return HTTPStatus.REQUEST_URI_TOO_LONG if len(self.path) > LONGEST else None
+        own = origin is None or origin in {f"http://{host}" for host in self.server.hosts}
+        site = self.headers.get("Sec-Fetch-Site", "none")
+        if not own or (site not in ("same-origin", "none") and path != "/"):
+            raise Refused("pages of other sites are not served", HTTPStatus.FORBIDDEN)
 
     def _answer(self, name: str, parameters: dict[str, str]) -> None:
         status, body = HTTPStatus.OK, b""
