@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import random
+import re
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -211,7 +212,10 @@ def test_random_conversations_are_the_same_tokens_in_three_forms(worlds, chat_to
 
 EPISODES = 200
 TURNS = 3
-KINDS = ("plain", "slow", "vanishing", "lying")
+KINDS = ("plain", "slow", "vanishing", "lying", "failing")
+CLIENTS = (ChatClient, MessagesClient, ResponsesClient)
+NOBODY = Script("", False, [], [])
+ASKED_FOR = ("/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/inference/v1/generate", "/end")
 
 
 def request_of(where, path: str, body, key: str) -> bytes:
@@ -224,13 +228,20 @@ def request_of(where, path: str, body, key: str) -> bytes:
     return head.encode() + data
 
 
-def trickle(where, request: bytes, steps: int = 5) -> None:
-    """Send a request in pieces, then read the beginning of its answer."""
+def trickle(where, request: bytes, steps: int = 5):
+    """Send a request in pieces, and read its answer in pieces; the answer."""
     with socket.create_connection((where.hostname, where.port), timeout=WAIT) as line:
         for place in range(0, len(request), len(request) // steps + 1):
             line.sendall(request[place : place + len(request) // steps + 1])
             threading.Event().wait(0.01)
-        assert line.recv(4096).startswith(b"HTTP/1.1 200")
+        answer = http.client.HTTPResponse(line)
+        answer.begin()
+        assert answer.status == 200
+        data = b""
+        while piece := answer.read(100):
+            data += piece
+            threading.Event().wait(0.001)
+        return json.loads(data)
 
 
 def vanish(where, request: bytes) -> None:
@@ -241,13 +252,15 @@ def vanish(where, request: bytes) -> None:
 
 
 def lie(where, others: list[str], path: str, body) -> set[int]:
-    """Ask as somebody else; the statuses of the answers."""
+    """Ask as somebody else, and for somebody else; the statuses of the answers."""
     line, statuses = http.client.HTTPConnection(where.netloc, timeout=WAIT), set()
     own = where.path.split("/")[2]
     for other in others:
-        statuses.add(ask(line, f"/episodes/{other}/v1{path}", body, own)[0])
-    for key in ("none", own[:-1], "Sesame"):
+        for wanted in ASKED_FOR:
+            statuses.add(ask(line, f"/episodes/{other}{wanted}", body, own)[0])
+    for key in ("", "none", own[:-1], "Sesame"):
         statuses.add(ask(line, where.path + path, body, key)[0])
+        statuses.add(ask(line, f"/v1{path}", {**body, "model": others[0]}, key)[0])
         statuses.add(ask(line, "/episodes", {}, key)[0])
     line.close()
     return statuses
@@ -256,53 +269,78 @@ def lie(where, others: list[str], path: str, body) -> set[int]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_many_episodes_with_clients_that_misbehave_do_not_mix(worlds, chat_tokenizer, end_id):
-    """Each of 200 episodes at once hears its own turns alone; every id that was sampled is in its
-    stream, and trained.
+    """Each of 200 episodes at once hears its own turns alone, each once, behind exactly what it has heard before; every
+    id that was sampled is in its stream, and trained; nobody gets in without a token.
     """
-    paths = ("/chat/completions", "/messages", "/responses")
-    together, ids, statuses = threading.Barrier(EPISODES), [""] * EPISODES, set()
+    together, addresses = threading.Barrier(EPISODES), [""] * EPISODES
+    heard: list[list[str]] = [[] for _ in range(EPISODES)]
+    statuses: set[int] = set()
 
     def harness(row, base_url, api_key):
         number, where = row["number"], urlsplit(base_url)
-        kind, path = KINDS[number % len(KINDS)], paths[number % len(paths)]
-        ids[number] = api_key
+        kind, client = KINDS[number % len(KINDS)], CLIENTS[number % len(CLIENTS)](NOBODY, random.Random(number))
+        addresses[number] = where.path
         together.wait(WAIT)
         line = http.client.HTTPConnection(where.netloc, timeout=WAIT)
+        others = [addresses[(number + step) % EPISODES].split("/")[2] for step in (1, 2)]
         for place in range(TURNS):
-            key = "input" if path == "/responses" else "messages"
-            text = f"question {place} of {number}."
-            body = {"max_tokens": 99, key: [{"role": "user", "content": text}]}
+            client.say({}, f"question {place} of {number}.")
+            body = {**client.body(), "max_tokens": 99}
+            if kind == "lying":
+                statuses.update(lie(where, others, client.path, body))
+                body["model"] = others[0]
+            if kind == "vanishing":
+                vanish(where, request_of(where, client.path, body, api_key))
             if kind == "slow":
-                trickle(where, request_of(where, path, body, api_key))
-            elif kind == "vanishing":
-                vanish(where, request_of(where, path, body, api_key))
-            elif kind == "lying":
-                others = [ids[(number + step) % EPISODES] for step in (1, 2)]
-                statuses.update(lie(where, others, path, body))
-            status, answer = ask(line, where.path + path, body, api_key)
-            assert status == 200, answer
-            assert f"answer of {number}." in json.dumps(answer)
+                answer = trickle(where, request_of(where, client.path, body, api_key))
+            else:
+                status, answer = ask(line, where.path + client.path, body, api_key)
+                assert status == 200, answer
+            client.take(answer)
+            heard[number] += re.findall(r"answer \d+ of \d+\.", json.dumps(answer))
+            assert kind != "failing" or place == 0, "this client fails"
         line.close()
         return float(number)
 
     environment = worlds(harness, token="sesame", at_once=EPISODES, max_turns=99)
 
     def one(number: int):
-        text = f"answer of {number}."
-        turn = [*chat_tokenizer(text, add_special_tokens=False)["input_ids"], end_id]
+        def turn(place: int):
+            text = f"answer {place} of {number}."
+            return [*chat_tokenizer(text, add_special_tokens=False)["input_ids"], end_id], Finish.EOS
+
         prompt = Prompt(id=f"0/{number}", tokens=np.array([5]), text="Q", row={"number": number})
-        return play(environment, prompt, lambda _: (turn, Finish.EOS))
+        return play(environment, prompt, turn)
 
     with ThreadPoolExecutor(EPISODES) as pool:
         episodes = list(pool.map(one, range(EPISODES)))
     assert statuses == {401}
     for number, played in enumerate(episodes):
-        assert played.episode.reward == float(number), played.episode
-        turns = played.episode.turns
+        kind, turns = KINDS[number % len(KINDS)], played.episode.turns
+        if kind == "failing":
+            assert (played.finish, played.episode.reward) == (Finish.ERROR, None)
+        else:
+            assert played.episode.reward == float(number), played.episode
+        # Nothing is lost: every sampled id is in the stream, and trained.
         assert [played.tokens[turn.begin : turn.end] for turn in turns] == played.sampled
         assert sum(played.trained) == sum(map(len, played.sampled))
-        least = {"plain": TURNS, "lying": TURNS, "slow": 2 * TURNS, "vanishing": TURNS}
-        kind = KINDS[number % len(KINDS)]
-        assert len(turns) == least[kind] or (kind == "vanishing" and len(turns) >= TURNS)
-        for context in played.behind:
-            assert f"of {number}." in chat_tokenizer.decode(context)
+        drawn = [f"answer {place} of {number}." for place in range(len(turns))]
+        if kind == "vanishing":
+            assert len(heard[number]) == TURNS
+            assert heard[number] == [text for text in drawn if text in heard[number]]
+        else:
+            assert heard[number] == drawn
+            assert len(drawn) == (2 if kind == "failing" else TURNS)
+            for place in range(1, len(turns)):
+                before = [*played.behind[place - 1], *played.sampled[place - 1]]
+                assert played.behind[place][: len(before)] == before
+        # Nothing of another episode is in it.
+        for ids in (*played.behind, played.tokens):
+            assert set(re.findall(r" of (\d+)\.", chat_tokenizer.decode(ids))) == {str(number)}
+    # The key of an episode that is over opens nothing.
+    where = urlsplit(environment.endpoint.url)
+    line = http.client.HTTPConnection(where.netloc, timeout=WAIT)
+    for address in addresses[:20]:
+        body = {"messages": [{"role": "user", "content": "x"}]}
+        assert ask(line, f"{address}/chat/completions", body, address.split("/")[2])[0] == 401
+    line.close()
