@@ -218,7 +218,8 @@ class Episode:
     prompt_text: str = ""
     """The prompt as the policy saw it, where `reset` or the harness changed it; else empty."""
     state: Mapping[str, Any] | None = None
-    """Public attributes of the environment at its end, as JSON; for reward functions, not recorded.
+    """Public attributes of the environment at its end, as JSON, for reward functions.  A run
+    records of it the files that have changed, and the end of what was printed.
     """
 
 

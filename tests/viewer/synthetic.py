@@ -201,6 +201,50 @@ def make_episodes(folder: Path, texts: Sequence[str] = ()) -> Path:
     return folder
 
 
+def make_agents(folder: Path, texts: Sequence[str] = ()) -> Path:
+    """A run whose completions are episodes of agents: one with a title on the side, two agents and files; one that left nothing.
+
+    texts: what the agent prints, instead of harmless words.
+    """
+    make_run(folder, 1, evaluated=False, groups=1, size=2)
+    row = {"files": {"solution.py": "x = 1\n", "gone.py": "", "kept.py": "y"}}
+    prompt = Prompt(id="1/0", tokens=np.array([65]), text="Repair it.", row=row)
+    ids = lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.int64)  # noqa: E731
+    title, work, answer, done = "A title", "I look", "[x = 1]", "Done"
+    at = np.cumsum([0, *map(len, (title, work, answer, done))]).tolist()
+    call = ToolCall(name="bash", arguments='{"command": "cat solution.py"}', result="x = 1", seconds=0.5)
+    turns = (
+        Turn(begin=at[0], end=at[1], finish=Finish.EOS, side=True),
+        Turn(begin=at[1], end=at[2], finish=Finish.TOOL_CALLS, calls=(call,), answer="x = 1", seconds=0.5, wishes=("web_search",)),
+        Turn(begin=at[3], end=at[4], finish=Finish.EOS, agent=1),
+    )
+    branches = (Branch(begin=0, context=ids("Name it.")), Branch(begin=at[1], context=ids("Repair it.")))
+    files = {"solution.py": "x = 2\n", "new.py": "z = 3\n", "kept.py": "y"}
+    printed = texts[0] if texts else "all checks pass"
+    episodes = (
+        Episode(turns=turns, branches=branches, state={"files": files, "output": printed}),
+        Episode(turns=turns[:1], branches=branches[:1], state={"files": row["files"], "output": ""}),
+    )
+    rollouts = []
+    for index, episode in enumerate(episodes):
+        text = title if index else title + work + answer + done
+        tokens = ids(text)
+        trained = np.zeros(tokens.size, bool)
+        for turn in episode.turns:
+            trained[turn.begin : turn.end] = not turn.side
+        rollouts.append(
+            Rollout(
+                prompt=prompt, index=index, tokens=tokens, behavior_logp=np.full(tokens.size, -0.5), finish=Finish.DONE,
+                eos_ids=(256,), sampling=Sampling(), text=text, trained=trained, episode=episode,
+            )
+        )  # fmt: skip
+    reward = np.array([1.0, 0.0])
+    group = RolloutGroup(rollouts=tuple(rollouts), names=("code",), rewards=reward[:, None], reward=reward)
+    step = Step(number=1, metrics={}, groups=[group])
+    rollout_files.write(RunFiles(folder), rollout_files.ROLLOUTS, step, folder.name)
+    return folder
+
+
 def make_game(folder: Path, asked: str, openings: Sequence[str | tuple[str, ...]]) -> Path:
     """A run of one step whose groups are games of two completions.
 

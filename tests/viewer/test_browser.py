@@ -314,6 +314,24 @@ def test_episodes_are_turns_with_their_tools_and_their_time(viewer: Callable, ma
 
 
 @pytest.mark.slow
+def test_an_agents_episode_can_be_read_to_its_end(viewer: Callable, made: Any, tmp_path: Path, tab: Tab) -> None:
+    page = tab(viewer(made.make_agents(tmp_path / "agents", texts=[made.HOSTILE[0]])).address)
+    page.wait_for_selector("#c0 .turn")
+    summaries = page.locator("#c0 .turn.own > summary").all_inner_texts()
+    assert ["side conversation, not trained" in one for one in summaries] == [True, False, False]
+    assert ["without web_search" in one for one in summaries] == [False, True, False]
+    assert ["agent 2" in one for one in summaries] == [False, False, True]
+    page.locator("#c0 .turn.own > .turn.observed > summary").first.click()
+    assert page.locator("#c0 .turn.own > .turn.observed .said").first.inner_text() == "Name it."
+    assert page.locator("#c0 .turn.own .said .t.untrained").count() == len("A title[x = 1]")
+    left = page.locator("#c0 .turn.left").all_inner_texts()
+    assert [one.split("\n")[0] for one in left] == ["file gone.py is gone", "file new.py", "file solution.py", "printed at the end"]
+    assert "x = 2" in left[2]
+    assert made.HOSTILE[0].strip()[:10] in left[3]
+    assert page.locator("#c1 .turn.left").all_inner_texts() == ["no file was changed"]
+
+
+@pytest.mark.slow
 def test_what_reset_adds_is_read_with_the_prompt_and_splits_nothing(viewer: Callable, made: Any, tmp_path: Path, tab: Tab) -> None:
     game = made.make_game(tmp_path / "game", "Guess.{}", [" 1 to 8", (" 1 to 9", " 3 to 4")])
     page = tab(viewer(game).address)

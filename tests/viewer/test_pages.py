@@ -545,14 +545,37 @@ def test_an_episode_is_shown_turn_by_turn(made: Any, tmp_path: Path) -> None:
         ("divide", 0.5, "exception"),
     ]
     assert (turns[0]["truncated"], turns[0]["seconds"], turns[1]["reward"]) == (True, 1.0, 1.0)
-    assert other["episode"]["branches"] == [{"begin": other["episode"]["turns"][1]["begin"], "context": 11}]
+    (branch,) = other["episode"]["branches"]
+    assert (branch["begin"], branch["context"]) == (other["episode"]["turns"][1]["begin"], 11)
     assert other["finish"] == other["episode"]["turns"][1]["finish"] == "deadline"
+
+
+def test_an_episode_of_an_agent_says_what_is_trained_and_what_it_left(made: Any, tmp_path: Path) -> None:
+    opened = pages_of(made.make_agents(tmp_path / "agents"))
+    one, other = opened.answer("group", {"run": "0", "step": "1", "group": "0"})["completions"]
+    turns = one["episode"]["turns"]
+    assert [(turn["side"], turn["agent"], turn["wishes"]) for turn in turns] == [
+        (True, 0, []),
+        (False, 0, ["web_search"]),
+        (False, 1, []),
+    ]
+    assert "".join(one["tokens"][place] for place in one["untrained"]) == "A title[x = 1]"
+    contexts = [(branch["begin"], branch["text"]) for branch in one["episode"]["branches"]]
+    assert contexts == [(0, "Name it."), (turns[1]["begin"], "Repair it.")]
+    assert one["episode"]["left"] == {
+        "files": [["gone.py", None], ["new.py", "z = 3\n"], ["solution.py", "x = 2\n"]],
+        "output": "all checks pass",
+    }
+    assert other["episode"]["left"] == {"files": [], "output": ""}
 
 
 def test_long_texts_of_an_episode_are_cut(made: Any, tmp_path: Path) -> None:
     opened = pages_of(made.make_episodes(tmp_path / "long", texts=["x" * 50_000]))
     turn = opened.answer("group", {"run": "0", "step": "1", "group": "0"})["completions"][0]["episode"]["turns"][0]
     assert len(turn["answer"]) == len(turn["calls"][0]["result"]) == 6000
+    opened = pages_of(made.make_agents(tmp_path / "agents", texts=["a" * 9000 + "b" * 3000]))
+    left = opened.answer("group", {"run": "0", "step": "1", "group": "0"})["completions"][0]["episode"]["left"]
+    assert left["output"] == "a" * 1000 + "b" * 3000
 
 
 EASY, HARD = " The number is between 1 and 8.", " The number is between 1 and 9."

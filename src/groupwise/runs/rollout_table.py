@@ -87,6 +87,8 @@ _OF_TOKENS = (
     "signals/",
     "update/",
 )
+MOST_FILES, LONGEST_FILE = 20, 4000
+"""How many files of an episode's end are recorded, and how many characters of each."""
 _ALWAYS = (
     "group",
     "index",
@@ -247,7 +249,7 @@ def _completion_values(step: Step, place: int, index: int) -> dict[str, Any]:
     if rollout.support is not None:
         values["support"] = list(rollout.support)
     if rollout.episode is not None:
-        values["episode"] = _episode_text(rollout.episode)
+        values["episode"] = _episode_text(rollout.episode, prompt.row)
     return values
 
 
@@ -521,9 +523,9 @@ def _rollout(row: Mapping[str, Any], prompt: Prompt, kinds: Mapping[str, Any]) -
     )
 
 
-def _episode_text(episode: Episode) -> str:
-    """An episode as JSON, for `_episode`."""
-    fields = {
+def _episode_text(episode: Episode, row: Mapping[str, Any]) -> str:
+    """An episode as JSON, for `_episode`.   row: of the data."""
+    fields: dict[str, Any] = {
         "turns": [asdict(turn) for turn in episode.turns],
         "messages": episode.messages,
         "branches": [asdict(branch) for branch in episode.branches],
@@ -532,7 +534,39 @@ def _episode_text(episode: Episode) -> str:
         "opening": episode.opening,
         "prompt_text": episode.prompt_text,
     }
+    left = _left_behind(episode, row)
+    if left:
+        fields["left"] = left
     return _encodable(_json(fields))
+
+
+def _left_behind(episode: Episode, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a person reads of an episode's end: the files that are not as the row gave them,
+    and the end of what was printed.
+    """
+    state = episode.state or {}
+    left: dict[str, Any] = {}
+    files, given = state.get("files"), row.get("files")
+    if isinstance(files, Mapping):
+        left["files"] = _changed(files, given if isinstance(given, Mapping) else {})
+    output = state.get("output")
+    if isinstance(output, str) and output:
+        left["output"] = output[-LONGEST_FILE:]
+    return left
+
+
+def _changed(files: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, str | None]:
+    """Return the beginning of each file that is not as it was given; None for one that is gone."""
+    changed: dict[str, str | None] = {}
+    for name in sorted({*files, *given}):
+        text = files.get(name)
+        if text == given.get(name) or len(changed) == MOST_FILES:
+            continue
+        if text is None:
+            changed[name] = None
+        elif isinstance(text, str):
+            changed[name] = text[:LONGEST_FILE]
+    return changed
 
 
 _TURNS = TypeAdapter(tuple[Turn, ...])

@@ -281,7 +281,7 @@ def _completion(
     if isinstance(episode, dict):
         # One of another form than a run writes is left out.
         with suppress(KeyError, TypeError, ValueError, AttributeError):
-            shown["episode"] = _episode(episode)
+            shown["episode"] = _episode(episode, known)
     if ids is None or known is None:
         if isinstance(episode, dict) and isinstance(episode.get("messages"), list):
             shown["messages"] = episode["messages"]
@@ -312,6 +312,14 @@ def _text(value: Any) -> str:
     return str(value or "")[:CHARACTERS]
 
 
+def _texts(values: Any) -> list[str]:
+    return [_text(value) for value in values or ()]
+
+
+def _number(value: Any) -> int:
+    return int(value or 0)
+
+
 def _finite(value: Any) -> float | None:
     if isinstance(value, (int, float)) and math.isfinite(value):
         return float(value)
@@ -327,23 +335,36 @@ TURN = {
     "seconds": _finite,
     "truncated": bool,
     "reward": _finite,
+    "side": bool,
+    "agent": _number,
+    "wishes": _texts,
 }
 """What is shown of a call and of a turn, and how it is read: of long texts the beginning."""
 
 
-def _episode(episode: Mapping[str, Any]) -> Json:
-    """Return an episode (`records.Episode`) as it is shown, without the ids of contexts."""
+def _episode(episode: Mapping[str, Any], known: Vocabulary | None) -> Json:
+    """Return an episode (`records.Episode`) as it is shown: contexts as text, where the vocabulary
+    is known, and not as ids.
+    """
     turns = []
     for turn in episode.get("turns") or ():
         calls = [_fields(CALL, call) for call in turn.get("calls") or ()]
         turns.append(_fields(TURN, turn) | {"calls": calls})
     branches = []
     for branch in episode.get("branches") or ():
-        # A context of the first token is the prompt that `reset` wrote: nothing was split.
-        if int(branch["begin"]) > 0:
-            context = len(branch.get("context") or ())
-            branches.append({"begin": int(branch["begin"]), "context": context})
+        # A context of the first token is the prompt that is shown: nothing was split.  The prompt
+        # of a side conversation is not.
+        if int(branch["begin"]) > 0 or (turns and turns[0]["side"]):
+            context = branch.get("context") or ()
+            text = "" if known is None else "".join(known.texts(context[-CHARACTERS:]))
+            branches.append({"begin": int(branch["begin"]), "context": len(context), "text": text})
     whole = _fields({"reward": _finite, "environment": _text}, episode)
+    left = episode.get("left")
+    if isinstance(left, Mapping):
+        files = []
+        for name, text in (left.get("files") or {}).items():
+            files.append([_text(name), None if text is None else _text(text)])
+        whole["left"] = {"files": files, "output": str(left.get("output") or "")[-CHARACTERS:]}
     return {"turns": turns, "branches": branches, **whole}
 
 

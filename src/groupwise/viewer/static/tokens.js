@@ -389,10 +389,25 @@ function episodeOf(completion, text) {
       .map((one) =>
         h("span", {
           class: "fact warn",
-          title: "from here on the tokens were drawn behind other ids than those before them: the chat template rewrote the past",
+          title:
+            "from here on the tokens were drawn behind other ids than those before them: " +
+            "another conversation begins, or the chat template rewrote the past",
           text: `split: drawn behind ${many(one.context, "token")} of its own`,
         }),
       );
+  const contexts = (begin, end) =>
+    branches
+      .filter((one) => one.begin >= begin && one.begin < end && one.text)
+      .map((one) =>
+        h(
+          "details",
+          { class: "turn observed" },
+          h("summary", {}, h("b", { text: "drawn behind" }), h("span", { text: many(one.context, "token") })),
+          h("div", { class: "said", dir: "auto" }, ...visible(one.text)),
+        ),
+      );
+  const unread = (place) => (branches.some((one) => one.begin === place) ? "read behind other ids" : "not read by the policy");
+  const agents = new Set(turns.map((turn) => turn.agent)).size;
   const observed = (begin, end, turn) => {
     if (end <= begin && !turn?.answer) return null;
     const said = h("div", { class: "said", dir: "auto" });
@@ -405,7 +420,7 @@ function episodeOf(completion, text) {
         "summary",
         {},
         h("b", { text: turn ? "answer" : "opening" }),
-        h("span", { text: end > begin ? many(end - begin, "token") : "not read by the policy" }),
+        h("span", { text: end > begin ? many(end - begin, "token") : unread(end) }),
         turn?.truncated ? h("span", { class: "fact warn", text: "cut to the limit" }) : null,
       ),
       said,
@@ -437,8 +452,20 @@ function episodeOf(completion, text) {
               })
             : null,
           turn.reward !== null ? h("span", { class: "fact", text: `reward ${fmt(turn.reward)}` }) : null,
+          agents > 1 ? h("span", { class: "fact", text: `agent ${turn.agent + 1}` }) : null,
+          turn.side
+            ? h("span", {
+                class: "fact",
+                title: "a conversation beside the work, such as a title: it is served, and its tokens are not trained",
+                text: "side conversation, not trained",
+              })
+            : null,
+          (turn.wishes || []).map((wish) =>
+            h("span", { class: "fact", title: "the agent asked for it, and it was not served", text: `without ${wish}` }),
+          ),
           splits(turn.begin, next),
         ),
+        contexts(turn.begin, next),
         said,
         turn.calls.map(callOf),
         turn.seconds > 0 ? timeOf(turn, slowest) : null,
@@ -446,7 +473,23 @@ function episodeOf(completion, text) {
       ),
     );
   });
+  if (completion.episode.left) text.append(...leftBehind(completion.episode.left));
   return places.sort((a, b) => a[0] - b[0]);
+}
+
+/** What an episode left behind: the files that it changed, and the end of what was printed. */
+function leftBehind(left) {
+  const folds = left.files.map(([name, text]) => (text === null ? [`file ${name} is gone`, ""] : [`file ${name}`, text]));
+  if (left.output) folds.push(["printed at the end", left.output]);
+  if (!left.files.length) folds.unshift(["no file was changed", ""]);
+  return folds.map(([name, text]) =>
+    h(
+      "details",
+      { class: "turn left", open: text.length < 1000 },
+      h("summary", {}, h("b", {}, ...visible(name))),
+      h("pre", {}, ...visible(text)),
+    ),
+  );
 }
 
 /** The element that token `i` goes to. */
