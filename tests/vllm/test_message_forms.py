@@ -1,119 +1,68 @@
-"""Messages and Responses as vLLM answers them, and as the endpoint does: field by field, event by event."""
+"""What `message_forms.json` holds is what vLLM answers; the fast tests hold the endpoint's answers against it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
 
-import httpx
+import message_forms as forms
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from groupwise.environments.chat_codec import ChatCodec, ChatResponse
-from groupwise.environments.endpoint import Endpoint
-from groupwise.environments.requests import ChatRequest, SampledTokens, TurnRequest
-from groupwise.records import Finish
+from .conftest import start_server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-HI = [{"role": "user", "content": "1+1"}]
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/messages": {"max_tokens": 4, "messages": HI},
-    "/v1/messages/count_tokens": {"messages": HI},
-    "/v1/responses": {"max_output_tokens": 4, "input": HI},
-}
-OURS_ALONE = {"stop_sequence", "metadata", "logprobs"}
-"""Fields that vLLM leaves out where they are null or empty; the APIs have them."""
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+PARSERS = ("--", "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3")
 
 
-class Fixed:
-    """An episode whose turns are four tokens."""
-
-    def __init__(self, codec: ChatCodec) -> None:
-        self.codec = codec
-
-    def render(self, request: ChatRequest) -> TurnRequest:
-        ids, _ = self.codec.render(request)
-        return TurnRequest(ids, request)
-
-    def draw(self, request: TurnRequest) -> Future[SampledTokens]:
-        done: Future[SampledTokens] = Future()
-        done.set_result(SampledTokens([7, 8, 9, 7], [-0.1] * 4, Finish.LENGTH, 0))
-        return done
-
-    def respond(self, request: ChatRequest, thinking: bool, sampled: SampledTokens) -> ChatResponse:
-        return self.codec.read(sampled, request, thinking, ())
+def save_scripted_model(folder: Path) -> None:
+    """A Llama without attention or MLP: its head reads the last token alone."""
+    tokenizer = forms.scripted_tokenizer()
+    following = forms.successors(tokenizer)
+    width = 64
+    assert len(following) <= width
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=width,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=forms.CONTEXT,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("embed_tokens.weight", "lm_head.weight", "o_proj.weight", "down_proj.weight")):
+                parameter.zero_()
+        for place, (id, next_id) in enumerate(following.items()):
+            model.get_input_embeddings().weight[id, place] = 1.0
+            model.get_output_embeddings().weight[next_id, place] = 10.0
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
-def addresses(serving: Any) -> Iterator[tuple[str, str]]:
-    """Where we answer, and where vLLM does."""
-    policy = serving.policy
-    codec = ChatCodec(policy.tokenizer, policy.eos_ids)
-    episodes = {"known": Fixed(codec)}
-    endpoint = Endpoint(episodes.get, name="m", context=policy.context, vocabulary=policy.vocabulary)
-    with endpoint:
-        yield f"{endpoint.url}/episodes/known", serving.url
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Where vLLM serves the scripted model."""
+    folder = tmp_path_factory.mktemp("scripted")
+    save_scripted_model(folder / "model")
+    with start_server(folder / "model", folder / "log", *PARSERS) as (url, _):
+        yield url
 
 
-def ask(address: str, path: str, **more: Any) -> httpx.Response:
-    name = httpx.get(f"{address}/v1/models").json()["data"][0]["id"]
-    answer = httpx.post(f"{address}{path}", json={"model": name, **BODIES[path], **more}, timeout=120)
-    assert answer.status_code == 200, answer.text
-    return answer
-
-
-def events(answer: httpx.Response) -> list[dict[str, Any]]:
-    """The events of a stream, a text that came in several pieces as one."""
-    found: list[dict[str, Any]] = []
-    for line in answer.text.splitlines():
-        if not line.startswith("data: {"):
-            continue
-        event = json.loads(line.removeprefix("data: "))
-        if not found or found[-1]["type"] != event["type"] or "delta" not in event["type"]:
-            found.append(event)
-    return found
-
-
-def kinds(value: Any) -> Any:
-    """The types of a JSON value's parts."""
-    if isinstance(value, Mapping):
-        return {key: kinds(one) for key, one in value.items() if one is not None}
-    if isinstance(value, list):
-        return [kinds(one) for one in value[:1]]
-    return "number" if isinstance(value, int | float) else type(value).__name__
-
-
-def assert_within(ours: Any, reference: Any, where: str) -> None:
-    """Every field of ours is one of the reference's, of the same type."""
-    if isinstance(ours, Mapping):
-        assert isinstance(reference, Mapping), where
-        for key, value in ours.items():
-            if key not in OURS_ALONE:
-                assert key in reference, f"{where}.{key} is not in {sorted(reference)}"
-                assert_within(value, reference[key], f"{where}.{key}")
-    elif isinstance(ours, list):
-        if ours and reference:
-            assert_within(ours[0], reference[0], f"{where}[0]")
-    else:
-        assert ours == reference, where
-
-
-@pytest.mark.parametrize("path", BODIES)
-def test_an_answer_has_the_fields_of_vllms(addresses: tuple[str, str], path: str) -> None:
-    ours, reference = (ask(address, path).json() for address in addresses)
-    if path.endswith("count_tokens"):
-        assert ours == {"input_tokens": reference["input_tokens"]}
-        return
-    assert_within(kinds(ours), kinds(reference), path)
-    for key in ("type", "role", "object", "stop_reason", "status", "incomplete_details"):
-        assert ours.get(key) == reference.get(key), key
-    assert ours["usage"]["input_tokens"] == reference["usage"]["input_tokens"]
-
-
-@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
-def test_events_come_in_the_order_of_vllms(addresses: tuple[str, str], path: str) -> None:
-    ours, reference = (events(ask(address, path, stream=True)) for address in addresses)
-    assert [event["type"] for event in ours] == [event["type"] for event in reference]
-    for one, other in zip(ours, reference, strict=True):
-        assert_within(kinds(one), kinds(other), one["type"])
+def test_vllm_answers_as_it_was_recorded(address: str, tmp_path: Path) -> None:
+    """If it does not any more: read the new answers, and put the file in the old one's place."""
+    model = forms.model_of(address)
+    answers = {name: case.asked(address, model) for name, case in forms.cases().items()}
+    text = json.dumps(answers, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
+    (tmp_path / forms.RECORDED.name).write_text(text, encoding="utf-8")
+    recorded = json.loads(forms.RECORDED.read_text(encoding="utf-8"))
+    changed = [name for name in {**answers, **recorded} if answers.get(name) != recorded.get(name)]
+    assert not changed, f"{changed}: see {tmp_path / forms.RECORDED.name}"

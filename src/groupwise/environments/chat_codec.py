@@ -60,8 +60,12 @@ class ServedTurn:
     """Tokens that it was drawn behind."""
     sampled: SampledTokens
     response: ChatResponse
+    reasoning: int
+    """Tokens up to the end of its reasoning."""
 
 
+REASONING_ENDS = ("</think>", "<|end|>")
+"""What ends a turn's reasoning in the forms of all families."""
 PROBE = "zq7system"
 """Stands for a system message where the template is asked what it does with one."""
 
@@ -274,6 +278,13 @@ class ChatCodec:
         message = {**message, "content": parsed.written or (None if calls else "")}
         reason = "tool_calls" if calls else "length" if sampled.finish is Finish.LENGTH else "stop"
         return ChatResponse(message, parsed.calls, reason)
+
+    def reasoning_tokens(self, sampled: SampledTokens, response: ChatResponse) -> int:
+        """Return how many tokens a turn has up to the end of its reasoning."""
+        if not response.message.get("reasoning_content"):
+            return 0
+        ended = self.stop_in(sampled.tokens, REASONING_ENDS)
+        return len(sampled.tokens) if ended is None else ended[0]
 
 
 def recorded(

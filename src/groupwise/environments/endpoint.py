@@ -291,7 +291,8 @@ class _EndpointHandler(Handler):
         turn = session.render(self._noted(request))
         sampled = self._wait(session.draw(turn))
         response = session.respond(request, turn.thinking, sampled)
-        return ServedTurn(request, int(turn.context.size), sampled, response)
+        reasoning = session.codec.reasoning_tokens(sampled, response)
+        return ServedTurn(request, int(turn.context.size), sampled, response, reasoning)
 
     def _noted(self, request: ChatRequest) -> ChatRequest:
         """The request with the session that its header names; warns of what nobody knows."""
@@ -411,6 +412,7 @@ def chat_answer(turn: ServedTurn, codec: ChatCodec) -> dict[str, Any]:
             "prompt_tokens": turn.context,
             "completion_tokens": written,
             "total_tokens": turn.context + written,
+            "completion_tokens_details": {"reasoning_tokens": turn.reasoning},
         },
     }
 
@@ -422,6 +424,7 @@ def as_stream(answer: Mapping[str, Any], *, usage: bool) -> bytes:
         "object": "chat.completion.chunk",
         "created": answer["created"],
         "model": answer["model"],
+        "system_fingerprint": answer["system_fingerprint"],
     }
     (choice,) = answer["choices"]
     delta = dict(choice["message"])

@@ -601,6 +601,7 @@ class HarnessEpisode:
         turn, drawn = turns[which], self._drawn[which]
         seconds = time.monotonic() - drawn.at
         texts = {message.get("tool_call_id"): str(message["content"]) for message in messages or ()}
+        share = seconds / max(1, len(turn.calls))  # when each has ended the harness alone knows
         turns[which] = replace(
             turn,
             seconds=seconds,
@@ -610,7 +611,7 @@ class HarnessEpisode:
                 else "\n".join(str(message["content"]) for message in messages)
             ),
             calls=tuple(
-                replace(call, result=texts.get(name, call.result), seconds=seconds)
+                replace(call, result=texts.get(name, call.result), seconds=share)
                 for name, call in zip(drawn.call_ids, turn.calls, strict=True)
             ),
         )

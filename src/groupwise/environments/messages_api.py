@@ -232,8 +232,7 @@ def message_events(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
             events.append({"type": "content_block_delta", "index": index, "delta": delta})
         events.append({"type": "content_block_stop", "index": index})
     ending = {key: answer[key] for key in ("stop_reason", "stop_sequence")}
-    output = {"output_tokens": usage["output_tokens"]}
-    events.append({"type": "message_delta", "delta": ending, "usage": output})
+    events.append({"type": "message_delta", "delta": ending, "usage": usage})
     events.append({"type": "message_stop"})
     return events
 

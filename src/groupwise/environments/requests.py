@@ -19,6 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import numpy as np
 from pydantic import (
     AfterValidator,
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -251,7 +252,9 @@ class _MessagePart(_Part):
     content: Annotated[str, BeforeValidator(_text)] = ""
     name: str | None = None
     tool_call_id: str | None = None
-    reasoning_content: str | None = None
+    reasoning_content: Annotated[
+        str | None, Field(validation_alias=AliasChoices("reasoning_content", "reasoning"))
+    ] = None
     tool_calls: list[_CallPart] | None = None
 
     @model_validator(mode="after")

@@ -124,9 +124,9 @@ def _tools(body: Mapping[str, Any], wishes: list[str]) -> list[dict[str, Any]]:
     """The client's functions.  Any other kind of tool is noted as a wish."""
     tools = []
     for place, tool in enumerate(objects_in(body.get("tools") or [], "tools")):
-        kind = tool.get("type")
+        kind = string_in(tool, "type", f"tools[{place}]")
         if kind != "function":
-            wishes.append(str(kind))
+            wishes.append(kind)
             continue
         if tool.get("strict"):
             wishes.append("strict")
@@ -160,7 +160,7 @@ def responses_answer(turn: ServedTurn, body: Mapping[str, Any]) -> dict[str, Any
             "input_tokens": turn.context,
             "input_tokens_details": {"cached_tokens": 0},
             "output_tokens": written,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": turn.reasoning},
             "total_tokens": turn.context + written,
         },
     }

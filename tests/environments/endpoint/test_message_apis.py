@@ -149,6 +149,13 @@ def test_a_conversation_is_the_same_request_in_three_forms():
     assert (messages.max_tokens, responses.max_tokens) == (9, 9)
 
 
+def test_reasoning_is_read_under_both_of_its_names():
+    """DeepSeek's, which chat templates read, and that of vLLM."""
+    changed = copy.deepcopy(CHAT)
+    changed["messages"][2]["reasoning"] = changed["messages"][2].pop("reasoning_content")
+    assert read_chat_request(changed).messages == read_chat_request(CHAT).messages
+
+
 @pytest.mark.parametrize(
     ("form", "change"),
     [
@@ -241,6 +248,7 @@ def test_wishes_are_noted_and_change_nothing(form, change, wishes):
         ),
         ("/responses", {"input": [{"type": "function_call", "name": "add"}]}, "arguments"),
         ("/responses", {"input": "x", "previous_response_id": "r"}, "previous_response_id"),
+        ("/responses", {"input": "x", "tools": [{"name": "add"}]}, "tools[0].type must be a string"),
         ("/responses", {"input": "x", "background": True}, "background"),
         ("/responses", {"input": "x", "temperature": 0.3}, "temperature is 0.3"),
         ("/responses", {"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
@@ -322,7 +330,7 @@ output_item.added function_call_arguments.delta function_call_arguments.done out
 completed"""
 
 
-def test_events_come_in_the_order_of_the_apis(worlds, says, a_prompt):
+def test_events_come_in_the_order_of_the_apis(worlds, says, a_prompt, chat_tokenizer):
     streams = {}
 
     def harness(base_url):
@@ -344,7 +352,10 @@ def test_events_come_in_the_order_of_the_apis(worlds, says, a_prompt):
     assert messages[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
     assert messages[0]["message"]["usage"]["input_tokens"] > 0
     assert messages[-2]["usage"]["output_tokens"] == len(played.sampled[0])
+    assert messages[-2]["usage"]["input_tokens"] == messages[0]["message"]["usage"]["input_tokens"]
     last = responses[-1]["response"]
+    thought = chat_tokenizer("<think>\nhm\n</think>", add_special_tokens=False)["input_ids"]
+    assert last["usage"]["output_tokens_details"] == {"reasoning_tokens": len(thought)}
     assert [item["type"] for item in last["output"]] == ["reasoning", "message", "function_call"]
     done = [event["item"] for event in responses if event["type"].endswith("item.done")]
     assert done == last["output"]
@@ -635,8 +646,40 @@ def test_openais_client_reads_the_same_streamed_and_not(worlds, says, a_prompt, 
 
 
 @pytest.mark.parametrize("kind", TEXTS)
+def test_openais_client_reads_chat_completions_the_same_streamed_and_not(worlds, says, a_prompt, kind):
+    read, seen = [], []
+
+    def harness(base_url):
+        ask = plain_openai(base_url).chat.completions
+        body = {"model": "m", "messages": [HI], "tools": [ADD]}
+        read.append(ask.create(**body))
+        with ask.stream(**body, stream_options={"include_usage": True}) as stream:
+            seen.extend(event.type for event in stream)
+            read.append(stream.get_final_completion())
+        return 1
+
+    played = play(worlds(harness), a_prompt, says(TEXTS[kind], TEXTS[kind]))
+    assert played.episode.reward == 1.0
+    messages = []
+    for one in read:
+        (choice,) = one.choices
+        message = choice.message.model_dump(exclude_none=True)
+        message.pop("parsed", None)
+        for call in message.get("tool_calls", ()):
+            call.pop("id")  # ids differ between turns
+            call.pop("index", None)
+            call["function"].pop("parsed_arguments", None)
+        messages.append((message, choice.finish_reason, one.usage))
+    assert messages[0] == messages[1]
+    assert (messages[0][0].get("content") or "") == CONTENT[kind]
+    calls = [json.loads(call["function"]["arguments"]) for call in messages[0][0].get("tool_calls", ())]
+    assert calls == [ARGUMENTS] * TEXTS[kind].count("<tool_call>")
+    assert seen.count("tool_calls.function.arguments.done") == len(calls)
+
+
+@pytest.mark.parametrize("kind", TEXTS)
 def test_anthropics_client_reads_the_same_streamed_and_not(worlds, says, a_prompt, kind):
-    anthropic = pytest.importorskip("anthropic", reason="Anthropic's client is not installed")
+    anthropic = pytest.importorskip("anthropic", reason="Anthropic's client is not installed (pip install anthropic)")
     read = []
 
     def harness(base_url):
