@@ -124,6 +124,8 @@ def test_every_id_on_disk_was_sampled_and_is_trained_or_a_side_calls(
     assert step.metrics["episodes/side_calls"] * len(rollouts) == side_calls
     assert side_calls == (4 if agent == "opencode" else 0)
     assert step.metrics["reward"] == 1.0
+    for text in gw.read_rollouts(tmp_path / "run")["episode"]:
+        assert json.loads(text)["left"]["files"] == {"solution.py": "x = 2\n"}
 
 
 def context_of(rollout: Any, turn: Any) -> np.ndarray:
