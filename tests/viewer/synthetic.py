@@ -213,10 +213,11 @@ def make_agents(folder: Path, texts: Sequence[str] = ()) -> Path:
     title, work, answer, done = "A title", "I look", "[x = 1]", "Done"
     at = np.cumsum([0, *map(len, (title, work, answer, done))]).tolist()
     call = ToolCall(name="bash", arguments='{"command": "cat solution.py"}', result="x = 1", seconds=0.5)
+    unread = ToolCall(name="bash", arguments='{"command": "exit"}', result="", seconds=0.0)
     turns = (
         Turn(begin=at[0], end=at[1], finish=Finish.EOS, side=True),
         Turn(begin=at[1], end=at[2], finish=Finish.TOOL_CALLS, calls=(call,), answer="x = 1", seconds=0.5, wishes=("web_search",)),
-        Turn(begin=at[3], end=at[4], finish=Finish.EOS, agent=1),
+        Turn(begin=at[3], end=at[4], finish=Finish.TOOL_CALLS, agent=1, calls=(unread,)),
     )
     branches = (Branch(begin=0, context=ids("Name it.")), Branch(begin=at[1], context=ids("Repair it.")))
     files = {"solution.py": "x = 2\n", "new.py": "z = 3\n", "kept.py": "y"}

@@ -320,10 +320,14 @@ def test_an_agents_episode_can_be_read_to_its_end(viewer: Callable, made: Any, t
     summaries = page.locator("#c0 .turn.own > summary").all_inner_texts()
     assert ["side conversation, not trained" in one for one in summaries] == [True, False, False]
     assert ["without web_search" in one for one in summaries] == [False, True, False]
+    assert ["another conversation: drawn behind" in one for one in summaries] == [True, True, False]
     assert ["agent 2" in one for one in summaries] == [False, False, True]
     page.locator("#c0 .turn.own > .turn.observed > summary").first.click()
     assert page.locator("#c0 .turn.own > .turn.observed .said").first.inner_text() == "Name it."
     assert page.locator("#c0 .turn.own .said .t.untrained").count() == len("A title[x = 1]")
+    calls = page.locator("#c0 .call").all_inner_texts()
+    assert ["no answer was read" in one for one in calls] == [False, True]
+    assert "500 ms" in calls[0]
     left = page.locator("#c0 .turn.left").all_inner_texts()
     assert [one.split("\n")[0] for one in left] == ["file gone.py is gone", "file new.py", "file solution.py", "printed at the end"]
     assert "x = 2" in left[2]

@@ -383,16 +383,16 @@ function episodeOf(completion, text) {
   const { turns, branches } = completion.episode;
   const places = [];
   const slowest = Math.max(...turns.map((turn) => turn.seconds || 0), 1e-9);
-  const splits = (begin, end) =>
+  const splits = (begin, end, another) =>
     branches
       .filter((one) => one.begin >= begin && one.begin < end)
       .map((one) =>
         h("span", {
-          class: "fact warn",
+          class: another ? "fact" : "fact warn",
           title:
             "from here on the tokens were drawn behind other ids than those before them: " +
             "another conversation begins, or the chat template rewrote the past",
-          text: `split: drawn behind ${many(one.context, "token")} of its own`,
+          text: `${another ? "another conversation" : "split"}: drawn behind ${many(one.context, "token")} of its own`,
         }),
       );
   const contexts = (begin, end) =>
@@ -463,7 +463,7 @@ function episodeOf(completion, text) {
           (turn.wishes || []).map((wish) =>
             h("span", { class: "fact", title: "the agent asked for it, and it was not served", text: `without ${wish}` }),
           ),
-          splits(turn.begin, next),
+          splits(turn.begin, next, turn.side || turns[i - 1]?.side),
         ),
         contexts(turn.begin, next),
         said,
@@ -503,6 +503,7 @@ function placeOf(places, i) {
 
 /** A call of a tool: what was asked, what came of it. */
 function callOf(call) {
+  const answered = call.seconds > 0 || call.result || call.failure;
   return h(
     "div",
     { class: call.failure ? "call failed" : "call" },
@@ -510,7 +511,8 @@ function callOf(call) {
       "div",
       { class: "line" },
       h("b", {}, ...visible(call.name || "a call that cannot be read")),
-      call.seconds !== null ? h("span", { class: "soft", text: shortTime(call.seconds) }) : null,
+      answered ? null : h("span", { class: "soft", text: "no answer was read" }),
+      answered && call.seconds !== null ? h("span", { class: "soft", text: shortTime(call.seconds) }) : null,
       call.failure ? h("span", { class: "fact warn", text: call.failure }) : null,
     ),
     h("pre", {}, ...visible(call.arguments)),
