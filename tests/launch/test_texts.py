@@ -230,6 +230,23 @@ def test_servers_have_room_for_the_recipes_adapter(words: list[str], rank: int, 
     assert found == ({rank} if rank else set())
 
 
+def test_servers_of_a_model_without_adapters_get_merged_weights(tmp_path: Path) -> None:
+    """vLLM would end when it has loaded the model."""
+    model_folder("a model", tmp_path / "m")
+    for kind, found in (("llama", True), ("gpt2", False)):
+        (tmp_path / "m" / "config.json").write_text(f'{{"model_type": "{kind}"}}')
+        made = text("slurm", f"model.path={tmp_path / 'm'}", "model.lora={rank: 8}")
+        assert ("--lora-rank=8" in made) == found
+
+
+@pytest.mark.parametrize("key", ["rollout.engine={patience: 900}", "rollout.engine={full_every: 20}"])
+def test_keys_of_running_servers_are_for_launched_ones_too(key: str) -> None:
+    """A large model takes longer to load than the default patience."""
+    assert key in text("slurm", key).replace("'", "")
+    with pytest.raises(ConfigError, match=r"rollout\.engine"):
+        text("slurm", key, ALONE)
+
+
 def model_folder(kind: str, folder: Path) -> None:
     if kind == "no model":
         folder.mkdir()

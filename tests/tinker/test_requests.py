@@ -259,8 +259,9 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path, tiny_model: 
 @pytest.mark.parametrize(
     ("words", "wrong"),
     [
-        (["--cache", "4G"], "--cache, and what stands behind --, are for vLLM"),
-        (["--", "--tensor-parallel-size", "2"], "--cache, and what stands behind --, are for vLLM"),
+        (["--quantization", "fp8"], "--cache, --quantization, and what stands behind --, are for vLLM"),
+        (["--cache", "4G"], "--cache, --quantization, and what stands behind --, are for vLLM"),
+        (["--", "--tensor-parallel-size", "2"], "--cache, --quantization, and what stands behind --, are for vLLM"),
         (["--dtype", "int8"], "--dtype must be float32 or bfloat16"),
     ],
 )

@@ -29,6 +29,7 @@ EXAMPLES = (
     ),
 )
 LARGEST_RANK = 64
+MODELS, CHECKPOINTS = 2, "tinker"
 TOKEN = "GROUPWISE_TINKER_TOKEN"
 """Environment variable with the token that requests must bring."""
 
@@ -82,15 +83,13 @@ def arguments(command: argparse.ArgumentParser) -> None:
     tinker.add_argument(
         "--models",
         type=typed.positive,
-        default=2,
         metavar="N",
-        help="models in training at the same time (default %(default)s)",
+        help=f"models in training at the same time (default {MODELS})",
     )
     tinker.add_argument(
         "--checkpoints",
-        default="tinker",
         metavar="FOLDER",
-        help="where clients' checkpoints are saved (default %(default)s)",
+        help=f"where clients' checkpoints are saved (default {CHECKPOINTS})",
     )
     command.set_defaults(more=[])
 
@@ -98,6 +97,7 @@ def arguments(command: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Become the server."""
     if not options.tinker:
+        _check_vllm(options)
         _become_vllm(options)
     return _serve_tinker(options)
 
@@ -130,11 +130,11 @@ def _serve_tinker(options: argparse.Namespace) -> int:
     _check_tinker(options)
     settings = TinkerSettings(
         model=options.model,
-        root=expanded(options.checkpoints),
+        root=expanded(options.checkpoints or CHECKPOINTS),
         dtype=options.dtype or "float32",
         full=options.full,
         largest_rank=options.lora_rank or LARGEST_RANK,
-        models=options.models,
+        models=options.models or MODELS,
         rows=options.rows,
     )
     service = TinkerService(settings)
@@ -150,9 +150,17 @@ def _serve_tinker(options: argparse.Namespace) -> int:
     return 0
 
 
+def _check_vllm(options: argparse.Namespace) -> None:
+    """Raise ConfigError for options that belong to --tinker."""
+    if options.full or options.models is not None or options.checkpoints is not None:
+        raise ConfigError("--full, --models and --checkpoints are for --tinker: leave them out")
+
+
 def _check_tinker(options: argparse.Namespace) -> None:
     """Raise ConfigError for options that belong to vLLM."""
-    if options.cache is not None or options.more:
-        raise ConfigError("--cache, and what stands behind --, are for vLLM: leave them out")
+    if options.cache is not None or options.quantization is not None or options.more:
+        raise ConfigError(
+            "--cache, --quantization, and what stands behind --, are for vLLM: leave them out"
+        )
     if options.dtype not in (None, "float32", "bfloat16"):
         raise ConfigError(f"--dtype must be float32 or bfloat16, got {options.dtype!r}")

@@ -106,11 +106,16 @@ def parse_stages(text: str, name: str, overrides: Sequence[str] = ()) -> dict[st
 
 
 def load_cluster(path: str | Path, overrides: Sequence[str] = ()) -> ClusterSettings:
-    """The section `cluster` of a recipe that `load_stages` reads, or its defaults."""
-    root, problems = parse(*_read(path))
-    documents = stage_documents(root, read_overrides(overrides, problems), problems)
-    launched = _valid(_cluster_alone(next(iter(documents.values()))), LaunchSettings, problems)
-    assert launched is not None, problems
+    """The section `cluster` of a recipe, or its defaults.  Raises as `load_stages`."""
+    text, name = _read(path)
+    root, problems = parse(text, name)
+    launched = None
+    if isinstance(root.values, dict):
+        documents = stage_documents(root, read_overrides(overrides, problems), problems)
+        launched = _valid(_cluster_alone(next(iter(documents.values()))), LaunchSettings, problems)
+    if launched is None:
+        parse_stages(text, name, overrides)
+        raise AssertionError(problems)
     return launched.cluster
 
 

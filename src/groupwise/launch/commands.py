@@ -16,7 +16,7 @@ from groupwise.config.recipes import load_cluster, load_stages
 from groupwise.config.settings import Recipe
 from groupwise.config.validation import STAGE
 from groupwise.errors import ConfigError
-from groupwise.rollout.vllm.server import LORA_RANKS, demand_servable
+from groupwise.rollout.vllm.server import LORA_RANKS, demand_servable, takes_adapters
 from groupwise.utils.redaction import redacted_command
 from groupwise.utils.secrets import scrubbed
 
@@ -174,14 +174,18 @@ def launch_job(path: str | Path, overrides: Sequence[str]) -> LaunchJob:
                 f"{shown} holds a secret, and what is launched is written down: give the secret in"
                 " an environment variable, and name the variable in cluster.variables"
             )
-    stages = load_stages(path, overrides)
     cluster = load_cluster(path, overrides)
+    read = list(overrides)
+    if cluster.samplers.nodes:
+        read += SERVED  # what the trainers will read: keys of engines with servers are not refused
+    stages = load_stages(path, read)
     stage, first = next(iter(stages.items()))
     model = dtype = None
     lora_rank = 0
     if cluster.samplers.nodes:
-        model, dtype, lora_rank = _served(stages), _served_dtype(first), _served_rank(stages)
-        load_stages(path, [*overrides, *SERVED])  # what the trainers will read
+        model, dtype = _served(stages), _served_dtype(first)
+        if takes_adapters(model):
+            lora_rank = _served_rank(stages)
     return LaunchJob(
         name=first.name.removesuffix(f"/{stage}"),
         path=str(path),

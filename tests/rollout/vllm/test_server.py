@@ -81,7 +81,76 @@ def test_a_server_gets_the_plug_ins_folder_and_nothing_of_the_trainers(monkeypat
     assert found["PYTHONPATH"] == str(PLUGIN)
     assert (found["VLLM_SERVER_DEV_MODE"], found["VLLM_NO_USAGE_STATS"]) == ("1", "1")
     modules = {path.name for path in PLUGIN.iterdir() if path.suffix == ".py"}
-    assert modules == {"__init__.py", "groupwise_versions.py", "groupwise_vllm.py"}, "it would shadow"
+    assert modules == {"__init__.py", "groupwise_lease.py", "groupwise_versions.py", "groupwise_vllm.py"}, "it would shadow"
+
+
+LINE = {"python": Path("p"), "host": "127.0.0.1", "port": 9, "rows": 4, "dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("rank", "more", "options"),
+    [
+        (0, [], {}),
+        (16, [], {"--max-lora-rank": "16", "--max-loras": "2", "--max-cpu-loras": "4"}),
+        (9, [], {"--max-lora-rank": "16", "--max-loras": "2", "--max-cpu-loras": "4"}),
+        (16, ["--no-enable-lora"], {}),
+        (0, ["--no-enable-lora"], {}),
+    ],
+)
+def test_a_server_gets_what_follows_from_the_rank_of_adapters(rank: int, more: list[str], options: dict[str, str]) -> None:
+    line = command("m", **LINE, lora_rank=rank, more=more)  # type: ignore[arg-type]
+    said = {word: line[line.index(word) + 1] for word in line if "lora" in word and "enable" not in word}
+    assert said == options
+    assert ("--enable-lora" in line) == bool(options)
+
+
+@pytest.mark.parametrize(
+    ("rank", "more", "says"),
+    [
+        (0, ["--enable-lora"], "--enable-lora follows from --lora-rank"),
+        (16, ["--enable-lora"], "--enable-lora follows from --lora-rank"),
+        (16, ["--max-lora-rank", "8"], "--max-lora-rank follows from --lora-rank"),
+        (0, ["--max-lora-rank=8"], "--max-lora-rank follows from --lora-rank"),
+        (16, ["--max_loras=1"], r"--max-loras follows from --lora-rank \(--max-loras is 2\)"),
+        (16, ["--max-cpu-loras", "1"], "--max-cpu-loras follows from --lora-rank"),
+        (16, ["--no-enable-lora", "--max-loras", "4"], "--max-loras follows from --lora-rank"),
+        (513, [], "vLLM knows adapters up to rank 512, not 513"),
+    ],
+)
+def test_options_of_adapters_that_contradict_each_other_are_refused_before_vllm_loads(
+    rank: int, more: list[str], says: str
+) -> None:
+    """vLLM would take the last of two, or keep one adapter where a run needs two."""
+    with pytest.raises(ConfigError, match=says):
+        command("m", **LINE, lora_rank=rank, more=more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_model_of_which_vllm_computes_no_adapters_is_refused_before_it_loads(kind: str, stand_in, tmp_path: Path, capsys) -> None:
+    stand_in('echo "$@"')
+    make_model(tmp_path / "m")
+    (tmp_path / "m" / "config.json").write_text(json.dumps({"model_type": kind}))
+    line = [sys.executable, "-m", "groupwise", "serve", str(tmp_path / "m"), "--lora-rank", "4"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    if kind == "llama":
+        assert "--enable-lora" in done.stdout
+    else:
+        assert done.returncode == 2 and not done.stdout
+        assert "vLLM takes no adapters for models of type gpt2: leave --lora-rank out" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--full"], "--full, --models and --checkpoints are for --tinker"),
+        (["--models", "2"], "--full, --models and --checkpoints are for --tinker"),
+        (["--checkpoints", "tinker"], "--full, --models and --checkpoints are for --tinker"),
+    ],
+)
+def test_options_of_the_other_server_are_refused(words: list[str], says: str, tmp_path: Path, capsys) -> None:
+    make_model(tmp_path / "m")
+    assert commands.main(["serve", str(tmp_path / "m"), *words]) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_float32_checkpoints_are_served_in_float32(tmp_path: Path) -> None:

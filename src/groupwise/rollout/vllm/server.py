@@ -21,7 +21,7 @@ import time
 import venv
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from groupwise.config.validation import wrong_model
 from groupwise.data.tokenizers import has_tokenizer
@@ -57,6 +57,11 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 ADAPTERS = 2
 """Adapters that a server computes with at the same time: the newest version, and the one before it
 for completions that have begun with it."""
+WITHOUT_ADAPTERS = ("bloom", "dbrx", "falcon", "gpt2", "gptj", "mamba", "mamba2", "stablelm")
+"""Types of models for which vLLM 0.32 takes no adapters; it says so when it has loaded them."""
+ADAPTER_OPTIONS = ("--enable-lora", "--max-lora-rank", "--max-loras", "--max-cpu-loras")
+"""Options of vLLM that follow from the rank of the adapters."""
+NO_ADAPTERS = "--no-enable-lora"
 START_SECONDS = 600.0
 """A server that has not answered by then does not start."""
 END_SECONDS = 10.0
@@ -137,7 +142,11 @@ def command(
     lora_rank: of adapters that come alone, without the weights under them; 0: none do.
     quantization: how vLLM quantises the weights that it is given, such as `fp8`.
     more: further arguments of `vllm serve`; they win over those here.
+    Raises ConfigError for a model that takes no adapters, and for options that contradict the rank.
     """
+    if NO_ADAPTERS in more:
+        lora_rank = 0
+    _check_adapters(model, lora_rank, more)
     arguments: dict[str, str | None] = {
         "--host": host,
         "--port": str(port),
@@ -167,6 +176,29 @@ def command(
     if lora_rank:
         switches.append("--enable-lora")
     return [str(python), str(PLUGIN / "groupwise_vllm.py"), model, *options, *switches, *more]
+
+
+def _check_adapters(model: str, lora_rank: int, more: Sequence[str]) -> None:
+    """Raise ConfigError for what vLLM would refuse after it has loaded the model, or misread."""
+    for word in more:
+        option = word.partition("=")[0].replace("_", "-")
+        if option in ADAPTER_OPTIONS:
+            raise ConfigError(
+                f"{option} follows from --lora-rank (--max-loras is {ADAPTERS}): leave it out, and"
+                " set --lora-rank before --"
+            )
+    if lora_rank and not takes_adapters(model):
+        raise ConfigError(
+            f"vLLM takes no adapters for models of type {_config(model)['model_type']}: leave"
+            " --lora-rank out, and runs send adapters merged into the weights"
+        )
+
+
+def takes_adapters(model: str) -> bool:
+    """Return False for a model of which vLLM can compute no adapters, as far as that is known
+    before it is fetched.
+    """
+    return _config(model).get("model_type") not in WITHOUT_ADAPTERS
 
 
 def _vllm_rank(rank: int) -> int:
@@ -228,9 +260,14 @@ def stored_dtype(model: str) -> str:
     """The type of a checkpoint's weights, where it is a folder that says so.  vLLM's `auto` would
     round float32 to bfloat16.
     """
-    config = expanded(model) / "config.json"
-    known = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
+    known = _config(model)
     return str(known.get("dtype") or known.get("torch_dtype") or "auto")
+
+
+def _config(model: str) -> dict[str, Any]:
+    """Return the config.json of a model in a folder; empty for another one."""
+    config = expanded(model) / "config.json"
+    return json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
 
 
 class OwnServer:
