@@ -281,7 +281,9 @@ def test_nothing_imports_the_kernels_for_gpus() -> None:
         assert name.startswith(inside) or not entered, f"{name} imports {entered}"
 
 
-PLUGIN = ("rollout.vllm.plugin.groupwise_versions", "rollout.vllm.plugin.groupwise_vllm")
+PLUGIN = (
+    "rollout.vllm.plugin.groupwise_lease", "rollout.vllm.plugin.groupwise_versions", "rollout.vllm.plugin.groupwise_vllm",
+)  # fmt: skip
 """Run inside vLLM's processes, where Groupwise is not installed: they can import no part of it."""
 DISTRIBUTED = (
     "distributed.comm", "distributed.fsdp", "distributed.layout", "distributed.process_group", "distributed.sharded_checkpoint",
@@ -547,7 +549,7 @@ def test_public_names_are_documented() -> None:
 NO_MAP = {
     "cli.__init__": "each module is the subcommand of its name",
     "data.tasks.__init__": "each module is the task of its name",
-    "rollout.vllm.plugin.__init__": "one module, which vLLM loads",
+    "rollout.vllm.plugin.__init__": "what vLLM loads",
 }
 """Packages whose page does not list their modules, and why."""
 

@@ -6,6 +6,7 @@ import errno
 import importlib
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -16,6 +17,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from rule_rewards import RuleRewards
+from scripted_vllm import Process
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
@@ -53,6 +55,7 @@ from groupwise.ops.linear_cross_entropy import head_logits
 from groupwise.ops.query import Query
 from groupwise.proof.prove import prove
 from groupwise.records import Layout, Prompt, Rollout, RolloutGroup, Sampling
+from groupwise.rollout.vllm.engine import VllmEngine
 from groupwise.rollout.vllm.plugin.groupwise_versions import Mirror, VersionSource
 from groupwise.rollout.vllm.publisher import Publisher
 from groupwise.runs import checkpoint
@@ -72,7 +75,7 @@ from groupwise.utils import files
 LONGEST = 12
 
 
-def make(family: str, dtype: str, seed: int = 0, attention: str = "shared") -> Policy:
+def make(family: str, dtype: str, seed: int = 0, attention: str = "shared", hidden: int = 32) -> Policy:
     """A random model that is sharper than an initial one; in float64 with norms that are float64 too."""
     tokenizer = make_tokenizer("arithmetic")
     model: Any
@@ -80,7 +83,7 @@ def make(family: str, dtype: str, seed: int = 0, attention: str = "shared") -> P
         model = mixture(tokenizer, seed)
     else:
         model = scratch_model(
-            ScratchSettings(family=family, hidden=32, layers=2, heads=4, context=96),  # type: ignore[arg-type]
+            ScratchSettings(family=family, hidden=hidden, layers=2, heads=4, context=96),  # type: ignore[arg-type]
             vocabulary=len(tokenizer),
             eos_ids=(tokenizer.eos_token_id,),  # type: ignore[arg-type]
             pad_id=tokenizer.pad_token_id,  # type: ignore[arg-type]
@@ -556,6 +559,94 @@ def published(folder: str, family: str, mode: Any, dtype: str, adapter: bool = F
                 wrong.append((version, name))
     comm.wait()
     return {"wrong": wrong, "fetched": fetched, "patches": patches}
+
+
+def published_to_a_pool(folder: str, mode: Any) -> dict[str, Any]:
+    """Versions for servers of which one is killed, one joins, one is started anew, one leaves; and what all of them then hold."""
+    policy = spread(make("llama", "float32", hidden=128), mode)  # heads of 32, which vLLM knows on a CPU
+    pool = LivingServers(Path(folder), policy.model.config.vocab_size) if comm.world().first else None
+    comm.wait()
+    engine = VllmEngine(policy, servers=f"{folder}/servers.txt", patience=120.0)
+    found: dict[str, Any] = {"patches": [], "drawn": [], "wrong": [], "servers": []}
+    try:
+        for version in range(5):
+            if pool is not None:
+                pool.disturb(version)
+            comm.wait()
+            move(policy, version)
+            engine.send_weights(version)
+            manifest = engine._delivery._newest  # type: ignore[union-attr]
+            found["patches"].append([file.name for file in manifest.patch])  # type: ignore[union-attr]
+            asked = comm.share(prompts(8))
+            groups = list(engine.generate(asked, group_size=2, sampling=Sampling(max_new_tokens=6), seed=version))
+            assert sorted(group[0].prompt.id for group in groups) == sorted(prompt.id for prompt in asked)
+            found["drawn"].append(sorted({int(one) for group in groups for rollout in group for one in rollout.version}))
+            with gathered(policy) as whole:
+                weights = {name: parameter.detach().clone() for name, parameter in whole.model.named_parameters()}
+            if pool is not None:
+                found["servers"].append(len(pool.alive))
+                found["wrong"] += [(version, *one) for one in pool.differing(weights, manifest.label)]  # type: ignore[union-attr]
+            comm.wait()
+    finally:
+        engine.close()
+        if pool is not None:
+            pool.close()
+    return found
+
+
+class LivingServers:
+    """Scripted servers that come and go, in a file that the trainers read again."""
+
+    def __init__(self, folder: Path, vocabulary: int) -> None:
+        self.named, self.vocabulary = folder / "servers.txt", vocabulary
+        self.made = [self._new(), self._new()]
+        self.alive = list(self.made)
+        self._name()
+
+    def _new(self) -> Process:
+        return Process(vocabulary=self.vocabulary, context=96).wait()
+
+    def _name(self) -> None:
+        self.named.write_text("".join(f"{server.url}\n" for server in self.made))
+
+    def disturb(self, version: int) -> None:
+        """What happens before a version is published."""
+        first = self.made[0]
+        if version == 1:
+            first.kill()
+            self.alive.remove(first)
+        if version == 2:
+            self.made.append(self._new())
+            self.alive.append(self.made[-1])
+            self._name()
+        if version == 3:
+            first.start()
+            self.alive.append(first.wait())
+        if version == 4:
+            self.alive.remove(self.made[1])
+            self.made.pop(1).close()
+            self._name()
+
+    def differing(self, weights: dict[str, torch.Tensor], label: str) -> list[tuple[str, str]]:
+        """Where a server's mirror has other bits than these, when all have come to the version."""
+        wrong = []
+        for server in self.alive:
+            end = time.monotonic() + 300
+            while server.label() != label:
+                assert time.monotonic() < end, f"{server.url} has {server.label()}, not {label}"
+                time.sleep(0.02)
+            mirror = Mirror(server.mirror)
+            held = mirror.tensors(mirror.manifest())  # type: ignore[arg-type]
+            assert held.keys() == weights.keys()
+            for name, tensor in weights.items():
+                if not np.array_equal(held[name], tensor.reshape(-1).numpy().view(np.uint32)):
+                    wrong.append((server.url, name))
+        return wrong
+
+    def close(self) -> None:
+        """End them all."""
+        for server in self.made:
+            server.close()
 
 
 def move(policy: Policy, version: int) -> None:

@@ -48,3 +48,17 @@ def test_of_two_copies_one_is_published(ranks: Callable, tmp_path: Path) -> None
 def test_full_weights_are_published_by_shards_that_nobody_gathers(ranks: Callable, tmp_path: Path) -> None:
     found = ranks(2).run("gathers_of_publishing", folder=str(tmp_path / "v"))
     assert found == [0, 0]
+
+
+@pytest.mark.parametrize("mode", ["ddp", "zero2"])
+def test_servers_that_come_and_go_hold_what_both_processes_publish(mode: str, ranks: Callable, tmp_path: Path) -> None:
+    """One is killed, one joins, one is started anew, one leaves: after every version each that is there has the policy's bits, and
+    both processes sample with it.
+    """
+    found = ranks(2).run("published_to_a_pool", folder=str(tmp_path), mode=mode)
+    both = ["patch-00000.bin", "patch-00001.bin"]
+    for of_rank in found:
+        assert of_rank["patches"] == [[], both, both, both, both]
+        assert of_rank["drawn"] == [[0], [1], [2], [3], [4]]
+    assert found[0]["wrong"] == []
+    assert found[0]["servers"] == [2, 1, 2, 3, 2]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from disturbed_run import DisturbedRun
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 ROUTER = os.environ.get("VLLM_ROUTER") or shutil.which("vllm-router")
 
 

@@ -38,6 +38,7 @@ from groupwise.rollout.vllm.addresses import addresses_of
 from groupwise.rollout.vllm.client import Client
 from groupwise.rollout.vllm.colocated import buckets
 from groupwise.rollout.vllm.engine import VllmEngine
+from groupwise.rollout.vllm.plugin.groupwise_lease import Lease
 from groupwise.rollout.vllm.plugin.groupwise_versions import FORMAT, Mirror, VersionSource, WrongVersion
 from groupwise.rollout.vllm.published import VersionedServer
 from groupwise.rollout.vllm.server import command
@@ -57,6 +58,7 @@ class FakeServer:
         self.requests: list[dict[str, Any]] = []
         self.mirror = Mirror(Path(tempfile.mkdtemp(prefix="groupwise-mirror-")))
         self.fetched: dict[str, Any] = {}
+        self.lease = Lease()
         self.deliveries: list[dict[str, Any]] = []
         self.adapters: dict[str, str] = {}
         """Folders of adapters by their names."""
@@ -85,12 +87,12 @@ class FakeServer:
                 path = self.path.split("?")[0]
                 body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
                 fake._asked.by = self.connection
-                fake.calls.append(path)
+                fake.calls.append(body["method"] if path == "/collective_rpc" else path)
                 fake.paused += [self.path.split("mode=")[1]] if path == "/pause" else []
                 if path in fake.dies:
                     self.close_connection = True
                     return
-                status = fake.status.get(path, 200)
+                status = fake.status_of(path)
                 found = fake.do(path, body) if status == 200 else {"error": "no"}
                 text = (found if isinstance(found, str) else json.dumps(found)).encode()
                 with contextlib.suppress(OSError):  # who asked has hung up
@@ -141,6 +143,10 @@ class FakeServer:
                 return self.spoil({"choices": [self.choice(body, i) for i in range(body["sampling_params"]["n"])]})
         return {}
 
+    def status_of(self, path: str) -> int:
+        """The status of the answer to a request."""
+        return self.status.get(path, 200)
+
     def until_hung_up(self) -> None:
         """Let the one who asks wait, until he hangs up or a minute is over."""
         readable, _, _ = select.select([self._asked.by], [], [], 60)
@@ -151,11 +157,15 @@ class FakeServer:
         """The plug-in's methods, with the real mirror."""
         if method == "groupwise_facts":
             return self.facts
+        if method == "groupwise_hold":
+            return self.lease.ask(**arguments)
+        if method == "groupwise_let_go":
+            return self.lease.end(**arguments)
         if method == "groupwise_drop_adapter":
             self.mirror.drop_adapter(arguments["label"])
         if method == "groupwise_fetch":
             self.fetched = dict.fromkeys(("error", "healed", "folder"), "") | {"done": True, "read_bytes": 0, "full": False}
-            self.fetched["seconds"] = 0.0
+            self.fetched |= {"seconds": 0.0, "label": ""}
             source = VersionSource(arguments["source"], arguments["token"])
             try:
                 if arguments["adapter"]:
@@ -163,6 +173,7 @@ class FakeServer:
                     return self.fetched.update(folder=str(folder), read_bytes=source.read_bytes)
                 found = self.mirror.go_to(source, arguments["version"])
                 self.fetched |= {"read_bytes": found.read_bytes, "full": found.full, "healed": found.healed}
+                self.fetched["label"] = self.mirror.manifest().label
             except WrongVersion as error:
                 self.fetched["error"] = str(error)
             self.deliveries.append(self.fetched)
@@ -223,13 +234,13 @@ def engine_of(policy_of) -> Iterator[Callable[..., VllmEngine]]:
 
 
 SAMPLING = Sampling(temperature=0.7, max_new_tokens=9)
-WATCHED = ("/health", "/metrics", "/weight_info")
+WATCHED = ("/health", "/metrics", "/weight_info", "groupwise_hold")
 """What a server is asked again and again."""
 
 
 def until(condition: Callable[[], bool]) -> None:
     """Wait for something that happens in another thread."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)
@@ -450,7 +461,7 @@ def test_weights_arrive_in_the_servers_dtype_before_the_pause(server, engine_of)
     engine.send_weights(2)
     for name, weight in engine.policy.model.named_parameters():
         assert torch.equal(server.weights[name], weight.detach().to(torch.bfloat16)), name
-    last_fetch = len(server.calls) - server.calls[::-1].index("/collective_rpc")
+    last_fetch = len(server.calls) - server.calls[::-1].index("groupwise_fetched")
     told = ["/pause", "/reset_prefix_cache", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
     assert [call for call in server.calls[last_fetch:] if call not in WATCHED] == told
     assert server.label.endswith(":2")
@@ -872,12 +883,43 @@ def test_a_server_that_counts_nothing_is_refused(engine_of, server, prompts_of, 
 
 
 @pytest.mark.slow
-def test_a_server_that_another_run_has_taken_ends_the_run(server, engine_of, prompts_of) -> None:
+def test_a_server_that_works_for_another_run_is_refused_and_that_run_goes_on(server, engine_of, prompts_of, monkeypatch) -> None:
+    monkeypatch.setattr(pool, "HELD", 0.5)
+    ask = Lease.ask
+    monkeypatch.setattr(Lease, "ask", lambda self, run, seconds: ask(self, run, 3600.0))  # however slow this machine is
     first, second = engine_of(server), engine_of(server)
     first.send_weights(0)
+    with pytest.raises(EngineError, match=r"samples for another run \(.*, process \d+ on .*\): give each run its own servers"):
+        second.send_weights(0)
+    assert len(draw(first, prompts_of(4))) == 1
+    assert {one["label"] for one in server.deliveries} == {f"{first._run}:0"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["it ends", "it is killed"])
+def test_a_server_of_a_run_that_is_over_works_for_the_next_one(how: str, server, engine_of, prompts_of, monkeypatch) -> None:
+    monkeypatch.setattr(pool, "HELD", 2.0 if how == "it is killed" else 3600.0)
+    first, second = engine_of(server), engine_of(server)
+    first.send_weights(0)
+    if how == "it is killed":
+        monkeypatch.setattr(member.Member, "let_go", lambda *_: None)
+    first.close()
     second.send_weights(0)
-    with pytest.raises(EngineError, match=r"takes its weights from another run .*: give each run its own"):
+    assert len(draw(second, prompts_of(4))) == 1
+
+
+@pytest.mark.slow
+def test_a_run_ends_whose_server_works_for_another_one(server, engine_of, prompts_of, monkeypatch) -> None:
+    """It was stopped for so long that it counted as killed."""
+    monkeypatch.setattr(pool, "POLL", 0.1)
+    first, second = engine_of(server), engine_of(server)
+    first.send_weights(0)
+    server.lease.end(first.servers._holder)
+    server.lease.ask(second.servers._holder, 60.0)
+    until(lambda: first.servers._failure is not None)
+    with pytest.raises(EngineError, match=r"samples for another run .*: give each run its own servers"):
         draw(first, prompts_of(4))
+    second.send_weights(0)
     assert len(draw(second, prompts_of(4))) == 1
 
 

@@ -80,7 +80,7 @@ class Drawing:
 
     def result(self) -> list[tuple[Rollout, ...]]:
         """All groups, each once and whole."""
-        self._thread.join(60)
+        self._thread.join(300)
         assert not self._thread.is_alive()
         if self.error is not None:
             raise self.error
@@ -92,7 +92,7 @@ class Drawing:
 
 def until(condition: Callable[[], bool]) -> None:
     """Wait for something that happens in another process."""
-    end = time.monotonic() + 40
+    end = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -208,10 +208,13 @@ def test_a_run_begins_with_the_servers_that_are_there(start, engine_of, prompts_
     server, port = start(delay=0.03).wait(), free_port()
     engine = engine_of([server.url, f"http://127.0.0.1:{port}"])
     engine.send_weights(0)
-    drawing = Drawing(engine, prompts_of(*[4] * 30))
+    drawing = Drawing(engine, prompts_of(*[4] * 8))
     busy(server)
     late = start(port=port, delay=0.03)
     drawing.result()
+    late.wait()
+    until(lambda: len(engine.servers.present) == 2)
+    Drawing(engine, prompts_of(*[4] * 30)).result()
     assert late.count("generation_tokens_total") > 0, "the late one got no requests"
     assert late.label() == server.label()
 

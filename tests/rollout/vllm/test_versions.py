@@ -159,7 +159,7 @@ def block(size: int = 4, count: int = 1) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"format": 99}, "has format 99; this plug-in reads 1"),
+        ({"format": 99}, "has format 99; this plug-in reads 2"),
         ({"version": 3}, "says that it is of version 3"),
         ({"base": 7}, "patches version 7, which is not before it"),
         ({"run": "../../etc"}, "of a run called '../../etc'"),

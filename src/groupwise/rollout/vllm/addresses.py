@@ -10,7 +10,7 @@ import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from groupwise.errors import ConfigError, EngineError
+from groupwise.errors import ConfigError, EngineError, PeerError
 from groupwise.rollout.vllm.client import Client, RefusedRequest
 from groupwise.utils.files import expanded
 from groupwise.utils.terminal import logger
@@ -119,6 +119,8 @@ class Router:
             listed = client.get("/workers", timeout=ANSWER_SECONDS)["workers"]
             return unique([str(worker["url"]) for worker in listed])
         except (RefusedRequest, KeyError, TypeError) as error:
+            if isinstance(error, RefusedRequest) and error.passing:
+                raise PeerError(str(error)) from error
             raise EngineError(
                 f"{self.name} does not list its servers at /workers ({error}): name a running"
                 " vllm-router, or the servers themselves"

@@ -23,12 +23,23 @@ DEAD = ("EngineCore", "EngineDead")
 """What a server says when the process that computes has ended."""
 
 
+BUSY = (429, 502, 503, 504)
+"""What a server answers that cannot work at the moment, and what stands before one that is not
+there yet.
+"""
+
+
 class RefusedRequest(EngineError):
     """A server that answers a request with another status than 200."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+    @property
+    def passing(self) -> bool:
+        """True if the server may answer soon."""
+        return self.status in BUSY
 
 
 class Client:

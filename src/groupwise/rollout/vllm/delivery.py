@@ -126,12 +126,13 @@ class WeightDelivery:
         newest = self._newest
         assert self._publisher is not None and newest is not None, "publish first"
         place, token = self._place(client)
-        published = Published(newest.version, newest.label, place, token)
+        whole = bool(newest.full or newest.adapter)
+        published = Published(newest.version, newest.label, place, token, whole=whole)
         if self._adapters is None:
             return published
         weights = self._publisher.last
         assert weights is not None
-        base = Published(weights.version, weights.label, f"{place}/base", token)
+        base = Published(weights.version, weights.label, f"{place}/base", token, whole=True)
         return replace(published, base=base)
 
     def _place(self, client: Client) -> tuple[str, str]:

@@ -100,7 +100,15 @@ class Member:
     """This run has taken it out of its router."""
     move: Future[None] | None = None
     """The way to another version."""
+    failures: int = 0
+    """Ways to another version in a row that have failed."""
+    resumed: bool = False
+    """It was told to compute since it was met: before that it may have been lost in a pause."""
     woken: threading.Event = field(default_factory=threading.Event)
+    watch: Future[None] | None = None
+    """The thread that visits it."""
+    awaited: float = 0.0
+    """Since when another run has it; 0: none has."""
     _unanswered: int = 0
     _standing: tuple[float, float] = (-1.0, 0.0)
     """Computed tokens, and since when there are so many."""
@@ -125,9 +133,27 @@ class Member:
         """True while it goes to another version."""
         return self.move is not None and not self.move.done()
 
+    @property
+    def arriving(self) -> bool:
+        """True while it goes to another version, and nothing speaks against its coming there."""
+        return self.moving and not self.failures
+
     def is_fresh(self, oldest: int) -> bool:
         """True if it may draw tokens of which none may be older than the version `oldest`."""
         return self.version is not None and self.version >= oldest
+
+    def hold(self, run: str, seconds: float) -> str:
+        """Ask for the server for so many seconds; return the run that has it."""
+        return str(self._call("groupwise_hold", {"run": run, "seconds": seconds})[0])
+
+    def let_go(self, run: str) -> None:
+        """Tell the server that a run has ended."""
+        self._call("groupwise_let_go", {"run": run})
+
+    def _call(self, method: str, arguments: Mapping[str, Any]) -> list[Any]:
+        """Call a method of our plug-in on all workers of the server."""
+        body = {"method": method, "kwargs": arguments}
+        return self.client.post("/collective_rpc", body, timeout=ANSWER_SECONDS)["results"]
 
     def inspect(self, works: bool) -> bool:
         """Ask whether it is there and computes; False if it has been silent, which may pass.

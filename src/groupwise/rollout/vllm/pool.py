@@ -12,12 +12,15 @@ and put in again when it has the newest version.
 
 from __future__ import annotations
 
+import os
 import queue
+import socket
 import threading
 import time
 import urllib.parse
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import wait
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -41,12 +44,20 @@ log = logger(__name__)
 
 POLL, SOON = 2.0, 0.05
 """Seconds between two visits of a server: one that has the newest version, and one that has not."""
+HELD = 10.0
+"""Seconds for which a server stays with a run that does not ask for it again."""
+CLOSE_SECONDS = 1.0
+"""Seconds that the end of a run waits for servers that are let go."""
 RETRY_SECONDS = 0.5
 """Pause before a server that failed is visited."""
 RETRIED = (429, 500, 502, 503, 504)
 """What a server answers that cannot work at the moment, and a router whose server is gone."""
 STALE_ANSWERS = 3
 """Answers by other weights to one request, before the run ends."""
+NO_ADAPTER = 404
+"""What a server answers that has no adapter of this name yet, or not any more."""
+UNREADABLE = 3
+"""Times that a server may fail to read a run's first version."""
 AT_LEAST = ("rows", "context", "candidates", "lora_rank")
 """What a server that joins must have as much of as the first one."""
 SAMPLE = "/inference/v1/generate"
@@ -82,6 +93,7 @@ class ServerPool:
         Nothing is asked before `start`.
         """
         self.addresses, self._run, self._leads = addresses, run, leads
+        self._holder = f"{run}, process {os.getpid()} on {socket.gethostname()}"
         self._serve, self._meet, self._locate, self._keep = serve, meet, locate, keep
         self.patience, self._alive = patience, alive
         self._changed = threading.Condition()
@@ -108,8 +120,8 @@ class ServerPool:
         self._served = time.monotonic()
         """When a server was there last."""
         self._retries = 0
-        self._before: set[str] = set()
-        """Names that the run had."""
+        self._has_published = False
+        """True from the first version on."""
         self._first: Mapping[str, Any] | None = None
         """What the first server is."""
         if addresses.router is not None:
@@ -187,14 +199,9 @@ class ServerPool:
         adapter: the version is an adapter alone, which requests name.
         """
         self._adapter = adapter
-        self._newest = version
+        self._newest, self._has_published = version, True
         self.wake()
         self.raise_failure()
-
-    @property
-    def _has_published(self) -> bool:
-        """True from the first version on."""
-        return self._newest is not None or bool(self._before)
 
     def begin_anew(self, run: str) -> None:
         """Let labels of versions begin with another name from now on.
@@ -202,7 +209,6 @@ class ServerPool:
         No request is on its way.
         """
         with self._changed:
-            self._before.add(self._run)
             self._run, self._newest = run, None
             for member in self.members.values():
                 member.version = None
@@ -251,8 +257,10 @@ class ServerPool:
             clients = list(self._waiting)
             for _ in range(self._workers):
                 self._work.put(None)
+            watches = [member.watch for member in self.members.values() if member.watch is not None]
         for client in clients:
             client.close()
+        wait(watches, CLOSE_SECONDS)
 
     def _fail(self, error: Exception) -> None:
         """End the pool, and every request with it."""
@@ -290,7 +298,7 @@ class ServerPool:
             member = Member(client, self._serve(Client(url)), joins=self._has_published)
             with self._changed:
                 self.members[url] = member
-            threads.begin(lambda member=member: self._watch(member), "server")
+            member.watch = threads.begin(lambda member=member: self._watch(member), "server")
         for url, member in list(self.members.items()):
             if url not in urls and not member.out:
                 member.left = True
@@ -302,7 +310,9 @@ class ServerPool:
     def _count_patience(self) -> None:
         now = time.monotonic()
         there = self._front_ready or self._front is None
-        if there and self.present:
+        with self._changed:
+            arriving = any(member.arriving for member in self.members.values())
+        if there and (self.present or arriving):
             self._served = now
         elif now - self._served > self.patience:
             troubles = [f"{member.trouble}" for member in self.members.values()]
@@ -320,7 +330,13 @@ class ServerPool:
     # ------------------------------------------------------------ visits
 
     def _watch(self, member: Member) -> None:
-        """Visit one server until it is no longer named."""
+        """Visit one server until it is no longer named, and let go of it."""
+        self._visit_again_and_again(member)
+        if self._leads and member.facts is not None:
+            with suppress(GroupwiseError):  # a server that is gone has forgotten it
+                member.let_go(self._holder)
+
+    def _visit_again_and_again(self, member: Member) -> None:
         while not (self._closed.is_set() or member.left or self._failure is not None):
             try:
                 self._visit(member)
@@ -364,15 +380,18 @@ class ServerPool:
             return
         if member.facts is None:
             self._admit(member)
+        if self._leads and not self._hold(member):
+            return
         run, newest = self._run, self._newest
         if member.moving or newest is None:
             return
         if member.move is not None:
             move, member.move = member.move, None
-            if isinstance(move.exception(), VersionUnreadable):
-                self._note_unreadable(member, move.exception())
+            try:
+                move.result()
+            except VersionUnreadable as error:
+                self._note_unreadable(member, error)
                 return
-            move.result()
         try:
             version = self._version_of(member)
         except PeerError as error:
@@ -382,9 +401,15 @@ class ServerPool:
         if self._failure is not None:
             return
         self._note(member, version, run)
-        if version != newest and self._leads:
+        if not self._leads:
+            return
+        if version != newest:
             member.move = threads.begin(partial(self._go, member), "server-version")
-        elif version == newest and member.out:
+            return
+        if not member.resumed:
+            member.served.resume()
+            member.resumed = True
+        if member.out:
             self._let_in(member)
 
     def _admit(self, member: Member) -> None:
@@ -413,42 +438,70 @@ class ServerPool:
                     )
             member.facts = facts
 
+    def _hold(self, member: Member) -> bool:
+        """Ask for a server again, which works for one run at a time; False if it does not answer,
+        which may pass.
+
+        Raises PeerError while another run has it that may have been killed, EngineError where that
+        run goes on.
+        """
+        try:
+            holder = member.hold(self._holder, HELD)
+        except PeerError as error:
+            if isinstance(error.__cause__, TimeoutError) and member.version is not None:
+                return False  # as in `_visit`
+            raise
+        if holder == self._holder:
+            member.awaited = 0.0
+            return True
+        held = f"{member.name} samples for another run ({holder})"
+        refused = EngineError(f"{held}: give each run its own servers, or end the other one first")
+        if member.sampled:
+            self._fail(refused)
+        now = time.monotonic()
+        member.awaited = member.awaited or now
+        if now - member.awaited < 2.0 * HELD:
+            raise PeerError(f"{held}, unless that was killed")
+        raise refused
+
     def _go(self, member: Member) -> None:
         """Bring a server to the newest version."""
         run = self._run
         try:
             published = self._locate(member.client)
             delivery = member.served.go_to(published, keep=self._keep)
+            if published.base is not None and not member.resumed:
+                member.served.resume()  # an adapter comes without a pause that would end
+            member.failures, member.resumed = 0, True
             if delivery.healed:
                 log.warning("%s has read all weights again: %s", member.name, delivery.healed)
             if not member.left and member.facts is not None:
                 self._note(member, published.version, run)
+        except GroupwiseError:
+            member.failures += 1
+            raise
         finally:
             member.woken.set()
 
-    def _note_unreadable(self, member: Member, error: BaseException | None) -> None:
-        log.warning("%s; it gets all weights", error)
+    def _note_unreadable(self, member: Member, error: VersionUnreadable) -> None:
+        """Let all weights be written for a server that cannot read a version.
+
+        Raises `error` where it cannot read those either, at the start of the run.
+        """
+        begins = not (member.joins or member.sampled)
+        if error.whole and begins and member.failures >= UNREADABLE:
+            raise error
         with self._changed:
-            self._unreadable = member.suspect = True
+            member.trouble, member.suspect = str(error), True
+            if member.failures == 1:  # what does not help once is not written again
+                log.warning("%s; it gets all weights", error)
+                self._unreadable = True
             self._changed.notify_all()
 
     def _version_of(self, member: Member) -> int | None:
-        """Return the version of this run that a server has; None: it has none.
-
-        Raises EngineError if another run has taken it.
-        """
-        label = str(member.served.version())
-        run, _, version = label.rpartition(":")
-        if run == self._run and version.isdigit():
-            return int(version)
-        if member.sampled and run and run not in self._before:
-            self._fail(
-                EngineError(
-                    f"{member.name} takes its weights from another run ({label}): give each run"
-                    " its own servers"
-                )
-            )
-        return None
+        """Return the version of this run that a server has; None: it has none."""
+        run, _, version = str(member.served.version()).rpartition(":")
+        return int(version) if run == self._run and version.isdigit() else None
 
     def _note(self, member: Member, version: int | None, run: str) -> None:
         """Note which version a server has, and give it requests.
@@ -470,7 +523,8 @@ class ServerPool:
         if self._alive is not None and (member.sampled or self._has_ended() is not None):
             self._fail(self._cause(error))
             return
-        unfit = isinstance(error, EngineError)
+        passing = isinstance(error, RefusedRequest) and error.passing
+        unfit = isinstance(error, EngineError) and not passing
         if unfit and not member.joins and not member.sampled:
             self._fail(error)
             return
@@ -494,6 +548,7 @@ class ServerPool:
         with self._changed:
             lost = member.facts is not None
             member.version, member.facts, member.trouble = None, None, str(error)
+            member.resumed = False
             self._sessions = {
                 session: holder
                 for session, holder in self._sessions.items()
@@ -637,6 +692,7 @@ class ServerPool:
                 member.load += 1
             member.busy += request.rows
             request.member = member
+            request.label = f"{self._run}:{member.version}"
             self._begin(partial(self._send, request, member))
 
     def _choose(self, request: Request) -> Member | None:
@@ -683,7 +739,7 @@ class ServerPool:
             headers["X-Session-ID"] = self._key(request.name)
         with self._changed:
             self._waiting[client] = member, request
-            label = f"{self._run}:{member.version}"
+        label = request.label
         body = request_of(request.body, label) if self._adapter else request.body
         try:
             answer = client.post(SAMPLE, body, timeout=None, headers=headers)
@@ -705,7 +761,7 @@ class ServerPool:
     def _failed(self, request: Request, member: Member, client: Client, error: Exception) -> None:
         """Ask another server, or give up what no server can do."""
         refused = isinstance(error, RefusedRequest)
-        passing = isinstance(error, PeerError) or (refused and error.status in RETRIED)
+        passing = isinstance(error, PeerError) or (refused and error.status in self._retried)
         with self._changed:
             self._release(request, member, client)
             if request.withdrawn or self._failure is not None:
@@ -725,6 +781,11 @@ class ServerPool:
         if self._alive is not None:
             error = self._cause(error)
         request.fail(error)
+
+    @property
+    def _retried(self) -> tuple[int, ...]:
+        """What a server answers that may answer better later, or another one in its place."""
+        return (*RETRIED, NO_ADAPTER) if self._adapter else RETRIED
 
     def _cause(self, error: Exception) -> Exception:
         """Return how a server of one's own has ended, which it says better than a connection."""

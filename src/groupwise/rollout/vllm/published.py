@@ -44,6 +44,8 @@ class Published:
     base: Published | None = None
     """The weights under an adapter, which alone is the version; None: the version is the weights.
     """
+    whole: bool = False
+    """True if it can be read without a version before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,11 @@ class FetchReport:
 
 class VersionUnreadable(EngineError):
     """A server could read neither the patches to a version nor the last full one before it."""
+
+    def __init__(self, message: str, *, whole: bool) -> None:
+        """whole: the version itself is a full one."""
+        super().__init__(message)
+        self.whole = whole
 
 
 class VersionedServer:
@@ -116,8 +123,12 @@ class VersionedServer:
         self._post("/start_weight_update")
         self._post("/update_weights", {"update_info": {"label": published.label}})
         self._post("/finish_weight_update", {"weight_version": published.label})
-        self._post("/resume")
+        self.resume()
         return delivery
+
+    def resume(self) -> None:
+        """Let the server compute; harmless where it does.  Raises as `go_to`."""
+        self._post("/resume")
 
     def _add_adapter(self, published: Published, base: Published, *, keep: bool) -> FetchReport:
         """Add an adapter beside those that the server has, and remove old ones.
@@ -163,7 +174,8 @@ class VersionedServer:
                 if worker["error"]:
                     raise VersionUnreadable(
                         f"{self.client.name} cannot take version {published.version} of the"
-                        f" weights: {worker['error']}"
+                        f" weights: {worker['error']}",
+                        whole=published.whole,
                     )
             if all(worker["done"] for worker in workers):
                 break

@@ -7,9 +7,10 @@ last, and writes what differs.  Nothing is gathered, and nothing waits for a ser
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +31,8 @@ from groupwise.rollout.vllm.plugin.groupwise_versions import (
 )
 from groupwise.rollout.vllm.weight_ranges import WeightRange, own_ranges
 from groupwise.utils import files
+
+Item = TypeVar("Item")
 
 FULL_EVERY = 10
 """Versions from one full one to the next."""
@@ -85,7 +88,7 @@ class Publisher:
         self._base = None if self.last is None else self.last.version
         full = self.last is None or version >= self._full_versions[-1] + self.full_every
         with own_ranges(policy) as ranges:
-            parts = comm.together(lambda: [self._write(ranges, version, full=full)])
+            parts = self._together(lambda: [self._write(ranges, version, full=full)])
         return self._place(parts, version)
 
     def publish_full(self) -> Manifest:
@@ -95,7 +98,7 @@ class Publisher:
         """
         assert self.last is not None, "publish first"
         version = self.last.version
-        return self._place(comm.together(lambda: [self._written(version, full=True)]), version)
+        return self._place(self._together(lambda: [self._written(version, full=True)]), version)
 
     def forget(self, oldest: int) -> None:
         """Remove the versions that no server can need any more.   oldest: the oldest version that
@@ -112,6 +115,15 @@ class Publisher:
         """Remove all versions."""
         if comm.world().first:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _together(self, write: Callable[[], list[Item]]) -> list[Item]:
+        """Return what all processes have written.  Raises StorageError on all of them."""
+
+        def store() -> list[Item]:
+            with files.storing(self.folder, "a version of the weights"):
+                return write()
+
+        return comm.together(store)
 
     def _write(self, ranges: Iterator[WeightRange], version: int, *, full: bool) -> WrittenPart:
         """Write this process's files of a version, and remember what they hold."""
@@ -171,7 +183,7 @@ class Publisher:
             patch=tuple(patch),
             full=tuple(full),
         )
-        comm.together(lambda: self._write_manifest(manifest))
+        self._together(lambda: self._write_manifest(manifest))
         if full:
             self._full_versions.append(version)
         self.last = manifest
@@ -213,14 +225,15 @@ class AdapterPublisher:
 
     def _write(self, policy: Policy, version: int, trained: dict[str, Tensor]) -> Manifest:
         folder = self.folder / folder_name(version)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_adapter(policy, folder, trained)
-        written = []
-        for path in sorted(folder.iterdir()):
-            data = np.frombuffer(path.read_bytes(), np.uint8)
-            written.append(File(path.name, data.size, digest(data)))
-        manifest = Manifest(run=self.run, version=version, adapter=tuple(written))
-        files.write(folder / MANIFEST, manifest.to_json().encode())
+        with files.storing(folder, "an adapter"):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_adapter(policy, folder, trained)
+            written = []
+            for path in sorted(folder.iterdir()):
+                data = np.frombuffer(path.read_bytes(), np.uint8)
+                written.append(File(path.name, data.size, digest(data)))
+            manifest = Manifest(run=self.run, version=version, adapter=tuple(written))
+            files.write(folder / MANIFEST, manifest.to_json().encode())
         return manifest
 
     def forget(self, oldest: int) -> None:
@@ -238,17 +251,21 @@ class AdapterPublisher:
 
 
 class BlockFile:
-    """A file of blocks that this process writes; it is made with its first block."""
+    """A file of blocks that this process writes; it is made with its first block.
+
+    It gets its name when it is whole: a server may be reading an earlier one of this name.
+    """
 
     def __init__(self, folder: Path, kind: str) -> None:
         """kind: `patch` or `full`."""
         self._path = folder / f"{kind}-{comm.world().rank:05d}.bin"
-        self._path.unlink(missing_ok=True)
+        self._new = self._path.with_suffix(".new")
+        self._new.unlink(missing_ok=True)
         self._blocks: list[Block] = []
 
     def add(self, data: bytes, index: int, count: int) -> None:
         """Append a block.   index: of its range.   count: numbers in it."""
-        with self._path.open("ab") as file:
+        with self._new.open("ab") as file:
             file.write(data)
         self._blocks.append(Block(index, len(data), count))
 
@@ -256,6 +273,7 @@ class BlockFile:
         """The file with its blocks; None if there are none."""
         if not self._blocks:
             return None
+        self._new.replace(self._path)
         size = sum(block.size for block in self._blocks)
         return File(self._path.name, size, blocks=tuple(self._blocks))
 

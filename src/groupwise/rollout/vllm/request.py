@@ -27,6 +27,8 @@ class Request:
     answers: Answers
     member: Member | None = None
     """The server that it was sent to last."""
+    label: str = ""
+    """The version that the server had then."""
     refused: float = 0.0
     """When a server refused it first."""
     stale: int = 0

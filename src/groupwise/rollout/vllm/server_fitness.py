@@ -9,7 +9,7 @@ from groupwise.errors import EngineError
 from groupwise.models.lora import is_untied
 from groupwise.models.policy import Policy
 from groupwise.models.shape import Shape, names_experts
-from groupwise.rollout.vllm.client import Client
+from groupwise.rollout.vllm.client import Client, RefusedRequest
 from groupwise.rollout.vllm.plugin.groupwise_versions import FORMAT
 from groupwise.rollout.vllm.published import UPDATE_SECONDS
 
@@ -29,6 +29,8 @@ def meet(client: Client, policy: Policy) -> Facts:
     try:
         facts = client.post("/collective_rpc", body, timeout=UPDATE_SECONDS)["results"][0]
     except EngineError as error:
+        if isinstance(error, RefusedRequest) and error.passing:
+            raise
         raise EngineError(
             f"the server at {client.url} runs without Groupwise's plug-in for vLLM: start it"
             " with `groupwise serve MODEL`"

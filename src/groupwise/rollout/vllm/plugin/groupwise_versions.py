@@ -32,7 +32,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-FORMAT = 1
+FORMAT = 2
 """The number of this format; a reader refuses any other."""
 MANIFEST = "manifest.json"
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}

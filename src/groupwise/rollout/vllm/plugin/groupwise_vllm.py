@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from groupwise_lease import Lease
 from groupwise_versions import FORMAT, Manifest, Mirror, VersionSource, WrongVersion
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -275,6 +276,15 @@ class Extension:
     weight_transfer_engine: Any
     groupwise_now: Fetch
     """The version that is fetched, or was last."""
+    groupwise_lease = Lease()
+
+    def groupwise_hold(self, run: str, seconds: float) -> str:
+        """Give this server to a run, unless another one has it; returns who has it."""
+        return self.groupwise_lease.ask(run, seconds)
+
+    def groupwise_let_go(self, run: str) -> None:
+        """Let a run that has ended have this server no longer."""
+        self.groupwise_lease.end(run)
 
     def groupwise_fetch(self, source: str, token: str, version: int, adapter: bool) -> None:
         """Begin to fetch a version into the mirror; `groupwise_fetched` says when it is there.
