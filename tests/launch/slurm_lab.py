@@ -89,7 +89,7 @@ class Slurm:
             self.daemons.append(subprocess.Popen([program, *arguments], env=self.environment, stdout=log, stderr=log))
 
     def run(self, *command: str) -> str:
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False, timeout=600)
         return done.stdout.strip()
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-def _until(reached, what: str, seconds: float = 60.0) -> None:
+def _until(reached, what: str, seconds: float = 600.0) -> None:
     deadline = time.monotonic() + seconds
     while not reached():
         assert time.monotonic() < deadline, f"{what} did not come up in {seconds:.0f} s"

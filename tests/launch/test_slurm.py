@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from groupwise.models.saving import save
+
 SOURCE = Path(__file__).parents[2] / "src"
 spec = importlib.util.spec_from_file_location("slurm_lab", Path(__file__).with_name("slurm_lab.py"))
 assert spec is not None and spec.loader is not None
@@ -65,12 +67,12 @@ def environment(lab: Any) -> dict[str, str]:
 
 def launch(folder: Path, variables: dict[str, str], *words: str) -> str:
     command = [sys.executable, "-m", "groupwise", "launch", "my.yaml", *words]
-    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=3000, check=False)
     assert done.returncode == 0, done.stderr + done.stdout
     return done.stdout
 
 
-def wait(reached: Callable[[], bool], what: Callable[[], str], seconds: float = 240.0) -> None:
+def wait(reached: Callable[[], bool], what: Callable[[], str], seconds: float = 1800.0) -> None:
     deadline = time.monotonic() + seconds
     while not reached():
         assert time.monotonic() < deadline, what()
@@ -115,6 +117,67 @@ def test_an_interrupted_job_queues_again_and_ends_with_the_weights_of_an_undistu
     assert weights[0].keys() == weights[1].keys()
     for name, tensor in weights[0].items():
         assert tensor.equal(weights[1][name]), name
+
+
+SAMPLED = """\
+objective: grpo
+steps: 6
+name: sampled
+model: {path: model, dtype: float32, device: cpu}
+data: {task: sums, eval_limit: 4}
+rewards: [accuracy, {function: "slow.py:slow", weight: 0}]
+rollout: {max_new_tokens: 8, max_rows: 16, engine: {name: vllm, patience: 3600}}
+group: {prompts_per_step: 4, group_size: 4}
+optimizer: {lr: 1e-3}
+eval: {at_start: false, every: 0}
+cluster:
+  trainers: {nodes: 1, gpus: 0}
+  samplers: {nodes: 1, gpus: 0, arguments: [--max-model-len, "64", --kv-cache-memory-bytes, 64M]}
+  setup: 'scontrol() { if [ "$1" = show ]; then printf "localhost\\nlocalhost\\n"; else command scontrol "$@"; fi; }'
+"""
+"""Nodes of the lab have names that nothing resolves: both are this machine."""
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.skipif("GROUPWISE_VLLM" not in os.environ, reason="no environment with vLLM in it: set GROUPWISE_VLLM")
+def test_trainers_and_vllm_servers_of_one_job_are_interrupted_queue_again_and_end(
+    lab: Any, tmp_path: Path, tiny_policy: Callable[..., Any]
+) -> None:
+    """On one node vLLM samples, on the other the trainer publishes a version after every step."""
+    folder = tmp_path / "job"
+    write_recipe(folder)
+    (folder / "my.yaml").write_text(SAMPLED)
+    save(tiny_policy("llama", hidden=64, heads=2, kv_heads=1), folder / "model")
+    said = launch(folder, environment(lab), "--on", "slurm")
+    number = said.split()[-1]
+    run = folder / "runs" / "sampled"
+
+    def state() -> str:
+        return lab.run("squeue", "--noheader", "--states=all", f"--jobs={number}", "--format=%T")
+
+    def story() -> str:
+        logs = [path.read_text(errors="replace")[-3000:] for path in folder.glob("slurm-*")]
+        return "\n".join([state(), *logs])
+
+    def steps() -> list[dict[str, Any]]:
+        path = run / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    wait(lambda: len(steps()) >= 2 or state() in ("FAILED", "COMPLETED"), story, seconds=3600)
+    lab.run("scancel", "--batch", "--signal=USR1", number)
+    wait(lambda: state() in ("PENDING", "FAILED", "COMPLETED"), story, seconds=600)
+    before = len(steps())
+    assert state() == "PENDING" and 2 <= before < 6, story()
+    lab.run("scontrol", "update", f"JobId={number}", "StartTime=now+8")
+    wait(lambda: state() in ("COMPLETED", "FAILED"), story, seconds=3600)
+    assert state() == "COMPLETED", story()
+    found = steps()
+    assert [line["step"] for line in found] == list(range(1, 7))
+    assert [line["servers/version/localhost:8000"] for line in found] == list(range(6))
+    assert max(line["mismatch/max"] for line in found) < 1e-4
+    assert (run / "final" / "model.safetensors").is_file()
+    assert not list((folder / "runs").glob("sampled-weights/*")), "versions are left"
 
 
 STUB = """#!{python}

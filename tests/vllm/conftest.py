@@ -75,22 +75,26 @@ def start_server(model: Path, log: Path, *options: str) -> Iterator[tuple[str, s
     line = [sys.executable, "-m", "groupwise", "serve", str(model), "--port", str(port), "--rows", "16", "--cache", "64M", *options]
     with log.open("wb") as file:
         process = subprocess.Popen(line, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-    deadline = time.monotonic() + 280
-    while True:
-        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                break
-        time.sleep(0.5)
     try:
+        wait_for(port, process, log)
         yield f"http://127.0.0.1:{port}", process
     finally:
         print(log.read_text(errors="replace")[-6000:])  # pytest shows it where a test has failed
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(20)
+            process.wait(600)
         finally:
             os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+
+
+def wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Until a server listens, which takes it 20 seconds of a core and on a busy machine many minutes."""
+    while True:
+        assert process.poll() is None, log.read_text(errors="replace")[-3000:]
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.5)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from groupwise.rollout.vllm.publisher import AdapterPublisher, Publisher
 
 from .conftest import SHAPE, start_server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 PROMPT = list(range(5, 50))
 """Longer than a block of the prefix cache."""
 VERSIONS = 20
@@ -73,7 +73,7 @@ def complete(client: Client, name: str) -> dict[str, Any]:
     """The likeliest continuation by an adapter, from its server's answer."""
     sampling = {"temperature": 0.0, "max_tokens": 12, "logprobs": 0, "ignore_eos": True, "detokenize": False}
     body = request_of({"token_ids": PROMPT, "sampling_params": sampling}, name)
-    (choice,) = answer_of(client.post("/inference/v1/generate", body, timeout=60), name)["choices"]
+    (choice,) = answer_of(client.post("/inference/v1/generate", body, timeout=600), name)["choices"]
     return choice
 
 
@@ -119,15 +119,15 @@ def test_another_adapter_in_the_same_place_is_answered_for_from_the_old_ones_cac
     adapted.move()
     adapted.send(100)
     shutil.copytree(adapted.adapters.folder / "v000100", folder)
-    client.tell("/v1/load_lora_adapter", {"lora_name": "same", "lora_path": str(folder)}, timeout=60)
+    client.tell("/v1/load_lora_adapter", {"lora_name": "same", "lora_path": str(folder)}, timeout=600)
     assert complete(client, "same")["token_ids"] == complete(client, "run:100")["token_ids"]
     adapted.move()
     adapted.send(101)
     shutil.rmtree(folder)
     shutil.copytree(adapted.adapters.folder / "v000101", folder)
-    client.tell("/v1/load_lora_adapter", {"lora_name": "same", "lora_path": str(folder), "load_inplace": True}, timeout=60)
+    client.tell("/v1/load_lora_adapter", {"lora_name": "same", "lora_path": str(folder), "load_inplace": True}, timeout=600)
     stale, right = complete(client, "same"), complete(client, "run:101")
     assert np.abs(logp_of(right) - scored(adapted.policy, right["token_ids"])).max() < 1e-3
     gap = np.abs(logp_of(stale) - scored(adapted.policy, stale["token_ids"])).max()
     assert gap > 1e-2, "vLLM has mended it: a name for each version costs the prefix cache for nothing"
-    client.tell("/v1/unload_lora_adapter", {"lora_name": "same"}, timeout=60)
+    client.tell("/v1/unload_lora_adapter", {"lora_name": "same"}, timeout=600)

@@ -22,7 +22,7 @@ from groupwise.training.samples import sample_of
 
 from .conftest import REWARD
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 ROOT = Path(__file__).parents[2]
 Train = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -56,7 +56,7 @@ def train(environment: Path, tmp_path: Path) -> Train:
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [python, "-m", "groupwise", "train", *arguments]
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=500)
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=3000)
         assert done.returncode == 0, done.stdout + done.stderr
         return done
 
@@ -84,7 +84,7 @@ def test_every_process_samples_its_share_with_its_own_weights(
 ) -> None:
     """Three prompts on two processes, with a vLLM each or with one that both hold: every token's log-prob is the trainer's."""
     path = recipe(tensor_parallel=together)
-    train(path, "--quiet", "--nproc", "2", "--timeout", "300", f"parallel={parallel}", "group.prompts_per_step=3")
+    train(path, "--quiet", "--nproc", "2", "--timeout", "1800", f"parallel={parallel}", "group.prompts_per_step=3")
     folder = tmp_path / "runs" / "run"
     found = trained(folder)
     assert [line["step"] for line in found] == list(range(1, 7))
@@ -113,7 +113,7 @@ def test_each_turn_of_an_episode_is_sampled_behind_the_ids_before_it(
     colocated = ["rollout.engine={name: vllm, colocated: true}", "rollout.max_rows=16", "group.prompts_per_step=4"]
     colocated += ["group.group_size=4", "rewards=[{function: accuracy}, {function: 'judges.py:judge'}]"]
     recipe = str(ROOT / "recipes" / "calculator.yaml")
-    train(recipe, "--quiet", "--nproc", "2", "--timeout", "300", *short, *(f"stages.grpo.{one}" for one in colocated))
+    train(recipe, "--quiet", "--nproc", "2", "--timeout", "1800", *short, *(f"stages.grpo.{one}" for one in colocated))
     (grpo,) = tmp_path.glob("runs/*/grpo")
     assert [line["step"] for line in trained(grpo)] == [1, 2, 3]
     assert max(line["mismatch/max"] for line in trained(grpo)) < 1e-4

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,8 @@ import pytest
 
 import groupwise as gw
 from groupwise.config.packaged_models import is_fetched
+
+from .conftest import wait_for
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +30,8 @@ def judge_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     line = [sys.executable, "-m", "groupwise", "serve", "smollm2", "--port", str(port), "--", "--max-model-len", "2048"]
     with log.open("wb") as file:
         process = subprocess.Popen(line, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-    deadline = time.monotonic() + 400
     try:
-        while True:
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text(errors="replace")[-3000:]
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.5)
+        wait_for(port, process, log)
         yield f"http://127.0.0.1:{port}/v1"
     finally:
         os.killpg(process.pid, signal.SIGKILL)

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from groupwise.config.recipes import load_recipe, load_stages
 from groupwise.config.settings import EngineSettings, ModelSettings, Recipe
 from groupwise.models.loading import load_policy
+from groupwise.rollout.vllm.engine import PATIENCE
 from groupwise.runs.job import make_job
 from groupwise.runs.metrics_log import read_metrics
 from groupwise.runs.rollout_files import read_step
@@ -33,7 +34,7 @@ from groupwise.training.samples import sample_of
 
 from .conftest import REWARD
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 ROOT = Path(__file__).parents[2]
 STEPS = 20
 
@@ -92,7 +93,7 @@ def living(pids: set[int]) -> set[int]:
 
 def all_end(pids: set[int]) -> bool:
     """Wait for their end: a server notices that its trainer is gone, and gives its own processes some seconds."""
-    end = time.monotonic() + 60.0
+    end = time.monotonic() + 600.0
     while living(pids) and time.monotonic() < end:
         time.sleep(0.2)
     return not living(pids)
@@ -155,7 +156,7 @@ def wait_for_requests(url: str) -> None:
 def test_p2_a_server_that_is_lost_while_it_samples_ends_the_run_with_its_name(
     blow: signal.Signals, undisturbed: str, recipe: Callable[..., str], start: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    """Status 8 within 30 s, a checkpoint of the last whole step, no process left; the same command goes on to the same model."""
+    """Status 8 at once, a checkpoint of the last whole step, no process left; the same command goes on to the same model."""
     path = recipe(f"lost-{blow.name.lower()}")
     process = start(path)
     while process.poll() is None and len(lines(path)) < 7:
@@ -165,17 +166,17 @@ def test_p2_a_server_that_is_lost_while_it_samples_ends_the_run_with_its_name(
     wait_for_requests(url)
     os.kill(server, blow)
     begin = time.monotonic()
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=3000)
     took, done = time.monotonic() - begin, len(lines(path))
     assert process.returncode == 8, output
     cause = "was killed by signal 9 .SIGKILL." if blow is signal.SIGKILL else "has given no answer for"
     assert re.search(f"PeerError: the vLLM server .*{cause}", output), output
-    assert took < 30, took
+    assert took < PATIENCE, "a server of one's own is not waited for"
     assert all_end(seen)
     assert int((run_folder(path) / "latest").read_text()) == done >= 7
     if blow is signal.SIGKILL:
         again = start(path)
-        output, _ = again.communicate(timeout=400)
+        output, _ = again.communicate(timeout=3000)
         assert again.returncode == 0, output
         assert [line["step"] for line in lines(path)] == list(range(1, STEPS + 1))
         expected, found = weights(undisturbed), weights(path)
@@ -190,19 +191,19 @@ def test_sampling_ahead_trains_on_the_versions_it_names(
     changes: dict[str, Any] = {"name": "vllm", "ahead": 1}
     length = {"max_new_tokens": 60, "temperature": 0.8, "max_rows": 16}
     path = recipe(f"ahead-{processes}", steps=8, rollout=length | {"engine": changes}, save={"every": 0})
-    options = ["--nproc", str(processes), "--timeout", "300"] if processes > 1 else []
+    options = ["--nproc", str(processes), "--timeout", "1800"] if processes > 1 else []
     process = start(path, *options)
     while process.poll() is None and len(lines(path)) < 3:
         time.sleep(0.05)
     seen = ours()
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=3000)
     assert process.returncode == (143 if processes == 1 else 1), output
     assert all_end(seen)
     done = int((run_folder(path) / "latest").read_text())
     assert 3 <= done < 8
     again = start(path, *options)
-    output, _ = again.communicate(timeout=400)
+    output, _ = again.communicate(timeout=3000)
     assert again.returncode == 0, output
     found = lines(path)
     assert [line["step"] for line in found] == list(range(1, 9))
@@ -226,8 +227,8 @@ def visited(recipe: Recipe) -> list[str]:
 def test_two_processes_share_one_server(recipe: Callable[..., str], start: Callable[..., subprocess.Popen[str]]) -> None:
     """Each asks for its share, the first sends the weights; sharded weights are gathered to be sent."""
     path = recipe("two", steps=3, parallel="zero3")
-    process = start(path, "--nproc", "2", "--timeout", "300")
-    output, _ = process.communicate(timeout=500)
+    process = start(path, "--nproc", "2", "--timeout", "1800")
+    output, _ = process.communicate(timeout=3000)
     assert process.returncode == 0, output
     assert max(line["mismatch/max"] for line in lines(path)) < 1e-4
     assert not serving(ours())

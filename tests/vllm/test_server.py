@@ -26,7 +26,7 @@ from groupwise.records import Finish, Prompt, Rollout, Sampling, Step
 from groupwise.rollout import sampling as draws
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.stopping import Stopping
-from groupwise.rollout.vllm import member, publisher
+from groupwise.rollout.vllm import member, pool, publisher
 from groupwise.rollout.vllm.client import Client
 from groupwise.rollout.vllm.engine import EXACT, VllmEngine
 from groupwise.rollout.vllm.member import read_counters
@@ -37,16 +37,38 @@ from groupwise.runs.engines import check_agreement
 from groupwise.training.passes import score
 from groupwise.training.samples import sample_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 SAMPLING = Sampling(temperature=0.7, max_new_tokens=24)
 
 
 @pytest.fixture(scope="module")
 def engine(serving: Any) -> Iterator[VllmEngine]:
-    """For the tests before the first that makes an engine of its own: a server knows one trainer."""
+    """For the tests before the first that asks for `free`."""
     found = VllmEngine(serving.policy, servers=[serving.url])
     yield found
     found.close()
+
+
+class FreeServer:
+    """A server that works for no run, and the engines of a test that ask for it."""
+
+    def __init__(self, serving: Any) -> None:
+        self.url, self.policy, self.process = serving.url, serving.policy, serving.process
+        self.engines: list[VllmEngine] = []
+
+    def engine(self, policy: Policy, **options: Any) -> VllmEngine:
+        self.engines.append(VllmEngine(policy, servers=[self.url], **options))
+        return self.engines[-1]
+
+
+@pytest.fixture
+def free(engine: VllmEngine, serving: Any) -> Iterator[FreeServer]:
+    """The server for engines of the test's own, which end with it: it works for one run at a time."""
+    engine.close()
+    found = FreeServer(serving)
+    yield found
+    for one in found.engines:
+        one.close()
 
 
 @pytest.fixture
@@ -199,7 +221,7 @@ def test_stale_weights_are_found(engine: VllmEngine, serving: Any, prompts: list
     draw(engine, prompts)
     moved(engine.policy)
     stops(engine, draw(engine, prompts))
-    Client(serving.url).post("/update_weight_version", {"new_version": "somebody else's"}, timeout=10)
+    Client(serving.url).post("/update_weight_version", {"new_version": "somebody else's"}, timeout=600)
     retries = engine.metrics()["servers/retries"]
     assert {int(v) for rollout in draw(engine, prompts) for v in rollout.version} == {engine.version}
     assert engine.metrics()["servers/retries"] > 0.0 == retries
@@ -230,42 +252,42 @@ def test_a_tied_head_kept_stale_is_found(
     moved(engine.policy)
     save(engine.policy, tmp_path)
     wire = Client(serving.url)
-    wire.post("/pause?mode=abort", timeout=10)
-    wire.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path)}}, timeout=60)
-    wire.post("/resume", timeout=10)
+    wire.post("/pause?mode=abort", timeout=600)
+    wire.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path)}}, timeout=600)
+    wire.post("/resume", timeout=600)
     stops(engine, draw(engine, prompts))
     engine.send_weights(engine.version + 1)
     assert gaps(engine.policy, draw(engine, prompts)).max() < 1e-4
     assert EXACT >= 1e-4
 
 
-def test_p4_a_server_of_another_model_is_refused(serving: Any, tiny_policy: Callable) -> None:
-    deeper = VllmEngine(tiny_policy("llama", layers=3, hidden=64, heads=2, kv_heads=1), servers=[serving.url])
+def test_p4_a_server_of_another_model_is_refused(free: FreeServer, tiny_policy: Callable) -> None:
+    deeper = free.engine(tiny_policy("llama", layers=3, hidden=64, heads=2, kv_heads=1))
     with pytest.raises(EngineError, match=r"/update_weights|/finish_weight_update"):
         deeper.send_weights(0)
     deeper.close()
-    engine = VllmEngine(serving.policy, servers=[serving.url])  # the server has survived it
+    engine = free.engine(free.policy)  # the server has survived it
     engine.send_weights(0)
     rollouts = draw(engine, [Prompt(id="a", tokens=np.array([5, 6, 7]), text="")])
-    assert gaps(serving.policy, rollouts).max() < 1e-4
+    assert gaps(free.policy, rollouts).max() < 1e-4
     engine.close()
 
 
-def test_weights_that_arrive_in_flight_draw_the_rest_of_a_completion(serving: Any, moved: Callable) -> None:
+def test_weights_that_arrive_in_flight_draw_the_rest_of_a_completion(free: FreeServer, moved: Callable) -> None:
     """Tokens before are those of the old weights, tokens after those of the new ones, keys and values of the old ones included."""
-    old, sampling = frozen_copy(serving.policy), Sampling(temperature=1.3, max_new_tokens=90)
-    engine = VllmEngine(serving.policy, servers=[serving.url], in_flight=True)
+    old, sampling = frozen_copy(free.policy), Sampling(temperature=1.3, max_new_tokens=90)
+    engine = free.engine(free.policy, in_flight=True)
     engine.send_weights(7)
     prompts = [Prompt(id=str(i), tokens=np.array([7, 9 + i]), text="") for i in range(12)]
     found: list[Rollout] = []
     for _ in range(10):
         thread = threading.Thread(target=lambda: found.extend(draw(engine, prompts, sampling)))
-        before = read_counters(Client(serving.url)).computed
+        before = read_counters(Client(free.url)).computed
         thread.start()
-        while read_counters(Client(serving.url)).computed < before + 60:
+        while read_counters(Client(free.url)).computed < before + 60:
             time.sleep(0.01)
-        old = frozen_copy(serving.policy)
-        moved(serving.policy)
+        old = frozen_copy(free.policy)
+        moved(free.policy)
         engine.send_weights(engine.version + 1)
         thread.join(60)
         if any(np.unique(rollout.version).size == 2 for rollout in found):
@@ -284,40 +306,40 @@ def test_weights_that_arrive_in_flight_draw_the_rest_of_a_completion(serving: An
 
 
 def test_p3_a_server_whose_engine_stands_still_is_named(
-    serving: Any, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+    free: FreeServer, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The HTTP server goes on answering; the process that computes is stopped."""
     monkeypatch.setattr(member, "STALLED", 4.0)
     monkeypatch.setattr(member, "STARTING", math.inf)  # it has computed before: who took it for a new one would wait for ever
-    engine = VllmEngine(serving.policy, servers=[serving.url], patience=5.0)
+    engine = free.engine(free.policy, patience=5.0)
     draw(engine, prompts)
     table = subprocess.run(["ps", "-ww", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
     parents = {int(pid): (int(parent), name) for pid, parent, name in (line.split(None, 2) for line in table.splitlines())}
 
     def below(pid: int) -> bool:
-        return pid == serving.process.pid or (pid in parents and below(parents[pid][0]))
+        return pid == free.process.pid or (pid in parents and below(parents[pid][0]))
 
     cores = [pid for pid, (_, name) in parents.items() if "EngineCore" in name and below(pid)]
     assert cores
     try:
         for pid in cores:
             os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(PeerError, match=rf"{serving.url} answers, but has computed nothing for \d+ s: it hangs"):
+        with pytest.raises(PeerError, match=rf"{free.url} answers, but has computed nothing for \d+ s: it hangs"):
             draw(engine, prompts, seed=9)
     finally:
         for pid in cores:
             os.kill(pid, signal.SIGCONT)
     engine.close()
-    engine = VllmEngine(serving.policy, servers=[serving.url])
+    engine = free.engine(free.policy)
     assert gaps(engine.policy, draw(engine, prompts, seed=10)).max() < 1e-4
     engine.close()
 
 
 def test_episodes_are_sampled_turn_by_turn_as_they_are_scored(
-    serving: Any, prompts: list[Prompt], scripted_environment: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    free: FreeServer, prompts: list[Prompt], scripted_environment: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several turns, answers between them and branches; sampled = scored, and every environment is told what was recorded."""
-    engine = VllmEngine(serving.policy, servers=[serving.url])
+    engine = free.engine(free.policy)
     environment = scripted_environment(cut=0.3, cut_to="other", delays=0, turns=5)
     monkeypatch.setattr(engine, "environment", environment)
     rollouts = draw(engine, prompts[:4], Sampling(temperature=0.9, max_new_tokens=24))
@@ -337,46 +359,53 @@ def test_episodes_are_sampled_turn_by_turn_as_they_are_scored(
 # ---------------------------------------------------------------- a teacher on a server
 
 
-def test_a_server_gives_given_tokens_the_log_probs_of_its_model(serving: Any, prompts: list[Prompt]) -> None:
+def test_a_server_gives_given_tokens_the_log_probs_of_its_model(free: FreeServer, prompts: list[Prompt]) -> None:
     """Whatever it was asked to sample: by its raw logits, at temperature 1."""
-    engine = VllmEngine(serving.policy, servers=[serving.url])
+    engine = free.engine(free.policy)
     rollouts = draw(engine, prompts, Sampling(temperature=1.0, max_new_tokens=24))
-    servers = ScoringServers([serving.url])
-    servers.connect(serving.policy.tokenizer)
+    servers = ScoringServers([free.url])
+    servers.connect(free.policy.tokenizer)
     found = servers.logp([(rollout.prompt.tokens, rollout.tokens) for rollout in rollouts])
-    expected = score(serving.policy, [sample_of(rollout) for rollout in rollouts], max_tokens_per_microbatch=4096).logp
+    expected = score(free.policy, [sample_of(rollout) for rollout in rollouts], max_tokens_per_microbatch=4096).logp
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=EXACT)
     engine.close()
 
 
-def test_tokens_of_another_run_on_the_same_server_are_refused(serving: Any, prompts: list[Prompt]) -> None:
-    first, second = (VllmEngine(serving.policy, servers=[serving.url]) for _ in range(2))
+def test_a_second_run_on_the_same_server_is_refused_and_the_first_goes_on(
+    free: FreeServer, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "HELD", 30.0)
+    first, second = (free.engine(free.policy) for _ in range(2))
     first.send_weights(0)
-    second.send_weights(0)
-    with pytest.raises(EngineError, match="takes its weights from another run"):
-        draw(first, prompts)
-    assert gaps(second.policy, draw(second, prompts)).max() < 1e-4
-    for engine in (first, second):
-        engine.close()
+    with pytest.raises(EngineError, match=r"samples for another run .*: give each run its own servers"):
+        second.send_weights(0)
+    assert gaps(first.policy, draw(first, prompts)).max() < 1e-4
+    first.close()
+    second.close()
+    third = free.engine(free.policy)
+    third.send_weights(0)
+    third.close()
 
 
 def move_some(policy: Policy, part: str) -> None:
-    """Change a twentieth of the numbers of the parameters whose name has this part."""
+    """Turn the sign of a twentieth of the numbers of the parameters whose name has this part.
+
+    Sizes stay: log-probs of weights that grow are rounded more coarsely.
+    """
     with torch.no_grad():
         for name, parameter in policy.model.named_parameters():
             if part in name:
-                change = parameter.std() * torch.randn_like(parameter) * (torch.rand_like(parameter) < 0.05)
-                parameter.add_(change)
+                parameter.mul_(1 - 2 * (torch.rand_like(parameter) < 0.05))
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["http", "folder"])
 def test_after_every_version_the_servers_log_probs_are_the_trainers(
-    shared: bool, serving: Any, prompts: list[Prompt], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    shared: bool, free: FreeServer, prompts: list[Prompt], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twelve versions: of all weights, of one layer, of the tied embedding alone; one patch is damaged on its way and healed."""
     options = {"weights_folder": str(tmp_path)} if shared else {}
-    engine = VllmEngine(serving.policy, servers=[serving.url], full_every=5, **options)
+    engine = free.engine(free.policy, full_every=5, **options)
     deliveries: list[FetchReport] = []
     go_to = VersionedServer.go_to
     monkeypatch.setattr(
@@ -389,13 +418,13 @@ def test_after_every_version_the_servers_log_probs_are_the_trainers(
 
     parts = ["", "layers.1", "embed_tokens", "layers.0.mlp.up_proj", "norm", ""] * 2
     for version, part in enumerate(parts):
-        move_some(serving.policy, part)
+        move_some(free.policy, part)
         with monkeypatch.context() as patch:
             if version == 7:
                 patch.setattr(publisher.BlockFile, "add", damage)
             engine.send_weights(version)
         rollouts = draw(engine, prompts, seed=version)
-        assert gaps(serving.policy, rollouts).max() < 1e-4, (version, part)
+        assert gaps(free.policy, rollouts).max() < 1e-4, (version, part)
         assert {int(v) for rollout in rollouts for v in rollout.version} == {version}
     full = [version for version, delivery in enumerate(deliveries) if delivery.full]
     assert full == [0, 7], "the damaged patch is the only one that was not used"
@@ -405,12 +434,12 @@ def test_after_every_version_the_servers_log_probs_are_the_trainers(
 
 
 def test_sampling_goes_on_while_a_version_is_fetched(
-    serving: Any, prompts: list[Prompt], moved: Callable, monkeypatch: pytest.MonkeyPatch
+    free: FreeServer, prompts: list[Prompt], moved: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, asked, go_on = VllmEngine(serving.policy, servers=[serving.url], in_flight=True), threading.Event(), threading.Event()
+    engine, asked, go_on = free.engine(free.policy, in_flight=True), threading.Event(), threading.Event()
     engine.send_weights(1)
-    old = frozen_copy(serving.policy)
-    moved(serving.policy)
+    old = frozen_copy(free.policy)
+    moved(free.policy)
     send = VersionHandler.do_GET
 
     def hold(self: VersionHandler) -> None:
@@ -424,14 +453,14 @@ def test_sampling_goes_on_while_a_version_is_fetched(
     during = list(next(groups))
     engine.send_weights(2)  # returns at once
     assert asked.wait(60)
-    before = read_counters(Client(serving.url)).computed
+    before = read_counters(Client(free.url)).computed
     for group in groups:
         during += group
-    assert read_counters(Client(serving.url)).computed > before + 100
+    assert read_counters(Client(free.url)).computed > before + 100
     go_on.set()
     assert {int(v) for rollout in during for v in rollout.version} == {1}
     assert gaps(old, during).max() < 5e-4
     after = draw(engine, prompts)
     assert {int(v) for rollout in after for v in rollout.version} == {2}
-    assert gaps(serving.policy, after).max() < 1e-4
+    assert gaps(free.policy, after).max() < 1e-4
     engine.close()

@@ -28,7 +28,7 @@ from groupwise.rollout.vllm.plugin.groupwise_versions import Manifest, Mirror, f
 from groupwise.rollout.vllm.published import FetchReport, VersionedServer
 from groupwise.runs.job import make_job
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 STEPS, DAMAGED = 30, 13
 """Updates, and the version whose patch is damaged on its way to the first server: one behind a full version and a patch."""
 PROMPT = list(range(5, 50))
@@ -64,7 +64,7 @@ class Host:
 
     def wait(self) -> None:
         """Until the server answers."""
-        end = time.monotonic() + 900
+        end = time.monotonic() + 3000
         while True:
             with contextlib.suppress(Exception):
                 self.client.get("/health", timeout=5)
@@ -130,7 +130,7 @@ def answer(client: Client) -> tuple[list[int], np.ndarray, set[str]]:
     """The likeliest continuation of a server: its tokens, their log-probs, and the labels of the weights."""
     sampling = {"temperature": 0.0, "max_tokens": 24, "logprobs": 0, "ignore_eos": True, "detokenize": False}
     body = {"token_ids": PROMPT, "sampling_params": sampling}
-    (choice,) = client.post("/inference/v1/generate", body, timeout=60)["choices"]
+    (choice,) = client.post("/inference/v1/generate", body, timeout=600)["choices"]
     logp = np.array([entry["logprob"] for entry in choice["logprobs"]["content"]])
     return choice["token_ids"], logp, {span["version"] for span in choice["weight_versions"]}
 
@@ -242,7 +242,7 @@ def test_thirty_updates_arrive_on_two_hosts_to_the_bit(
 
 def wait_for(noted: list[tuple[str, int, FetchReport]], url: str, version: int) -> None:
     """Until a server has a version."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + 600
     while not any(place == url and number == version for place, number, _ in noted):
         assert time.monotonic() < end, (url, version, noted[-3:])
         time.sleep(0.01)
