@@ -346,7 +346,7 @@ TOOLS = ("test", "dev", "docs", "bench")
 """Extras of who works on the library; it imports nothing that they alone install."""
 PACKAGES = {"yaml": "pyyaml", "PIL": "pillow", "google": "protobuf"}
 """Names of packages that differ from the names of their modules."""
-APART = {"vllm", "groupwise_versions", "groupwise_vllm", "groupwise_cpu", "fla", "IPython"}
+APART = {"vllm", "groupwise_lease", "groupwise_versions", "groupwise_vllm", "groupwise_cpu", "fla", "IPython"}
 """Modules that no extra of ours installs: vLLM and our plug-in to it have an environment of their own, the kernels are another
 package, flash-linear-attention is used where a user has it, and IPython is where a notebook is."""
 
