@@ -102,6 +102,23 @@ def test_what_is_sampled_is_proven(policy: Policy, engine: Any) -> None:
     assert prove(policy, sampler=engine, recompute=True).paths == ("scoring", "training", "recompute", "sampling")
 
 
+SPECIALISED = ("Qwen3VL", "Qwen3_5")
+
+
+def test_prompts_with_images_are_decoded_with_prepared_weights(policy: Policy) -> None:
+    """On a CPU, where every step of the text is known; log-probs are those of the training pass."""
+    engine = NativeEngine(policy, max_rows=4)
+    known = type(policy.model).__name__.startswith(SPECIALISED)
+    assert engine.path == ("specialised" if known else "module")
+    prompts = [prompt(policy, "a", [3]), prompt(policy, "b", [6, 2]), prompt(policy, "c", [4])]
+    prompts.append(replace(prompts[0], id="d", tokens=np.array([5, 9, 11, 4]), images=None))
+    groups = engine.generate(prompts, group_size=3, sampling=Sampling(max_new_tokens=9), seed=0)
+    rollouts = [rollout for group in groups for rollout in group]
+    scored = score(policy, [sample_of(rollout) for rollout in rollouts], max_tokens_per_microbatch=500).logp
+    for rollout, logp in zip(rollouts, scored, strict=True):
+        np.testing.assert_allclose(rollout.behavior_logp, logp, rtol=0, atol=1e-5)
+
+
 def test_both_engines_decode_the_same(policy: Policy) -> None:
     prompts = [prompt(policy, "a", [3]), prompt(policy, "b", [6]), prompt(policy, "c", [4, 5])]
     sampling, tokens = Sampling(temperature=0.0, max_new_tokens=12), []

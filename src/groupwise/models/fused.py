@@ -59,7 +59,8 @@ def fused_modules(model: PreTrainedModel, *, keep: bool = True) -> Iterator[None
     The weights must not change inside: under autocast each is copied into its lower precision once.
     keep: keep these copies; else they are made for every product, which takes no memory.
     """
-    last = getattr(model.base_model, "norm", None)
+    text = getattr(model.base_model, "language_model", model.base_model)
+    last = getattr(text, "norm", None)
     together = operations().gpu_kernels(next(model.parameters())) is not None
     changed = []
     groups: list[tuple[Tensor, ...]] = []

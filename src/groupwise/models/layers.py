@@ -148,10 +148,12 @@ def class_name(kind: type) -> str:
 
 def family_class(family: str, part: str) -> str:
     """The `class_name` of a family's class."""
-    prefix = family.capitalize()
-    if family == "gpt2":
-        prefix = "GPT2"
+    prefix = SPELLED.get(family, family.capitalize())
     return f"transformers.models.{family}.modeling_{family}.{prefix}{part}"
+
+
+SPELLED = {"gpt2": "GPT2", "qwen3_vl": "Qwen3VL"}
+"""How class names spell a family, where not with a capital alone."""
 
 
 def _rms_norm(module: Any) -> Norm:
@@ -233,6 +235,9 @@ _CLASSES: tuple[tuple[Reader, str, tuple[str, ...]], ...] = (
     (_rms_norm, "RMSNorm", (*LIKE_LLAMA, "mixtral")),
     (_rotary_attention, "Attention", (*LIKE_LLAMA, "mixtral", "qwen3_5")),
     (_gated_mlp, "MLP", (*LIKE_LLAMA, "qwen3_5")),
+    (_rms_norm, "TextRMSNorm", ("qwen3_vl",)),
+    (_rotary_attention, "TextAttention", ("qwen3_vl",)),
+    (_gated_mlp, "TextMLP", ("qwen3_vl",)),
     (_rms_norm_around_one, "RMSNorm", ("qwen3_5",)),
     (_delta_net, "GatedDeltaNet", ("qwen3_5",)),
     (_gpt2_attention, "Attention", ("gpt2",)),
@@ -270,7 +275,7 @@ class Stack:
 
 ROTARY_MODELS = (
     *(family_class(family, "ForCausalLM") for family in (*LIKE_LLAMA, "qwen3_5")),
-    family_class("qwen3_5", "ForConditionalGeneration"),
+    *(family_class(family, "ForConditionalGeneration") for family in ("qwen3_5", "qwen3_vl")),
 )
 MODELS = (*ROTARY_MODELS, family_class("gpt2", "LMHeadModel"))
 """Names of the classes of models that may have a description."""

@@ -182,10 +182,6 @@ class Vision:
         """Arguments for what is added behind the first layers at the positions `index_N`."""
         return {}
 
-    def offsets(self, policy: Policy, prompts: Sequence[PromptImages | None]) -> list[int]:
-        """What is added to the place of every token behind each prompt; 0 without images."""
-        return [0] * len(prompts)
-
     def arguments(
         self, policy: Policy, ids_BT: Tensor, prompts: Sequence[PromptImages]
     ) -> dict[str, Any]:
@@ -252,25 +248,22 @@ class PatchVision(Vision):
                 self._positions.popitem(last=False)
         return self._positions[key]
 
-    def offsets(self, policy: Policy, prompts: Sequence[PromptImages | None]) -> list[int]:
-        """See `Vision`."""
-        offsets = []
-        for images in prompts:
-            offsets.append(0 if images is None else self.of_prompt(policy, images).offset)
-        return offsets
-
     def positions(
         self, policy: Policy, position_T: Tensor, images: Sequence[ImageSpan]
     ) -> dict[str, Any]:
-        """See `Vision`.  In front stand the places of tokens in their sequences."""
+        """See `Vision`.  In front stand the places of tokens in their sequences.
+
+        Rotary attention sees differences of places alone.  So what images take from the places
+        behind them is added to those of the prompt instead, and tokens behind a prompt stand at
+        their places in the sequence.
+        """
         position_4T = position_T.repeat(4, 1)
         for span in images:
             place_3m, offset = self.of_prompt(policy, span.images)
             last = span.place + span.stop - span.start
-            size = place_3m.shape[1]
-            behind_n = torch.arange(size, max(size, last)) + offset
-            place_3n = torch.cat([place_3m, behind_n.expand(3, -1)], 1)[:, span.place : last]
-            position_4T[1:, span.start : span.stop] = place_3n.to(position_T.device)
+            place_3n = place_3m[:, span.place : last] - offset
+            end = span.start + place_3n.shape[1]
+            position_4T[1:, span.start : end] = place_3n.to(position_T.device)
         return {"position_ids": position_4T[:, None]}
 
     def added(self, index_N: Tensor, total: int, rows: Sequence[Features]) -> dict[str, Any]:

@@ -214,8 +214,6 @@ class Decode(KeepingAttend):
         self.own = own
         self.device = device
         self.size = size
-        self.offset_P: Sequence[int] = ()
-        """What the images of prompts add to places behind them; empty: nothing."""
         self._numbers: Tensor | None = None
 
     def arrange(self, rows: LiveRows) -> None:
@@ -260,10 +258,7 @@ class Decode(KeepingAttend):
             member_PN += filled_up(members, size.members, 0)
         position_R = []
         for entry, length in zip(self.entry_R, self.length_R, strict=True):
-            first = self.prompt_length_P[entry]
-            if self.offset_P:
-                first += self.offset_P[entry]
-            position_R.append(first + length - 1)
+            position_R.append(self.prompt_length_P[entry] + length - 1)
         columns = (
             filled_up(self.length_R, size.rows, 0),
             filled_up(position_R, size.rows, -1),

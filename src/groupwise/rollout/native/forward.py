@@ -80,7 +80,8 @@ def is_known(policy: Policy) -> bool:
     help nobody.
     """
     model, head = policy.model, policy.head
-    if policy.vision is not None or policy.device.type not in ("cpu", "cuda"):
+    devices = ("cpu", "cuda") if policy.vision is None else ("cpu",)
+    if policy.device.type not in devices:
         return False
     if policy.dtype not in (torch.float32, torch.bfloat16):
         return False
@@ -288,6 +289,7 @@ class SpecialisedForward:
 
         buffers: where they lie, if they are to stay there.   matrix: reads a linear layer.
         """
+        self.policy = policy
         self.matrix = matrix
         stack = stack_of(policy.model)
         assert stack is not None
@@ -336,31 +338,33 @@ class SpecialisedForward:
         return 2 * len(self.layers) * numbers * self.dtype.itemsize
 
     def _prepare_rotary(self, rotary: Any, positions: int) -> None:
-        """Prepare rotary embeddings of whole heads, by the model's module.
-
-        Where a part of a head is rotated the rest is paired too, and rotated by nothing.
-        """
-        device = self.embedding_VD.device
-        place_P = torch.arange(positions, device=device)
+        """Prepare rotary embeddings of whole heads, by the model's module."""
+        self.positions_of = rotary
+        place_P = torch.arange(positions, device=self.embedding_VD.device)
         # Of text all three places of a token (time, height, width) are one; transformers 5.17
         # wants each.
         shape = (1, -1)
         if hasattr(rotary, "mrope_section"):
             shape = (3, 1, -1)
-        like = self.embedding_VD[:1]
-        cos_1PN, sin_1PN = rotary(like, place_P.expand(shape))
+        cos_PW, sin_PW, order_W = self._tables(place_P.expand(shape))
+        self.rotary = self.operations.rotary(cos_PW, sin_PW)
+        self.order_W = order_W[self.rotary.order_W]
+
+    def _tables(self, place_1P: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Cosines and sines (P, W) of places, and the order of a head's numbers that they take.
+
+        Where a part of a head is rotated the rest is paired too, and rotated by nothing.
+        """
+        cos_1PN, sin_1PN = self.positions_of(self.embedding_VD[:1], place_1P)
         rotated = cos_1PN.shape[2] // 2
-        order_W = torch.arange(self.width, device=device)
+        order_W = torch.arange(self.width, device=self.embedding_VD.device)
         first, second, rest = order_W.tensor_split((rotated, 2 * rotated))
         first_rest, second_rest = rest.tensor_split(2)
         order_W = torch.cat([first, first_rest, second, second_rest])
         unrotated = (0, self.width // 2 - rotated)
         cos_PH = F.pad(cos_1PN[0, :, :rotated], unrotated, value=1.0)
         sin_PH = F.pad(sin_1PN[0, :, :rotated], unrotated, value=0.0)
-        cos_PW = cos_PH.repeat(1, 2)
-        sin_PW = sin_PH.repeat(1, 2)
-        self.rotary = self.operations.rotary(cos_PW, sin_PW)
-        self.order_W = order_W[self.rotary.order_W]
+        return cos_PH.repeat(1, 2), sin_PH.repeat(1, 2), order_W
 
     def _layer(
         self, i: int, norm: Norm, mixer: Attention | DeltaNet, mlp_norm: Norm, mlp: MLP
@@ -467,17 +471,48 @@ class SpecialisedForward:
     def hidden(
         self, tokens_T: Tensor, position_T: Tensor, attend: Attend, images: Sequence[ImageSpan] = ()
     ) -> Tensor:
-        """See `RolloutForward`.  What reads images is not known here (`is_known`)."""
+        """See `RolloutForward`."""
+        if images:
+            return self._hidden_with_images(tokens_T, position_T, attend, images)
         x_TD = F.embedding(tokens_T, self.embedding_VD)
         if self.position_PD is not None:
             x_TD += F.embedding(position_T, self.position_PD)
         rotate = None if self.rotary is None else self.rotary.at(position_T)
+        return self._through_layers(x_TD, rotate, attend)
+
+    def _hidden_with_images(
+        self, tokens_T: Tensor, position_T: Tensor, attend: Attend, images: Sequence[ImageSpan]
+    ) -> Tensor:
+        """The same for a stream in which prompts with images begin."""
+        stream = (tokens_T, position_T, attend, images)
+        _, inputs, attend = self.policy.vision.spliced(self.policy, *stream)
+        cos_TW, sin_TW, _ = self._tables(inputs["position_ids"][1:])
+        rotate = self.operations.rotary(cos_TW, sin_TW).at(torch.arange(tokens_T.shape[0]))
+        deep = inputs.get("deepstack_visual_embeds", ())
+        mask_1T = inputs.get("visual_pos_masks")
+        return self._through_layers(inputs["inputs_embeds"][0], rotate, attend, mask_1T, deep)
+
+    def _through_layers(
+        self,
+        x_TD: Tensor,
+        rotate: Rotate | None,
+        attend: Attend,
+        mask_1T: Tensor | None = None,
+        deep: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """Final hidden states of embeddings.
+
+        deep: what is added (N, D) behind each of the first layers, where the mask is true.
+        """
         add_TD = None
-        for layer, mixer in zip(self.layers, self.mixers, strict=True):
+        for place, (layer, mixer) in enumerate(zip(self.layers, self.mixers, strict=True)):
             inner_TN = layer.qkv(layer.norm(x_TD, add_TD))
             add_TD = layer.out(mixer(inner_TN, rotate, attend))
             up_TI = layer.up(layer.mlp_norm(x_TD, add_TD))
             add_TD = layer.down(self.activation(up_TI))
+            if place < len(deep):
+                assert mask_1T is not None
+                x_TD[mask_1T[0]] += deep[place].to(x_TD.dtype)
         return self.norm(x_TD, add_TD)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:

@@ -325,10 +325,6 @@ class Scheduler:
         for sequence in self.rows.live:
             entry_R.append(sequence.prefix.entry)
             cached_R.append(sequence.own + self.unread - 1)
-        vision = self.policy.vision
-        if vision is not None:
-            images_P = [prefix.images for prefix in self.prompts.prefixes]
-            self.decode.attend.offset_P = vision.offsets(self.policy, images_P)
         self.decode.arrange(LiveRows(self.prompts.lengths, entry_R, cached_R))
 
     def _admit(self) -> Completed:
