@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 from _machine import Meter, Peak
+from _pictures import pictures
 from _workload import Workload, model_folder, teacher_of
 
 from groupwise.config.resolve import resolve
 from groupwise.config.settings import GroupSettings, ModelSettings, OptimizerSettings, RewardModelSettings, RewardSettings
 from groupwise.data.encoding import Demonstration, Pair
+from groupwise.data.images import PromptImages
 from groupwise.data.packing import pack, unpack
 from groupwise.data.tokenizers import load_tokenizer
 from groupwise.models.backbone import checkpointing
@@ -27,6 +29,7 @@ from groupwise.models.policy import Policy
 from groupwise.models.reward_head import load_scorer
 from groupwise.models.shape import Shape
 from groupwise.models.sharded import frozen_copy
+from groupwise.models.vision import seeing
 from groupwise.ops.operations import operations
 from groupwise.records import Finish, Prompt, Rollout, RolloutGroup, Sample, Sampling, Step
 from groupwise.rewards.compose import build_rewards, no_rewards
@@ -67,15 +70,21 @@ def load(work: Workload, folder: Path) -> Policy:
     if work.objective == "reward":
         return load_scorer(settings, blueprint)
     policy = make_policy(blueprint.load(), blueprint.tokenizer, settings)
+    if work.image:
+        policy = seeing(policy, blueprint.images)
     return replace(policy, eos_ids=(work.vocab,)) if work.online else policy
 
 
 def prompts_of(work: Workload, visit: int = 0) -> list[Prompt]:
     """The prompts of one step."""
-    return [
+    prompts = [
         Prompt(id=f"{visit}/{p}", tokens=ids, text=work.text_of(ids), row={"dead": bool(dead)})
         for p, (ids, dead) in enumerate(zip(work.prompt_ids(), work.dead_prompts(), strict=True))
     ]
+    if work.image == 0:
+        return prompts
+    shown = zip(prompts, pictures(work, visit), strict=True)
+    return [replace(prompt, images=PromptImages((picture,), prompt.tokens)) for prompt, picture in shown]
 
 
 def optimizer_settings(work: Workload) -> OptimizerSettings:
@@ -125,6 +134,8 @@ class Ours:
         difference = total = 0.0
         with np.load(found["gradients"]) as theirs:
             for name, parameter in self.policy.model.named_parameters():
+                if not parameter.requires_grad:
+                    continue
                 assert parameter.grad is not None
                 other = torch.from_numpy(theirs[name]).to(parameter.device)
                 difference += float((parameter.grad - other).double().square().sum())
@@ -140,6 +151,7 @@ class Ours:
 
     def step(self) -> dict[str, Any]:
         """One step; seconds by phase."""
+        passes = 0 if self.policy.vision is None else self.policy.vision.passes
         with self.meter.phase("step"):
             step = next(self.loop)
         seconds = self.meter.read()
@@ -149,6 +161,8 @@ class Ours:
             assert lengths == self.work.schedule().tolist(), "completions do not follow the schedule"
         for table in (wall, cpu):
             table["update"] = table["step"] - table.get("rollout", 0.0) - table.get("reference", 0.0)
+        if self.policy.vision is not None:
+            seconds["tower"] = self.policy.vision.passes - passes
         return seconds | {"peak": self.peak.above()}
 
     def planned(self) -> int:

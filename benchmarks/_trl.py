@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from _machine import Meter, Peak
+from _pictures import Counted, embeddings, load_processor, rows_for_trl
 from _workload import Workload, model_folder, reward, teacher_of
 from datasets import Dataset
 from transformers import LogitsProcessor, LogitsProcessorList, Trainer, TrainerCallback
@@ -57,6 +58,7 @@ class Conductor(TrainerCallback):
         self.checking = False
         self.seen: dict[str, Any] = {}
         self.trainer: Trainer | None = None
+        self.tower: Counted | None = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         """Wait for a command."""
@@ -87,6 +89,8 @@ class Conductor(TrainerCallback):
             table["rollout"] = table.get("rollout", 0.0) - table.get("reference", 0.0)
             table["update"] = table["step"] - table["rollout"] - table.get("reference", 0.0)
         assert self.peak is not None
+        if self.tower is not None:
+            self.seen["tower"] = self.tower.read()
         self.connection.send(seconds | {"peak": self.peak.above()} | self.seen)
 
 
@@ -135,16 +139,26 @@ def _grpo(work: Workload, folder: Path, scratch: Path, conductor: Conductor) -> 
         shuffle_dataset=False,
         model_init_kwargs={"dtype": "float32"},
     )
-    prompts = [work.text_of(ids) for ids in work.prompt_ids()]
     dead = [bool(d) for d in work.dead_prompts()]
+    processor = load_tokenizer(str(folder))
+    if work.image:
+        words = [work.text_of(ids[embeddings(work) + 2 :]) for ids in work.prompt_ids()]
+        data = Dataset.from_list(rows_for_trl(work, words, dead))
+        processor = load_processor(folder, processor)
+    else:
+        data = Dataset.from_dict({"prompt": [work.text_of(ids) for ids in work.prompt_ids()], "dead": dead})
     trainer = GRPOTrainer(
         model=str(folder),
         reward_funcs=reward,
         args=config,
-        train_dataset=Dataset.from_dict({"prompt": prompts, "dead": dead}),
-        processing_class=load_tokenizer(str(folder)),
+        train_dataset=data,
+        processing_class=processor,
         callbacks=[conductor],
     )
+    if work.image:
+        # Ours trains no encoder either.
+        trainer.model.model.visual.requires_grad_(False)
+        conductor.tower = Counted(trainer.model.model.visual)
     _scheduled(trainer, work)
     meter = conductor.meter
     roll, score = trainer._generate_and_score_completions, trainer._get_per_token_logps_and_entropies

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _pictures import MARKS, TEMPLATE, embeddings, image_model, save_processor
 
 EOS, PAD = "<eos>", "<pad>"
 FIRST = 2
@@ -37,7 +38,9 @@ class Workload:
     """Width of the gated MLPs; None: 8/3 of the model's."""
     vocab: int = 512
     prompt: int = 32
-    """Tokens of every prompt."""
+    """Tokens of every prompt; with a picture, its placeholders are among them."""
+    image: int = 0
+    """Pixels of a side of the picture in front of every prompt (family `qwen3_vl`, GRPO); 0: none."""
     completion: int = 64
     """Tokens of the longest completion."""
     group: int = 8
@@ -98,7 +101,14 @@ class Workload:
         """(prompts, prompt) int64."""
         if self.model is not None:
             return chat_prompts(self.model, self.prompts)
-        return np.random.default_rng(self.seed + 1).integers(FIRST, self.vocab, (self.prompts, self.prompt))
+        rng = np.random.default_rng(self.seed + 1)
+        if self.image == 0:
+            return rng.integers(FIRST, self.vocab, (self.prompts, self.prompt))
+        first = FIRST + len(MARKS)
+        begin, image, end = range(FIRST, FIRST + 3)
+        front = [begin, *[image] * embeddings(self), end]
+        words = rng.integers(first, self.vocab, (self.prompts, self.prompt - len(front)))
+        return np.concatenate([np.tile(front, (self.prompts, 1)), words], 1)
 
     def completion_ids(self) -> list[np.ndarray]:
         """Demonstrations, or the two sides of preference pairs (chosen first): of the schedule's lengths, EOS last."""
@@ -116,11 +126,13 @@ SHAPES: dict[str, Workload] = {
     "M": Workload(hidden=512, layers=7, heads=8, kv_heads=4, vocab=8192, prompt=128, completion=128, prompts=4),
     "H": Workload(family="qwen3_5", hidden=448, layers=8, heads=7, kv_heads=1, vocab=8192, prompt=128, completion=128, prompts=4),
     "L": Workload(family="gpt2", hidden=768, layers=12, heads=12, kv_heads=None, vocab=50257, prompt=64, completion=128, prompts=2),
+    "P": Workload(family="qwen3_vl", prompt=96, prompts=4, image=224),
     "0.5B": replace(QWEN, hidden=896, layers=24, heads=14, inner=4864, trl_microbatches=8),
     "1.5B": replace(QWEN, hidden=1536, layers=28, heads=12, inner=8960, trl_microbatches=16),
 }
-"""S 3M, M 25M, H 24M (a hybrid: three of four layers are recurrent), L 124M parameters; those in the shapes of Qwen2.5 are for a
-GPU, beside whose memory TRL's step has to fit: in one micro-batch it would keep 70 to 220 GB."""
+"""S 3M, M 25M, H 24M (a hybrid: three of four layers are recurrent), L 124M parameters, P 5M with pictures; those
+in the shapes of Qwen2.5 are for a GPU, beside whose memory TRL's step has to fit: in one micro-batch it would keep 70 to 220
+GB."""
 
 
 ROWS = 8
@@ -132,9 +144,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", default="S", choices=list(SHAPES), help="what the other options start from (default: S)")
     parser.add_argument("--model", metavar="FOLDER", help="a chat model that is asked for sums, instead of random weights")
     parser.add_argument("--objective", choices=["grpo", "distill", "sft", "reward"])
-    parser.add_argument("--family", choices=["llama", "qwen2", "qwen3", "qwen3_5", "gpt2"])
+    parser.add_argument("--family", choices=["llama", "qwen2", "qwen3", "qwen3_5", "qwen3_vl", "gpt2"])
     for name in ("hidden", "layers", "heads", "kv-heads", "inner", "vocab", "prompt", "completion", "group", "prompts", "threads"):
         parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--image", type=int, help="pixels of a side of the picture in every prompt (family qwen3_vl)")
     parser.add_argument("--lengths", choices=["varied", "full", "tail"])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"])
     parser.add_argument("--device", choices=["cpu", "cuda"])
@@ -166,20 +179,34 @@ def workload(options: argparse.Namespace) -> Workload:
 
 def model_folder(work: Workload, parent: Path) -> Path:
     """Write the model and its tokenizer as a Hugging Face folder, the one file that both sides load.  Returns the folder."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    from groupwise.config.settings import ScratchSettings
-    from groupwise.models.scratch import scratch_model
-
     if work.model is not None:
         return Path(work.model)
     shape = [work.family, work.hidden, work.layers, work.heads, work.kv_heads, work.vocab, work.prompt, work.completion, work.seed]
-    shape += [work.objective == "reward", work.inner]
+    shape += [work.objective == "reward", work.inner, work.image]
     folder = parent / hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:12]
     if folder.exists():
         return folder
     context = max(1024, work.prompt + work.completion + 1)
+    fast = word_tokenizer(work, context)
+    if work.image:
+        model = image_model(work, fast)
+        save_processor(work, folder)
+    else:
+        model = text_model(work, context)
+    if work.objective == "reward":
+        from groupwise.models.reward_head import add_head
+
+        model = add_head(model, fast, (0,), "last", work.seed)
+    model.save_pretrained(folder)
+    fast.save_pretrained(folder)
+    return folder
+
+
+def text_model(work: Workload, context: int) -> Any:
+    """The model of a workload without pictures."""
+    from groupwise.config.settings import ScratchSettings
+    from groupwise.models.scratch import scratch_model
+
     settings = ScratchSettings(
         family=work.family,  # type: ignore[arg-type]
         hidden=work.hidden,
@@ -188,20 +215,26 @@ def model_folder(work: Workload, parent: Path) -> Path:
         context=context,
     )
     shared = work.kv_heads if work.family != "gpt2" else None
-    model = scratch_model(
-        settings, vocabulary=work.vocab, eos_ids=(0,), pad_id=1, seed=work.seed, inner=work.inner, kv_heads=shared
-    )
+    return scratch_model(settings, vocabulary=work.vocab, eos_ids=(0,), pad_id=1, seed=work.seed, inner=work.inner, kv_heads=shared)
+
+
+def word_tokenizer(work: Workload, context: int) -> Any:
+    """A tokenizer whose words are ids: `w5` is 5."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     vocabulary = {EOS: 0, PAD: 1, **{f"w{i}": i for i in range(FIRST, work.vocab)}}
+    if work.image:
+        for i, mark in enumerate(MARKS, FIRST):
+            del vocabulary[f"w{i}"]
+            vocabulary[mark] = i
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, model_max_length=context)
-    if work.objective == "reward":
-        from groupwise.models.reward_head import add_head
-
-        model = add_head(model, fast, (0,), "last", work.seed)
-    model.save_pretrained(folder)
-    fast.save_pretrained(folder)
-    return folder
+    if work.image:
+        fast.add_special_tokens({"additional_special_tokens": list(MARKS)})
+        fast.chat_template = TEMPLATE
+    return fast
 
 
 def teacher_of(work: Workload) -> Workload:

@@ -37,6 +37,9 @@ times as fast, or a third of the memory (peak above what is resident before the 
 `distill` is a step of distillation (reverse KL over the whole vocabulary) to a teacher of twice the width, against TRL's
 `DistillationTrainer`; instead of log-probs the losses are compared. TRL's trainer knows no groups: to it every completion is a row
 of its own. Rows with one completion per prompt have nothing that could be shared.
+
+A row of `qwen3_vl` has a picture of the task `shapes` in front of every prompt, another at every step. Both sides leave the image
+encoder as it is. The cell of the step says how many images went through it, TRL's and ours.
 """
 LIMITS = """\
 ## Against the machine
@@ -160,6 +163,7 @@ def workload(work: dict[str, Any]) -> list[str]:
     model = f"{work['family']} {work['hidden']} x {work['layers']}, vocabulary {work['vocab']:,}"
     step = f"{work['prompts']} x {work['group']}, prompt {work['prompt']}, completion {work['completion']} ({work['lengths']})"
     step += ", checkpointing" if work.get("checkpointing") else ""
+    step += f", a picture of {work['image']} pixels" if work.get("image") else ""
     return [model, step, work["dtype"]]
 
 
@@ -170,8 +174,11 @@ def trl_row(found: dict[str, Any]) -> list[str]:
     def pair(name: str) -> str:
         return f"{wall[name]:.2f} / {cpu[name]:.2f}" if name in wall and name in cpu else ""
 
+    model, step, dtype = workload(work)
+    if "tower" in found["trl"]:
+        step += f" ({found['trl']['tower']:.0f} and {found['groupwise']['tower']:.0f} images encoded)"
     return [
-        work["objective"], *workload(work), f"{work['beta']:g}", f"{work['dead']:g}", str(work["threads"]),
+        work["objective"], model, step, dtype, f"{work['beta']:g}", f"{work['dead']:g}", str(work["threads"]),
         pair("step"), pair("rollout"), pair("update"), f"{wall['memory']:.2f}" if wall.get("memory") else "",
         str(found["pairs"]), f"{found['machine']['load_1min']:.1f}",
     ]  # fmt: skip

@@ -8,6 +8,7 @@ Before anything is timed, our side computes log-probs and gradients for the comp
     python benchmarks/vs_trl.py --shape S --vocab 131072 --pairs 5
     python benchmarks/vs_trl.py --objective sft --shape M
     python benchmarks/vs_trl.py --objective distill --shape M   # a step against `DistillationTrainer`
+    python benchmarks/vs_trl.py --shape P   # prompts with pictures, by a Qwen3-VL
     python benchmarks/vs_trl.py --model ~/.cache/groupwise/models/smollm2   # real weights, asked for sums
     python benchmarks/vs_trl.py --grid            # every row of benchmarks/figures.md
     python benchmarks/vs_trl.py --shape 0.5B      # on a GPU; --grid --device cuda: every row of a GPU
@@ -103,6 +104,8 @@ def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         sides[name] = {
             clock: {phase: median([step[clock].get(phase, 0.0) for step in steps]) for phase in PHASES} for clock in ("wall", "cpu")
         }
+        if "tower" in steps[0]:
+            sides[name]["tower"] = median([step["tower"] for step in steps])
         sides[name]["peak_mb"] = significant(max(step["peak"] for step in steps) / 1e6)
     ratios = {
         clock: {
@@ -160,6 +163,9 @@ def show(title: str, result: dict[str, Any]) -> None:
             theirs, ours = result["trl"][clock][phase], result["groupwise"][clock][phase]
             if theirs > 0 and ours > 0:
                 print(f"  {clock:5s}{phase:10s} TRL {theirs:8.3f} s   Groupwise {ours:8.3f} s   ratio {theirs / ours:5.2f}")
+    if "tower" in result["trl"]:
+        theirs, ours = result["trl"]["tower"], result["groupwise"]["tower"]
+        print(f"  images through the encoder  TRL {theirs:.0f}  Groupwise {ours:.0f}")
     theirs, ours = result["trl"]["peak_mb"], result["groupwise"]["peak_mb"]
     print(f"  peak memory    TRL {theirs:8.0f} MB  Groupwise {ours:8.0f} MB  ratio {theirs / ours:5.2f}", flush=True)
 

@@ -54,6 +54,16 @@ def test_steps_are_taken_by_the_schedule(parts: tuple[Any, Any], tmp_path: Path,
     assert side.step()["wall"]["step"] > 0
 
 
+def test_a_step_on_pictures_encodes_each_picture_once(parts: tuple[Any, Any], tmp_path: Path) -> None:
+    """Pictures are others at every step, so that none is remembered."""
+    workloads, ours = parts
+    shape = {"family": "qwen3_vl", "image": 64, "prompt": 12, "group": 3}
+    workload = replace(tiny(workloads), **shape)
+    side = ours.Ours(workload, workloads.model_folder(workload, tmp_path))
+    steps = [side.step() for _ in range(2)]
+    assert [step["tower"] for step in steps] == [workload.prompts] * 2
+
+
 def test_the_check_is_equal_to_a_peer_and_sees_a_difference(parts: tuple[Any, Any], tmp_path: Path) -> None:
     workloads, ours = parts
     workload = tiny(workloads)
