@@ -20,6 +20,7 @@ from groupwise.config.resolve import resolve
 from groupwise.config.settings import GroupSettings, LoraSettings, ModelSettings, OptimizerSettings
 from groupwise.models import lora
 from groupwise.models.backbone import checkpointing
+from groupwise.models.compiled_blocks import CompiledBlocks, demand_compiled
 from groupwise.models.loading import make_policy
 from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Sample, Sampling
@@ -83,6 +84,12 @@ def random_policy(shape: Shape, device: str, *, rank: int = 0, dtype: Any = "aut
     policy = make_policy(model, tokenizer, ModelSettings(device=device, dtype=dtype))  # type: ignore[arg-type]
     policy = replace(policy, vocabulary=shape.vocabulary, eos_ids=(shape.vocabulary,))
     return lora.adapt(policy, LoraSettings(rank=rank), base="random", seed=0) if rank else policy
+
+
+def with_compiled_blocks(policy: Policy) -> Policy:
+    """The same policy, whose blocks are compiled in updates.  Raises ConfigError where that cannot be."""
+    demand_compiled(policy)
+    return replace(policy, blocks=CompiledBlocks())
 
 
 def samples_of(shape: Shape, positions: int, *, prompt: int, seed: int = 0) -> list[Sample]:

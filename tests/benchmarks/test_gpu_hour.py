@@ -30,6 +30,8 @@ def test_every_call_writes_its_results_into_the_folder(tmp_path: Path) -> None:
     assert phase["launches"] > 100 and phase["wall"] > 0
     full, adapter = (results["update"][f"tiny {kind}, 256 positions"] for kind in ("full", "LoRA"))
     assert 1.2 < full["mfu"] * full["seconds"] / (adapter["mfu"] * adapter["seconds"]) < 1.6, "6 FLOPs a weight against 4"
+    lanes = [results["update"][f"tiny full, 256 positions, model.compile {compiled}"] for compiled in ("off", "on")]
+    assert lanes[0]["seconds"] > 0 and lanes[1].keys() & {"seconds", "failed"}, "with compiled blocks, where there is a compiler"
     assert results["decode"]["tiny, 16 rows"]["tokens a second"] > 0
 
 

@@ -99,14 +99,25 @@ def test_only_what_the_kernel_knows_is_handed_to_it(changes: dict[str, Any], tak
     assert varlen.flash_takes(Query(0, *heads, 0.3)._replace(**changes)) is taken
 
 
-@pytest.mark.parametrize(("built", "capability", "expected"), [(True, (9, 0), True), (True, (7, 5), False), (False, (9, 0), False)])
-def test_gpus_before_ampere_and_builds_without_the_kernel_are_not_asked_for_it(
-    built: bool, capability: tuple[int, int], expected: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("built", "capability", "width", "expected"),
+    [
+        (True, (9, 0), 256, True),
+        (True, (7, 5), 64, False),
+        (False, (9, 0), 64, False),
+        (True, (8, 9), 192, True),
+        (True, (8, 9), 256, False),
+        (True, (12, 0), 256, False),
+    ],
+)
+def test_gpus_that_cannot_run_the_kernel_are_not_asked_for_it(
+    built: bool, capability: tuple[int, int], width: int, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Builds without it, GPUs before Ampere, and wide heads on GPUs with little shared memory."""
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: built)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     varlen.has_flash.cache_clear()
-    assert varlen.has_flash(torch.device("cuda", 0)) is expected
+    assert varlen.has_flash(torch.device("cuda", 0), width) is expected
     varlen.has_flash.cache_clear()
 
 

@@ -37,6 +37,7 @@ from groupwise.proof.texts import NATIVE
 from groupwise.records import Prompt, Sample, Sampling
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.checkpoint import policy_folder
+from groupwise.runs.compiling import with_blocks
 from groupwise.runs.origin import Origin, origin_of
 from groupwise.runs.trust import demand_trust
 from groupwise.training.passes import score
@@ -410,10 +411,11 @@ def make_policy(
     Raises DataError, Diverged or ConfigError as `models.loading.make_policy`, ConfigError for what
     differs.
     """
+    settings = settings or ModelSettings()
     policy = loading.make_policy(model, tokenizer, settings)
-    prove(
-        policy, longest=longest, recompute=settings is not None and settings.gradient_checkpointing
-    )
+    again = settings.gradient_checkpointing
+    prove(policy, longest=longest, recompute=again)
+    policy, _ = with_blocks(policy, settings.compile, longest=longest, recompute=again)
     return policy
 
 

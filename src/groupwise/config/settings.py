@@ -128,6 +128,10 @@ class ModelSettings:
     """Recompute activations in the backward pass to save memory.  An update takes 12 to 20% longer,
     with an adapter up to 50%.
     """
+    compile: Literal["auto", "on", "off"] = "off"
+    """Run the blocks of updates as torch.compile makes them: `on` compiles or ends with the reason;
+    `auto` compiles where that equals the model's own pass and was measured to be faster, which
+    takes minutes when the run starts; `off` runs the library's fused blocks."""
     lora: LoraSettings | None = None
     quantize: Literal["nf4", "int8"] | None = None
     """Hold the linear layers under an adapter in 4 (`nf4`, QLoRA) or 8 bits a number.  nf4 needs

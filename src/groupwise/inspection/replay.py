@@ -206,7 +206,7 @@ def replay(
         change = RecordedRun.of(run.folder, changes)
         first = first or change.algorithm.needs.entropy
     recorded = read_recorded(run.folder, number)
-    apart, threads = _apart(run.folder, number, recorded)
+    apart, threads = _apart(run, number, recorded)
     begun, notes = None, []
     if model:
         begun, reasons = _beginning(run.folder, number, reach)
@@ -407,14 +407,14 @@ def _reason(fact: object) -> str:
     return str(fact).partition(":")[0]
 
 
-def _apart(folder: Path, number: int, recorded: Step) -> tuple[str | None, int]:
+def _apart(run: RecordedRun, number: int, recorded: Step) -> tuple[str | None, int]:
     """What differs between the machine that took a step and this one, and the threads it took it
     with.
     """
     now = environment()
     here = _machine(now)
     try:
-        attempts = [one for one in attempts_of(RunFiles(folder)) if one["after_step"] < number]
+        attempts = [one for one in attempts_of(RunFiles(run.folder)) if one["after_step"] < number]
         then = attempts[-1]
         there = _machine(then)
     except (RunError, ValueError, KeyError, TypeError, IndexError):
@@ -425,6 +425,8 @@ def _apart(folder: Path, number: int, recorded: Step) -> tuple[str | None, int]:
             different.append(f"{name} {_reason(there[name])} then, {_reason(value)} now")
     if now["gpus"]:
         different.append("a GPU adds up in an order of its own")
+    if run.recipe.model.compile != "off":
+        different.append("blocks may have been compiled (model.compile), and are not now")
     if any(name.startswith("ranks/") for name in recorded.metrics):
         different.append("several processes shared the step")
     threads = then.get("torch_threads")

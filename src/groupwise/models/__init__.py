@@ -17,7 +17,8 @@ In: a folder or hub name.  Out: a `policy.Policy` that takes packed `Batch`es.
 - `output_head`, `head_form`: what is before the last matrix, and the factor and cap behind it.
 - `reward_head`: one number per token.
 - `vision`: images in prompts, as embeddings in a stream.
-- `layers`: what known families are made of; `fused` runs their blocks in fewer passes.
+- `layers`: what known families are made of; `fused` runs their blocks in fewer passes,
+  `compiled_blocks` as torch.compile makes them.
 - `lora`, `lora_dropout`, `moe`, `sharded`: adapters, the balance of experts, sharded weights.
 - `quantized`: frozen bases in 4 or 8 bits, under an adapter.
 - `splitting`: which models can be split over processes.

@@ -106,18 +106,29 @@ def packed_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if getattr(module, "attn_temperature_tuning", False):
         query = _tempered(module, query, position_T)
-    if torch.is_autocast_enabled(query.device.type):
-        value = value.to(torch.get_autocast_dtype(query.device.type))
-    # Under autocast rotary embeddings leave queries and keys in float32 while values are in
-    # bfloat16; a kernel takes one type.
-    query, key = query.to(value.dtype), key.to(value.dtype)
-    query_THD, key_TKD, value_TKE = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    query_THD, key_TKD, value_TKE = tokens_first(query, key, value)
     layer: Any = module.layer_idx
     return (
         attend(
             Query(layer, query_THD, key_TKD, value_TKE, scale, softcap, reach_of(module), s_aux)
         ).unsqueeze(0),
         None,
+    )
+
+
+def tokens_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (T, heads, D) of (1, heads, T, D), in one type.
+
+    Under autocast rotary embeddings leave queries and keys in float32 while values are in bfloat16;
+    a kernel takes one type.
+    """
+    if torch.is_autocast_enabled(query.device.type):
+        value = value.to(torch.get_autocast_dtype(query.device.type))
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    return (
+        query.squeeze(0).transpose(0, 1),
+        key.squeeze(0).transpose(0, 1),
+        value.squeeze(0).transpose(0, 1),
     )
 
 

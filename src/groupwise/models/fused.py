@@ -13,7 +13,7 @@ T positions of a stream   D width   I inner width of an MLP   O width of what a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
@@ -52,12 +52,15 @@ from groupwise.ops.operations import operations
 
 
 @contextmanager
-def fused_modules(model: PreTrainedModel, *, keep: bool = True) -> Iterator[None]:
+def fused_modules(
+    model: PreTrainedModel, *, keep: bool = True, apart: Collection[nn.Module] = ()
+) -> Iterator[None]:
     """Run known modules in their fused forms while inside; recomputation in a backward pass must be
     inside too.
 
     The weights must not change inside: under autocast each is copied into its lower precision once.
     keep: keep these copies; else they are made for every product, which takes no memory.
+    apart: modules that are left alone.
     """
     text = getattr(model.base_model, "language_model", model.base_model)
     last = getattr(text, "norm", None)
@@ -65,7 +68,7 @@ def fused_modules(model: PreTrainedModel, *, keep: bool = True) -> Iterator[None
     changed = []
     groups: list[tuple[Tensor, ...]] = []
     for module in model.modules():
-        if "forward" in vars(module):
+        if "forward" in vars(module) or module in apart:
             continue
         description = describe(module)
         if together:

@@ -31,7 +31,6 @@ from groupwise.ops.linear_cross_entropy import (
     WholeLoss,
     chosen_logprobs,
 )
-from groupwise.ops.operations import operations
 from groupwise.records import Batch, Layout, Sample
 
 
@@ -190,7 +189,7 @@ def packed_pass(
     columns: list[tuple[Batch, Tensor]] = []
     with (
         torch.set_grad_enabled(learn),  # whatever the program around has set
-        operations().fused_modules(policy.model, keep=not policy.sharded),
+        policy.fused_modules(),
         summed_in_place(learn and not policy.sharded and policy.context_group is None),
     ):
         for batch in batches:

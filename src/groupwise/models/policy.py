@@ -27,6 +27,7 @@ from groupwise.models import rope
 from groupwise.models.output_head import backbone_of
 from groupwise.ops.linear_cross_entropy import Head
 from groupwise.ops.onednn_shapes import tiled
+from groupwise.ops.operations import operations
 from groupwise.records import Sample
 
 if TYPE_CHECKING:
@@ -136,6 +137,8 @@ class Policy:
     """`vision.Vision`: reads the images of prompts; None: there are none."""
     image_files: Mapping[str, bytes] = field(default_factory=dict)
     """Files that say how images are prepared for the model: they are saved with it."""
+    blocks: Any = None
+    """`compiled_blocks.CompiledBlocks`: runs the blocks of packed passes; None: they run fused."""
 
     @property
     def device(self) -> torch.device:
@@ -213,6 +216,14 @@ class Policy:
         if self.autocast:
             return torch.autocast(self.device.type, torch.bfloat16)
         return contextlib.nullcontext()
+
+    def fused_modules(self) -> contextlib.AbstractContextManager[None]:
+        """The region in which the model's modules run in their faster forms; the weights must not
+        change inside.
+        """
+        if self.blocks is not None:
+            return self.blocks.fused_modules(self)
+        return operations().fused_modules(self.model, keep=not self.sharded)
 
     def adapter_state(self) -> contextlib.AbstractContextManager[None]:
         """The region in which the model computes with its adapter, or without it."""

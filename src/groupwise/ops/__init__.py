@@ -5,6 +5,7 @@ In: tensors.  Out: tensors.  No module here knows a model, a setting or an algor
 - `query`: what an attention layer asks, and how a packed stream is divided.
 - `attention`: attention in packed streams, and over one part of the keys.
 - `cuda`: attention in packed streams on a GPU, imported there alone.
+- `stream_operation`: the same as one operation, for blocks that are compiled.
 - `triton`: kernels for CUDA devices.
 - `recurrence`: convolutions and delta rules whose states pass from a prompt to its completions.
 - `linear_cross_entropy`: log-probs and entropies of chosen tokens, never (tokens, vocabulary).

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from groupwise.ops.autograd import first_derivative
-from groupwise.ops.operations import operations
+from groupwise.ops.operations import AttentionCall, operations
 from groupwise.ops.query import Family, Query, Reach, families_of
 from groupwise.records import Layout
 
@@ -54,10 +54,14 @@ class StreamAttention:
 
     def _in_pieces(self, query: Query, reach: Reach) -> Tensor:
         """Attend piece by piece, each by one kernel of torch's, (1, H, T, E)."""
+        heads = of_one_width(*query.heads)
+        call = self.pieces_call(heads, query, reach)
+        return call.function.apply(*call.arguments)[..., : query.value_TKE.shape[-1]]
+
+    def pieces_call(self, heads: Sequence[Tensor], query: Query, reach: Reach) -> AttentionCall:
+        """Return the call that attends piece by piece.   heads: of the query, of one width."""
         pieces = self.pieces(reach, query.cap is not None)
-        heads = _of_one_width(*query.heads)
-        out = _Pieces.apply(*heads, query.sinks_H, pieces, query.scale, query.cap)
-        return out[..., : query.value_TKE.shape[-1]]  # type: ignore[index]
+        return AttentionCall(_Pieces, (*heads, query.sinks_H, pieces, query.scale, query.cap))
 
     def pieces(self, reach: Reach, capped: bool) -> tuple[Piece, ...]:
         """The pieces of the stream in which attention is computed on a CPU.   capped: by products
@@ -69,7 +73,7 @@ class StreamAttention:
         return self._pieces[reach, capped]
 
 
-def _of_one_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def of_one_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The same with zeros behind the narrower numbers: torch's kernels know one width, and zeros
     add nothing.
     """

@@ -361,7 +361,7 @@ def _open_backward(grad_TI: Tensor, *inner: Tensor) -> tuple[Tensor, tuple[Tenso
 
 
 def _gated(gate_TI: Tensor, up_TI: Tensor) -> Tensor:
-    kernels = operations().block_kernels(gate_TI)
+    kernels = operations().block_kernels(gate_TI, up_TI)
     if kernels is not None:
         return kernels.gated(gate_TI, up_TI)
     inner_TI = torch.empty_like(gate_TI)
@@ -372,7 +372,7 @@ def _gated(gate_TI: Tensor, up_TI: Tensor) -> Tensor:
 
 def _gate_gradients(grad_TI: Tensor, gate_TI: Tensor, up_TI: Tensor) -> tuple[Tensor, Tensor]:
     """`silu(gate) * up` again, and the gradient of `up`; `grad` becomes the gradient of `gate`."""
-    kernels = operations().block_kernels(gate_TI)
+    kernels = operations().block_kernels(gate_TI, up_TI)
     if kernels is not None:
         return kernels.gated_backward(grad_TI, gate_TI, up_TI)
     inner_TI, grad_up_TI = torch.empty_like(gate_TI), torch.empty_like(gate_TI)

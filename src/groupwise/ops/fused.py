@@ -6,6 +6,7 @@ its modules.  Neither is imported where torch's operations compute.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from importlib import import_module
 
@@ -26,6 +27,8 @@ class FusedOperations(Operations):
         """See `Operations`."""
         return rms_norm(x, weight_D, eps, dtype)
 
-    def fused_modules(self, model: nn.Module, *, keep: bool = True) -> AbstractContextManager[None]:
+    def fused_modules(
+        self, model: nn.Module, *, keep: bool = True, apart: Collection[nn.Module] = ()
+    ) -> AbstractContextManager[None]:
         """See `Operations`."""
-        return import_module(MODULES).fused_modules(model, keep=keep)
+        return import_module(MODULES).fused_modules(model, keep=keep, apart=apart)

@@ -484,7 +484,8 @@ class _Gradients:
             )
         else:
             self._logits_gradient(rows, own_CV, grad_logp_C, grad_entropy_C)
-        raw_CV[rows.stop - rows.start :] = 0.0
+        if len(raw_CV) > len(own_CV):
+            raw_CV[len(own_CV) :] = 0.0  # filler
         every = visits.with_filler(rows)
         if self.hidden_MD is not None:
             operations().product(raw_CV, visits.weight_VD, out=self.hidden_MD[every])

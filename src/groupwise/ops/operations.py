@@ -14,7 +14,7 @@ V vocabulary   M, N sides of a product   P prompts
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from importlib.metadata import version
@@ -131,6 +131,18 @@ class LogitsReader(Protocol):
         ...
 
 
+class AttentionCall(NamedTuple):
+    """An autograd Function that attends in a packed stream, and what it is given.
+
+    The first three arguments are queries, keys and values, (1, heads, T, D) on a CPU.  The
+    Function saves these, its output and its log-sum-exps (1, H, T) in this order, and then whatever
+    else it reads.
+    """
+
+    function: Any
+    arguments: tuple[Any, ...]
+
+
 TokenSampler = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
 """Logits (R, V), uniform numbers (R,) float64 in [0, 1), temperature -> ids and log-probs (R,).
 
@@ -196,16 +208,23 @@ class Operations:
         scale_T = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return (wide * scale_T).to(dtype) * weight_D
 
-    def fused_modules(self, model: nn.Module, *, keep: bool = True) -> AbstractContextManager[None]:
+    def fused_modules(
+        self, model: nn.Module, *, keep: bool = True, apart: Collection[nn.Module] = ()
+    ) -> AbstractContextManager[None]:
         """Run known modules of a model in faster forms while inside: the same functions to
         rounding.
 
-        keep: keep copies of weights in a lower precision.
+        keep: keep copies of weights in a lower precision.   apart: modules that stay as they are.
         """
         return nullcontext()
 
     def stream_attention(self, stream: PackedStream, query: Query) -> Tensor | None:
         """Attend in a packed stream, (1, H, T, W), differentiable once; None: not taken."""
+        call = self.stream_function(stream, query)
+        return None if call is None else call.function.apply(*call.arguments)
+
+    def stream_function(self, stream: PackedStream, query: Query) -> AttentionCall | None:
+        """Return what `stream_attention` calls; None: not taken."""
         return None
 
     def logits_reader(self, raw_CV: Tensor) -> LogitsReader | None:

@@ -26,6 +26,7 @@ from groupwise.proof.prove import prove
 from groupwise.records import Prompt, Sampling, Step
 from groupwise.rewards.compose import Rewards
 from groupwise.rollout.engine import Engine
+from groupwise.runs.compiling import with_blocks
 from groupwise.runs.engines import (
     check_agreement,
     demand_colocated,
@@ -509,7 +510,7 @@ def _online_job(prepared: Prepared, reference: Path | None, resume: Path | None)
         critic=None if critic is None else critic.policy,
         teacher=None if teacher is None else teacher.policy,
     )
-    proofs = _proofs(prepared, policy, critic, teacher)
+    policy, proofs = _proven(prepared, policy, critic, teacher)
     engine = _engine(prepared, policy)
     train = prepared.prompts.train
     order = _order(recipe, len(train))
@@ -533,10 +534,11 @@ def _online_job(prepared: Prepared, reference: Path | None, resume: Path | None)
     )
 
 
-def _proofs(
+def _proven(
     prepared: Prepared, policy: Policy, critic: Critic | None, teacher: Teacher | None
-) -> Lines:
-    """Prove what an online run computes with each of its models, for the plan.
+) -> tuple[Policy, Lines]:
+    """Prove what an online run computes with each of its models -> the policy as it is trained, and
+    lines of the plan.
 
     Raises ConfigError.
     """
@@ -549,13 +551,14 @@ def _proofs(
         proofs.append(("critic", prove(critic.policy, longest=longest, recompute=again)))
     if teacher is not None and recipe.teacher.path is not None:
         proofs.append(("teacher", prove(teacher.policy, longest=longest, train=False)))
+    policy, compiling = with_blocks(policy, recipe.model.compile, longest=longest, recompute=again)
     if len(proofs) == 1:
-        return [proofs[0][1].line]
+        return policy, [proofs[0][1].line, *compiling]
     lines = Lines()
     for whose, proof in proofs:
         label, text = proof.line
         lines.append((label, f"{whose} {text}"))
-    return lines
+    return policy, [*lines, *compiling]
 
 
 def _dataset_job(prepared: Prepared, reference: Path | None, resume: Path | None) -> Job:
@@ -573,13 +576,13 @@ def _dataset_job(prepared: Prepared, reference: Path | None, resume: Path | None
     if kind.samples and prepared.prompts is not None:
         sampler = sampler_of(recipe.rollout, conversations=prepared.environment is not None)
         longest = max(longest, longest_of(recipe, prepared.prompts))
-    proof = prove(
-        policy, longest=longest, sampler=sampler, recompute=recipe.model.gradient_checkpointing
-    )
+    again = recipe.model.gradient_checkpointing
+    proof = prove(policy, longest=longest, sampler=sampler, recompute=again)
+    policy, compiling = with_blocks(policy, recipe.model.compile, longest=longest, recompute=again)
     return DatasetJob(
         recipe=recipe,
         prepared=prepared,
-        lines=[proof.line],
+        lines=[proof.line, *compiling],
         policy=policy,
         optimizer=Optimizer(
             policy.model, recipe.optimizer, prepared.steps, STATES[recipe.optimizer.state]

@@ -11,7 +11,7 @@ from torch import Tensor
 from groupwise.ops.autograd import first_derivative
 from groupwise.ops.decoding import DecodeOperations
 from groupwise.ops.fused import FusedOperations
-from groupwise.ops.operations import TokenSampler
+from groupwise.ops.operations import AttentionCall, TokenSampler
 from groupwise.ops.query import EVERYTHING, PackedStream, Query
 from groupwise_cpu import compiled, matmul
 from groupwise_cpu.decoding import (
@@ -33,7 +33,7 @@ class CpuOperations(FusedOperations):
         """See `Operations`."""
         matmul.add_product(total_MN, a_MK, b_KN, fresh=fresh)
 
-    def stream_attention(self, stream: PackedStream, query: Query) -> Tensor | None:
+    def stream_function(self, stream: PackedStream, query: Query) -> AttentionCall | None:
         """See `Operations`."""
         plain = query.cap is None and query.sinks_H is None
         reach = query.reach.within(stream.longest)
@@ -43,7 +43,7 @@ class CpuOperations(FusedOperations):
             return None
         if stream.prepared is None:
             stream.prepared = compiled.segments(stream.families)
-        return _StreamAttention.apply(*query.heads, *stream.prepared, query.scale)  # type: ignore[return-value]
+        return AttentionCall(_StreamAttention, (*query.heads, *stream.prepared, query.scale))
 
     def logits_reader(self, raw_CV: Tensor) -> CompiledLogitsReader | None:
         """See `Operations`."""

@@ -22,13 +22,17 @@ import torch
 from torch import Tensor
 
 from groupwise.ops.autograd import first_derivative
-from groupwise.ops.operations import operations
+from groupwise.ops.operations import AttentionCall, operations
 from groupwise.ops.query import Query, families_of
 from groupwise.records import Layout
 
 FLASH_TYPES = (torch.bfloat16, torch.float16)
 FLASH_WIDTHS = range(8, 257, 8)
 """Widths of heads that the kernel takes."""
+WIDE_HEAD = 192
+"""The backward pass of wider heads needs the shared memory of the GPUs in `DATA_CENTER`."""
+DATA_CENTER = ((8, 0), (9, 0), (10, 0), (10, 3))
+"""Compute capabilities of A100, H100 and H200, B200 and B300."""
 
 _flash = torch.ops.aten._flash_attention_forward
 _flash_backward = torch.ops.aten._flash_attention_backward
@@ -113,22 +117,34 @@ def flash_takes(query: Query) -> bool:
         return False
     if query.query_THD.dtype not in FLASH_TYPES or width not in FLASH_WIDTHS:
         return False
-    return has_flash(query.query_THD.device)
+    return has_flash(query.query_THD.device, width)
 
 
 @cache
-def has_flash(device: torch.device) -> bool:
-    """Return True if torch was built with the kernel, and the GPU is Ampere or newer."""
+def has_flash(device: torch.device, width: int) -> bool:
+    """Return True if torch was built with the kernel, and the GPU, which is Ampere or newer, takes
+    heads of this width forward and backward.
+    """
     if device.type != "cuda":
         return True  # the stand-ins of tests
-    built = torch.backends.cuda.is_flash_attention_available()
-    return built and torch.cuda.get_device_capability(device) >= (8, 0)
+    if not torch.backends.cuda.is_flash_attention_available():
+        return False
+    capability = torch.cuda.get_device_capability(device)
+    if width > WIDE_HEAD:
+        return capability in DATA_CENTER
+    return capability >= (8, 0)
 
 
 def varlen_attention(query: Query, ends: SequenceEnds) -> Tensor:
     """Attend in a packed stream without a window, (T, H, D), differentiable once."""
+    call = varlen_call(query, ends)
+    return call.function.apply(*call.arguments)
+
+
+def varlen_call(query: Query, ends: SequenceEnds) -> AttentionCall:
+    """Return the call that attends; its tensors are (T, heads, D), and log-sum-exps (H, T)."""
     heads = query.query_THD, query.key_TKD, query.value_TKE
-    return _Varlen.apply(*heads, query.sinks_H, ends, query.scale)  # type: ignore[return-value]
+    return AttentionCall(_Varlen, (*heads, query.sinks_H, ends, query.scale))
 
 
 class _Varlen(torch.autograd.Function):
@@ -160,7 +176,7 @@ class _Varlen(torch.autograd.Function):
             union_HT = torch.logaddexp(lse_HT, sinks_H.to(lse_HT.dtype)[:, None])
             share_TH1 = (lse_HT - union_HT).exp().T[..., None]
             out_THD, lse_HT = (out_THD * share_TH1).to(out_THD.dtype), union_HT
-        ctx.save_for_backward(*heads, sinks_H, out_THD, lse_HT, *state)
+        ctx.save_for_backward(*heads, out_THD, lse_HT, *state, sinks_H)
         ctx.ends, ctx.scale = ends, scale
         return out_THD
 
@@ -168,7 +184,7 @@ class _Varlen(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of queries, keys, values and sinks."""
-        *heads, sinks_H, out_THD, lse_HT, seed, offset = ctx.saved_tensors
+        *heads, out_THD, lse_HT, seed, offset, sinks_H = ctx.saved_tensors
         ends: SequenceEnds = ctx.ends
         grad_out_THD = grads[0].contiguous()
         saved = grad_out_THD, *heads, out_THD, lse_HT

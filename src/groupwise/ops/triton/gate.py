@@ -34,11 +34,21 @@ def gated_kernel(gate, up, out, width, gate_row, up_row, BLOCK: tl.constexpr):
 
 @triton.jit
 def gated_backward_kernel(
-    grad, gate, up, inner, grad_gate, grad_up, width, inner_row, grad_row, BLOCK: tl.constexpr
+    grad,
+    gate,
+    up,
+    inner,
+    grad_gate,
+    grad_up,
+    width,
+    gate_row,
+    up_row,
+    grad_row,
+    BLOCK: tl.constexpr,
 ):
     """Write silu(gate) * up again and the gradients of both, of one block of a row.
 
-    inner_row, grad_row: from one row of gate or up, or of their gradients, to the next.
+    gate_row, up_row, grad_row: from one row of gate, of up or of their gradients to the next.
     `grad_gate` may be `grad`.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -46,11 +56,10 @@ def gated_backward_kernel(
     inside = column < width
     kind = inner.dtype.element_ty
     place = row * width + column
-    source = row * inner_row + column
     target = row * grad_row + column
     grad_inner = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
-    opening = tl.load(gate + source, mask=inside, other=0.0).to(tl.float32)
-    number = tl.load(up + source, mask=inside, other=0.0).to(tl.float32)
+    opening = tl.load(gate + row * gate_row + column, mask=inside, other=0.0).to(tl.float32)
+    number = tl.load(up + row * up_row + column, mask=inside, other=0.0).to(tl.float32)
     share = tl.sigmoid(opening)
     opened = opening * share
     slope = share + opened * (1.0 - share)
@@ -92,9 +101,9 @@ def gated(gate_TI: Tensor, up_TI: Tensor) -> Tensor:
 def gated_backward(grad_TI: Tensor, gate_TI: Tensor, up_TI: Tensor) -> tuple[Tensor, Tensor]:
     """Return silu(gate) * up and the gradient of up; `grad` becomes the gradient of gate.
 
-    All are contiguous.
+    Rows of gate and up may lie apart; `grad` is contiguous.
     """
-    grad_up_TI = torch.empty_like(up_TI)
+    grad_up_TI = torch.empty_like(up_TI, memory_format=torch.contiguous_format)
     return _gated_backward(grad_TI, gate_TI, up_TI, grad_TI, grad_up_TI), grad_up_TI
 
 
@@ -120,6 +129,7 @@ def _gated_backward(
         grad_up_TI,
         width,
         gate_TI.stride(0),
+        up_TI.stride(0),
         grad_up_TI.stride(0),
         BLOCK=BLOCK,
     )
@@ -127,7 +137,8 @@ def _gated_backward(
 
 
 def _gelu(x_TI: Tensor, grad_TI: Any) -> Tensor:
-    """Launch the kernel over contiguous rows."""
+    """Launch the kernel over all numbers, which follow one another in memory."""
+    x_TI = x_TI.contiguous()
     out_TI = torch.empty_like(x_TI)
     numbers = x_TI.numel()
     grid = (quotient(numbers, BLOCK),)
@@ -136,10 +147,10 @@ def _gelu(x_TI: Tensor, grad_TI: Any) -> Tensor:
 
 
 def gelu(x_TI: Tensor) -> Tensor:
-    """Return GELU's tanh form of contiguous rows."""
+    """Return GELU's tanh form, contiguous."""
     return _gelu(x_TI, None)
 
 
 def gelu_backward(grad_TI: Tensor, x_TI: Tensor) -> Tensor:
-    """Return GELU's tanh form again; `grad` becomes the gradient of x.  Both are contiguous."""
+    """Return GELU's tanh form again; `grad`, which is contiguous, becomes the gradient of x."""
     return _gelu(x_TI, grad_TI)

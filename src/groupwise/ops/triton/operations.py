@@ -11,6 +11,7 @@ from torch import Tensor
 from groupwise.ops.decoding import DecodeOperations, PreparedNorm
 from groupwise.ops.fused import FusedOperations
 from groupwise.ops.operations import (
+    AttentionCall,
     BlockedAttention,
     DecodeAttention,
     LogitsReader,
@@ -55,6 +56,10 @@ class TritonOperations(FusedOperations):
     def stream_attention(self, stream: PackedStream, query: Query) -> Tensor | None:
         """See `Operations`."""
         return self.rest.stream_attention(stream, query)
+
+    def stream_function(self, stream: PackedStream, query: Query) -> AttentionCall | None:
+        """See `Operations`."""
+        return self.rest.stream_function(stream, query)
 
     def logits_reader(self, raw_CV: Tensor) -> LogitsReader | None:
         """See `Operations`."""
