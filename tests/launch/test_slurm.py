@@ -125,7 +125,7 @@ steps: 6
 name: sampled
 model: {path: model, dtype: float32, device: cpu}
 data: {task: sums, eval_limit: 4}
-rewards: [accuracy, {function: "slow.py:slow", weight: 0}]
+rewards: [{function: "slow.py:slow", weight: 0}, {function: "ids.py:small"}]
 rollout: {max_new_tokens: 8, max_rows: 16, engine: {name: vllm, patience: 3600}}
 group: {prompts_per_step: 4, group_size: 4}
 optimizer: {lr: 1e-3}
@@ -136,6 +136,11 @@ cluster:
   setup: 'scontrol() { if [ "$1" = show ]; then printf "localhost\\nlocalhost\\n"; else command scontrol "$@"; fi; }'
 """
 """Nodes of the lab have names that nothing resolves: both are this machine."""
+SMALL_IDS = """\
+def small(completion_ids, **_):
+    return [-sum(ids) / len(ids) / 60 for ids in completion_ids]
+"""
+"""A reward by which every group learns."""
 
 
 @pytest.mark.timeout(7200)
@@ -147,6 +152,7 @@ def test_trainers_and_vllm_servers_of_one_job_are_interrupted_queue_again_and_en
     folder = tmp_path / "job"
     write_recipe(folder)
     (folder / "my.yaml").write_text(SAMPLED)
+    (folder / "ids.py").write_text(SMALL_IDS)
     save(tiny_policy("llama", hidden=64, heads=2, kv_heads=1), folder / "model")
     said = launch(folder, environment(lab), "--on", "slurm")
     number = said.split()[-1]
@@ -174,7 +180,7 @@ def test_trainers_and_vllm_servers_of_one_job_are_interrupted_queue_again_and_en
     assert state() == "COMPLETED", story()
     found = steps()
     assert [line["step"] for line in found] == list(range(1, 7))
-    assert [line["servers/version/localhost:8000"] for line in found] == list(range(6))
+    assert [line["servers/version/localhost:8000"] for line in found[:5]] == [1, 2, 3, 4, 5]
     assert max(line["mismatch/max"] for line in found) < 1e-4
     assert (run / "final" / "model.safetensors").is_file()
     assert not list((folder / "runs").glob("sampled-weights/*")), "versions are left"
