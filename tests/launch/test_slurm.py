@@ -16,6 +16,7 @@ import pytest
 from safetensors.torch import load_file
 
 from groupwise.models.saving import save
+from groupwise.runs.metrics_log import read_metrics
 
 SOURCE = Path(__file__).parents[2] / "src"
 spec = importlib.util.spec_from_file_location("slurm_lab", Path(__file__).with_name("slurm_lab.py"))
@@ -165,10 +166,8 @@ def test_trainers_and_vllm_servers_of_one_job_are_interrupted_queue_again_and_en
         logs = [path.read_text(errors="replace")[-3000:] for path in folder.glob("slurm-*")]
         return "\n".join([state(), *logs])
 
-    def steps() -> list[dict[str, Any]]:
-        path = run / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines]
+    def steps() -> list[dict[str, float]]:
+        return [line for line in read_metrics(run) if "reward" in line] if run.exists() else []
 
     wait(lambda: len(steps()) >= 2 or state() in ("FAILED", "COMPLETED"), story, seconds=3600)
     lab.run("scancel", "--batch", "--signal=USR1", number)
