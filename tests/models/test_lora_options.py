@@ -341,10 +341,12 @@ def test_the_plan_counts_whole_modules_and_what_dropout_keeps(
     for share in (0.0, 0.5):
         policy = adapted(tiny_policy(), dropout=share)
         disturb(policy)
+        weights = {parameter.data_ptr() for parameter in policy.model.parameters()}
         seen: dict[int, Tensor] = {}
 
-        def keep(tensor: Tensor, seen: dict[int, Tensor] = seen) -> Tensor:
-            seen[tensor.data_ptr()] = tensor
+        def keep(tensor: Tensor, seen: dict[int, Tensor] = seen, weights: set[int] = weights) -> Tensor:
+            if tensor.data_ptr() not in weights:
+                seen[tensor.data_ptr()] = tensor
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -355,7 +357,8 @@ def test_the_plan_counts_whole_modules_and_what_dropout_keeps(
     lora = LoraSettings(rank=4, modules_to_save=("embed_tokens", "lm_head"))
     size = adapter_size(plain, lora)
     assert size.inputs == 2 * (5 * 32 + 32 + plain.config.intermediate_size)
-    planned = batch.layout.total * size.inputs * 5
+    assert size.ranks == 2 * 7 * 4
+    planned = batch.layout.total * (size.inputs * 5 + size.ranks * 4)
     assert 0.5 * planned <= kept[0.5] - kept[0.0] <= 1.05 * planned
     policy = adapt(tiny_policy(), lora, base="")
     assert size.parameters == sum(p.numel() for p in policy.model.parameters() if p.requires_grad)

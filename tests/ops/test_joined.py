@@ -220,6 +220,33 @@ def test_a_layer_with_an_adapter_is_their_sum(bias: bool, scale: float) -> None:
             compare(gradients(together, parameters, 2), expected)
 
 
+def test_the_last_layer_of_an_mlp_keeps_its_gate_alone() -> None:
+    """What an adapter reads there is made again, as is what lies between its factors where no GPU is."""
+    base, (a, _), (b, _) = layer(INNER, D, False), layer(3, INNER, False), layer(D, 3, False)
+    frozen = base[0].detach().T.contiguous()
+    gate, up = (torch.randn(7, INNER, requires_grad=True) for _ in range(2))
+    expected_TI = torch.nn.functional.silu(gate) * up
+    expected = expected_TI @ frozen.T + 0.3 * (expected_TI @ a.T @ b.T)
+    leaves = (gate, up, a, b)
+    expected_gradients = torch.autograd.grad(expected.square().sum(), leaves)
+    for weight in (frozen, frozen.to):
+        saved: list[int] = []
+
+        def keep(tensor: Tensor, saved: list[int] = saved) -> Tensor:
+            saved.append(tensor.data_ptr())
+            return tensor
+
+        opened_TI = functional.gated(gate, up)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            out = adapted_linear(opened_TI, (weight, None), (a, b), 0.3, (gate, up))
+        if out.device.type == "cpu" and functional.operations().gpu_kernels(out) is None:
+            assert saved == [gate.data_ptr(), up.data_ptr()]
+        torch.testing.assert_close(out, expected)
+        gradients_found = torch.autograd.grad(out.square().sum(), leaves)
+        for found, right in zip(gradients_found, expected_gradients, strict=True):
+            torch.testing.assert_close(found, right)
+
+
 @pytest.mark.parametrize("on", [True, False])
 @pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "down_proj")])
 @pytest.mark.parametrize("dtype", ["float32", "autocast"])

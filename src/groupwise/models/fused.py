@@ -74,7 +74,7 @@ def fused_modules(
         if together:
             groups += _groups(module, description)
         form = _form(module, description, module is last)
-        if together and form is None:
+        if form is None:
             form = _form_with_adapters(module, description)
         if form is not None:
             module.forward = form
@@ -90,7 +90,10 @@ def fused_modules(
 def _groups(module: Any, description: Description | None) -> list[tuple[Tensor, ...]]:
     """Return the weights of a block whose copies lie one behind the other: those over one input."""
     if _has_adapter(module):
-        return [(weight,) for weight in module.parameters()]
+        layers = [*module.lora_A.values(), *module.lora_B.values()]
+        if type(module.base_layer) is nn.Linear:
+            layers.append(module.base_layer)
+        return [(weight,) for layer in layers for weight in layer.parameters()]
     if not isinstance(description, (Attention, MLP)):
         return []
     groups: list[tuple[Tensor, ...]] = []
@@ -137,12 +140,14 @@ def _form_of_mlp(mlp: MLP) -> Callable[..., Any] | None:
 
 ADAPTED = "peft.tuners.lora.layer.Linear"
 """The class of linear layers with an adapter, which is imported where there is one."""
+QUANTIZED = "groupwise.models.quantized.QuantizedLinear"
+"""The class of linear layers of a base in few bits, likewise."""
 
 
 def _form_with_adapters(
     module: nn.Module, description: Description | None
 ) -> Callable[..., Any] | None:
-    """The `forward` of a linear layer with an adapter on a GPU, and of an MLP of such layers."""
+    """The `forward` of a linear layer with an adapter, and of an MLP of such layers."""
     if _has_adapter(module):
         return partial(_adapted, module)
     if isinstance(description, MLP) and description.gated:
@@ -154,34 +159,42 @@ def _form_with_adapters(
 
 
 def _has_adapter(module: Any) -> bool:
-    """True if it is a linear layer with an adapter, and `_plain` below it."""
-    return class_name(type(module)) == ADAPTED and _plain((module.base_layer,))
+    """True if it is a linear layer with an adapter, on a layer that nobody has changed."""
+    if class_name(type(module)) != ADAPTED:
+        return False
+    base = module.base_layer
+    return _plain((base,)) or class_name(type(base)) == QUANTIZED
 
 
-def _adapted(module: Any, x: Tensor) -> Tensor:
-    """What a layer and its adapter give; a layer alone where the adapter is off."""
+def _adapted(module: Any, x: Tensor, gate_up: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """What a layer and its adapter give; a layer alone where the adapter is off.
+
+    gate_up: see `adapted_linear`.
+    """
     names = list(module.lora_A)
     if module.disable_adapters or module.merged or len(names) != 1:
         return type(module).forward(module, x)
     layer, name = module.base_layer, names[0]
     a, b = module.lora_A[name], module.lora_B[name]
-    if type(module.lora_dropout[name]) is not nn.Identity:
+    if type(module.lora_dropout[name]) is not nn.Identity or _hooked(layer, a, b):
         return type(module).forward(module, x)
-    if _hooked(layer, a, b) or operations().gpu_kernels(x) is None:
-        return type(module).forward(module, x)
-    adapter = a.weight, b.weight
-    out_TO = adapted_linear(_flat(x), (layer.weight, layer.bias), adapter, module.scaling[name])
+    x_TI = _flat(x)
+    if x_TI.dtype != x.dtype:
+        gate_up = None
+    weight = layer.weight if type(layer) is nn.Linear else layer.dequantized
+    scale = module.scaling[name]
+    out_TO = adapted_linear(x_TI, (weight, layer.bias), (a.weight, b.weight), scale, gate_up)
     return out_TO.view(*x.shape[:-1], -1)
 
 
 def _mlp_of_modules(description: MLP, hidden_states: Tensor) -> Tensor:
-    """An MLP whose products are modules that are called, with its activation in one pass."""
-    module = description.module
-    if _hooked(description.activation):
+    """An MLP whose products are modules with adapters, with its activation in one pass."""
+    module, last = description.module, description.output
+    if _hooked(description.activation, last):
         return type(module).forward(module, hidden_states)
     gate, up = (project(hidden_states) for project in description.inputs)
-    opened_TI = gated(gate.flatten(0, -2), up.flatten(0, -2))
-    return description.output(opened_TI.view_as(gate))
+    gate_TI, up_TI = gate.flatten(0, -2), up.flatten(0, -2)
+    return _adapted(last, gated(gate_TI, up_TI).view_as(gate), (gate_TI, up_TI))
 
 
 def _lower(hidden_states: Tensor) -> torch.dtype:

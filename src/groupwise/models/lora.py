@@ -307,6 +307,8 @@ class AdapterSize:
     """Numbers that are trained, copies of whole modules included."""
     inputs: int
     """Numbers that all of its layers read of a position."""
+    ranks: int = 0
+    """Numbers between its two factors of a position, over all layers."""
     factors: tuple[int, ...] = ()
     """Numbers of each trained parameter."""
 
@@ -317,7 +319,7 @@ def adapter_size(model: PreTrainedModel, lora: LoraSettings) -> AdapterSize:
     Raises ConfigError.
     """
     inject(model, _config(model, lora, ""))
-    inputs, factors = 0, list[int]()
+    inputs, ranks, factors = 0, 0, list[int]()
     for name, parameter in model.named_parameters():
         if ".lora_" in name or COPY in name:
             factors.append(parameter.numel())
@@ -325,7 +327,8 @@ def adapter_size(model: PreTrainedModel, lora: LoraSettings) -> AdapterSize:
         if _is_adapted(module):
             layer: Any = module
             inputs += layer.in_features
-    return AdapterSize(sum(factors), inputs, tuple(factors))
+            ranks += layer.r[ADAPTER]
+    return AdapterSize(sum(factors), inputs, ranks, tuple(factors))
 
 
 def merge_adapter(model: PreTrainedModel, folder: str) -> PreTrainedModel:

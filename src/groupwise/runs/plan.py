@@ -66,6 +66,9 @@ PIECES, PIECES_OF_BLOCKS = 50 << 20, 96 << 20
 """Fragmentation of the heap of a CPU, with the machine code of the products: a constant, and what a
 model adds at most.  Measured (`benchmarks/memory.py`).  Nothing was measured on GPUs, so plans for
 them leave it out."""
+PIECES_UNDER_ADAPTER = 0.5
+"""What an update of an adapter adds to it on a CPU, as a part of the activations: small tensors
+between large ones leave holes that fit none.  Measured: 0 to 0.6."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,6 +183,8 @@ class Load:
     """Parameters of a low-rank adapter, which then are all that is trained."""
     dropped: int = 0
     """Numbers of a position that an adapter reads through dropout, over all layers."""
+    ranks: int = 0
+    """Numbers between its two factors of a position, over all layers."""
     quantized: QuantizedSize = field(default_factory=QuantizedSize)
     """Layers of the base in few bits."""
     moments: int | None = None
@@ -349,9 +354,12 @@ def memory(
     per_position = recomputed * shape.hidden * stream + (
         shape.layers - recomputed
     ) * kept_per_block(shape)
-    # Behind dropout an adapter keeps its input once more, and a mask of a byte a number.
-    dropped = load.dropped * (shape.layers - recomputed) // shape.layers
-    per_position += dropped * (shape.bytes_per_product + 1)
+    # Behind dropout an adapter keeps its input once more, and a mask of a byte a number.  What is
+    # between its factors is made again where a CPU computes it without dropout (`ops.adapted`).
+    of_adapter = load.dropped * (shape.bytes_per_product + 1)
+    if load.dropped or not load.cpu:
+        of_adapter += load.ranks * shape.bytes_per_product
+    per_position += of_adapter * (shape.layers - recomputed) // shape.layers
     own = -(-microbatch // parts)
     # While a block goes backward: its MLP's activations and the gradients of its two inner
     # products.
@@ -386,6 +394,14 @@ def memory(
     kept = 0
     if prepared and not load.cpu and prepared + keys <= load.stays:
         kept = prepared + keys
+    activations = own * per_position + max(own * working + made, head) + again + cast
+    # Sampling leaves the pages of its keys, values and blocks in pieces; larger tensors have had
+    # pages of their own.
+    fragmentation = 0
+    if load.cpu:
+        fragmentation = PIECES + keys + min(blocks, PIECES_OF_BLOCKS)
+        if adapter:
+            fragmentation += int(PIECES_UNDER_ADAPTER * activations)
     moments, piece = 8 * trained, 0
     if load.moments is not None:
         moments, piece = load.moments, 8 * min(PIECE, trained)
@@ -398,16 +414,14 @@ def memory(
         optimizer=moments + (4 * trained if lower else 0),
         piece=piece,
         reference=reference,
-        activations=own * per_position + max(own * working + made, head) + again + cast,
+        activations=activations,
         cache=keys + drawn * shape.vocabulary * 4 * 3,
         rewards=load.rewards,
         prepared=prepared,
         kept=kept,
         vllm=load.vllm,
         vllm_awake=load.vllm if load.cpu else 0,
-        # Sampling leaves the pages of its keys, values and blocks in pieces; larger tensors have
-        # had pages of their own.
-        fragmentation=PIECES + keys + min(blocks, PIECES_OF_BLOCKS) if load.cpu else 0,
+        fragmentation=fragmentation,
     )
 
 
@@ -740,6 +754,7 @@ def load_of(
         recompute=recipe.model.gradient_checkpointing,
         adapter=adapter.parameters,
         dropped=adapter.inputs if recipe.model.lora and recipe.model.lora.dropout else 0,
+        ranks=adapter.ranks,
         quantized=quantized,
     )
     if recipe.optimizer.state is not None:
