@@ -16,10 +16,21 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from hybrids import HYBRIDS, hybrid, in_64_bits, ragged_texts, small_model
 from rule_rewards import RuleRewards
+from sample_texts import TOKENIZER
 from scripted_vllm import Process
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma2Config,
+    GptOssConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    PretrainedConfig,
+)
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.distributed.expert_parallel import AllToAllEP
 
@@ -43,6 +54,7 @@ from groupwise.distributed import comm, fsdp, layout, sharded_checkpoint, ulysse
 from groupwise.errors import ConfigError, StorageError
 from groupwise.models import backbone, saving, sharded
 from groupwise.models.attention import PackedAttention
+from groupwise.models.backbone import checkpointing
 from groupwise.models.loading import make_policy, read_blueprint
 from groupwise.models.lora import adapt
 from groupwise.models.passes import reshard
@@ -53,6 +65,8 @@ from groupwise.models.sharded import frozen_copy, gathered, in_context, own_part
 from groupwise.models.streaming import CheckpointReader
 from groupwise.ops.linear_cross_entropy import head_logits
 from groupwise.ops.query import Query
+from groupwise.ops.recurrence import Recurrence, Segments
+from groupwise.proof.passes import model_pass, run_pass
 from groupwise.proof.prove import prove
 from groupwise.records import Layout, Prompt, Rollout, RolloutGroup, Sampling
 from groupwise.rollout.vllm.engine import VllmEngine
@@ -76,8 +90,13 @@ LONGEST = 12
 
 
 def make(family: str, dtype: str, seed: int = 0, attention: str = "shared", hidden: int = 32) -> Policy:
-    """A random model that is sharper than an initial one; in float64 with norms that are float64 too."""
+    """A random model that is sharper than an initial one; in float64 with norms that are float64 too.
+
+    family: also `balanced FAMILY`, a mixture whose experts are balanced by a loss.
+    """
     tokenizer = make_tokenizer("arithmetic")
+    balanced = family.startswith("balanced ")
+    family = family.removeprefix("balanced ")
     model: Any
     if family == "qwen3_moe":
         model = mixture(tokenizer, seed)
@@ -91,6 +110,8 @@ def make(family: str, dtype: str, seed: int = 0, attention: str = "shared", hidd
             seed=seed,
             kv_heads=None if family == "gpt2" else 2,
         )
+    if balanced:
+        model.config.output_router_logits, model.config.router_aux_loss_coef = True, 0.5
     if dtype == "float64":
         model = model.to(torch.float64)
         for module in model.modules():
@@ -479,7 +500,10 @@ def failing_save(folder: str, recipe: str, where: str) -> dict[str, Any]:
 
 def proven(mode: Any, family: str, fault: str = "", dtype: str = "float32") -> str:
     """What the proof says of a policy as these processes hold it, with a fault planted in it on every process."""
-    policy = spread(make(family, dtype), mode)
+    if family in HYBRIDS:
+        policy = spread(make_policy(hybrid(family), TOKENIZER), mode)
+    else:
+        policy = spread(make(family, dtype), mode)
     block = policy.model.model.layers[0]
     if fault in FAULTS:
         FAULTS[fault](block)
@@ -489,6 +513,57 @@ def proven(mode: Any, family: str, fault: str = "", dtype: str = "float32") -> s
             return prove(policy, longest=40).line[1]
         except ConfigError as error:
             return f"refused: {error}"
+
+
+CHUNKED = {
+    "attention_chunk_size": 8,
+    "no_rope_layers": [1, 0, 1],
+    "floor_scale": 8,
+    "attn_scale": 0.5,
+    "head_dim": 8,
+    "num_local_experts": 2,
+    "intermediate_size_mlp": 48,
+}
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}, "max_position_embeddings": 32}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "first_k_dense_replace": 3,
+}
+WINDOWED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 8, "head_dim": 8}
+ATTENDING: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    "sinks and windows": (GptOssConfig, WINDOWED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "caps and windows": (Gemma2Config, WINDOWED | {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8}),
+    "chunks and temperatures": (Llama4TextConfig, CHUNKED),
+    "frequencies by length": (LlamaConfig, DYNAMIC),
+    "values of another width": (DeepseekV3Config, LATENT),
+}
+"""Ways of attending, by families that know them."""
+
+
+def split_apart(family: str, mode: Any, longest: int = 1000, recompute: bool = False, **fields: Any) -> tuple[float, float]:
+    """How far a run's pass lies from the model's own pass in float64: log-probs, and gradients relative to their norms.
+
+    longest: tokens of the longest text that is compared.   fields: of the model's config.
+    """
+    kind, usual = (ATTENDING | HYBRIDS)[family]
+    model = small_model(kind, usual | fields).double()
+    with in_64_bits(model):
+        policy = spread(make_policy(model, TOKENIZER), mode)
+        samples = [text for text in ragged_texts() if text.prompt.size + text.completion.size <= longest]
+        expected = model_pass(policy, samples, gradients=True)
+        with checkpointing(policy, recompute):
+            found = run_pass(policy, samples, gradients=True)
+    values = max(np.abs(ours - own).max() for ours, own in zip(found.values, expected.values, strict=True))
+    gradients = 0.0
+    for name, gradient in expected.gradient.items():
+        gap = (found.gradient[name] - gradient).norm() / (gradient.norm() + 1e-6)
+        gradients = max(gradients, float(gap))
+    return float(values), gradients
 
 
 def without_all_reduce(block: Any) -> None:
@@ -682,17 +757,50 @@ def gathers_of_publishing(folder: str) -> int:
     return count
 
 
-ALL_HEADS, BEGUN = ulysses.ExchangedHeads._all_heads, ulysses.StreamPart.__init__
+ALL_HEADS, BEGUN = ulysses.StreamPart.all_heads, ulysses.StreamPart.__init__
 
 
-def heads_turned(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return ALL_HEADS(self, x).flip(1)
+def heads_turned(self: Any, x: torch.Tensor, heads: int) -> torch.Tensor:
+    return ALL_HEADS(self, x, heads).flip(1)
 
 
 def later_positions(self: Any, context: Any, *columns: Any) -> None:
     """The second process's positions are one too high."""
     BEGUN(self, context, *columns)
     self.position_T = self.position_T + context.rank
+
+
+CONVOLVED, RULED = ulysses.ExchangedStates.convolve, ulysses.ExchangedStates.rule
+EXCHANGED = ulysses._exchanged
+
+
+def own_stream(x: torch.Tensor) -> Recurrence:
+    """States that begin anew at each process's positions."""
+    return Recurrence(Segments([0], [len(x)], len(x)))
+
+
+def tail_dropped(self: Any, place: Any, x: torch.Tensor, *weights: Any, silu: bool) -> torch.Tensor:
+    return own_stream(x).convolve(place, x, *weights, silu=silu)
+
+
+def state_dropped(self: Any, place: Any, *columns: torch.Tensor) -> torch.Tensor:
+    return own_stream(columns[0]).rule(place, *columns)
+
+
+def state_of_the_neighbour(self: Any, place: Any, *columns: torch.Tensor) -> torch.Tensor:
+    """Each head's state fades as that of the head beside it."""
+    query, key, value, decay, *beta = columns
+    return RULED(self, place, query, key, value, decay.roll(1, 1), *beta)
+
+
+def ranks_reversed(self: Any, place: Any, *columns: torch.Tensor) -> torch.Tensor:
+    """States pass through the last process's positions first."""
+    with patch.object(ulysses, "_exchanged", lambda parts, group: EXCHANGED(parts, group).flip(0)):
+        return RULED(self, place, *columns)
+
+
+def channels_of_the_neighbour(self: Any, place: Any, x: torch.Tensor, weight: torch.Tensor, *bias: Any, silu: bool) -> torch.Tensor:
+    return CONVOLVED(self, place, x, weight.roll(1, 0), *bias, silu=silu)
 
 
 COMBINED = AllToAllEP._combine_tokens
@@ -710,18 +818,14 @@ def experts_silent(self: Any, output: torch.Tensor, state: Any) -> torch.Tensor:
 FAULTS_OF_EXCHANGE = {
     "experts silent": (AllToAllEP, "_combine_tokens", experts_silent),
     "tokens turned": (AllToAllEP, "_combine_tokens", tokens_turned),
+    "tail dropped": (ulysses.ExchangedStates, "convolve", tail_dropped),
+    "channels of the neighbour": (ulysses.ExchangedStates, "convolve", channels_of_the_neighbour),
+    "state dropped": (ulysses.ExchangedStates, "rule", state_dropped),
+    "state of the neighbour": (ulysses.ExchangedStates, "rule", state_of_the_neighbour),
+    "ranks reversed": (ulysses.ExchangedStates, "rule", ranks_reversed),
     "no exchange": (ulysses, "_exchanged", lambda parts, group: parts.clone()),
-    "heads turned": (ulysses.ExchangedHeads, "_all_heads", heads_turned),
+    "heads turned": (ulysses.StreamPart, "all_heads", heads_turned),
     "positions off": (ulysses.StreamPart, "__init__", later_positions),
     "counted twice": (ulysses.ContextGroup, "own_share", lambda self, loss: loss),
     "not summed": (ulysses.ContextGroup, "sum", lambda self, tensor: None),
 }
-
-
-def refused(mode: Any, family: str) -> str:
-    """Why these processes cannot hold a policy."""
-    try:
-        spread(make(family, "float32"), mode)
-    except ConfigError as error:
-        return str(error)
-    return ""

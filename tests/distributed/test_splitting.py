@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
-from transformers import AutoConfig
+from hybrids import HYBRIDS, hybrid
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from groupwise.config.recipes import load_recipe
 from groupwise.config.settings import ParallelSettings
 from groupwise.distributed.layout import decided
 from groupwise.errors import ConfigError
 from groupwise.models.shape import Shape
-from groupwise.models.splitting import demand_split
+from groupwise.models.sharded import in_context
+from groupwise.models.splitting import demand_followed, demand_split
 from groupwise.runs.plan import Load, process_lines, process_memory
+from groupwise.runs.prepared import modelled
 
 LLAMA = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": 2, "intermediate_size": 96}
 MODELS: dict[str, tuple[dict[str, Any], int, str]] = {
@@ -49,16 +54,42 @@ def test_experts_that_cannot_be_divided_are_refused(family: str, said: str) -> N
         demand_split(AutoConfig.for_model(family).to_dict(), ParallelSettings(expert=3))
 
 
+MAMBA = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 64, "pad_token_id": 0}
+
+
 @pytest.mark.parametrize(
-    ("family", "fields", "said"),
+    ("family", "fields", "layer"),
     [
-        ("qwen3_5_text", {}, "a 'qwen3_5_text' model has layers of 'linear_attention', whose states"),
-        ("llama", LLAMA | {"num_attention_heads": 3}, "2 processes cannot share 3 attention heads evenly"),
+        ("jamba", MAMBA | {"num_experts": 1}, "JambaMambaMixer"),
+        ("falcon_mamba", MAMBA, "FalconMambaMixer"),
+        ("recurrent_gemma", MAMBA | {"lru_width": 32}, "RecurrentGemmaRecurrentBlock"),
+        ("kimi_linear", MAMBA, "KimiLinearDeltaAttention"),
     ],
 )
-def test_streams_that_cannot_be_split_are_refused(family: str, fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=rf"parallel.context: {said}.*leave (parallel.)?context out"):
-        demand_split(AutoConfig.for_model(family, **fields).to_dict(), ParallelSettings(context=2))
+def test_recurrent_layers_whose_states_nobody_follows_are_refused_by_name(family: str, fields: dict[str, Any], layer: str) -> None:
+    config = AutoConfig.for_model(family, **fields)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ConfigError, match=rf"parallel.context: {layer} of a '{family}' model passes a state.*leave context out"):
+        demand_followed(model)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_recurrent_layers_that_follow_segments_are_split(family: str) -> None:
+    demand_followed(hybrid(family))
+
+
+def test_a_model_whose_states_nobody_follows_is_refused_before_its_weights_are_read(write_recipe: Callable, tmp_path: Path) -> None:
+    recipe = load_recipe(write_recipe(tmp_path, "run", parallel={"context": 2}, rewards=[{"function": "repetition"}]))
+    config = AutoConfig.for_model("jamba", **MAMBA, num_experts=1).to_dict()
+    with pytest.raises(ConfigError, match=r"parallel.context: JambaMambaMixer of a 'jamba' model passes a state"):
+        modelled(recipe, shared=False, config=config)
+
+
+def test_a_model_that_packs_no_streams_is_not_split(tiny_policy: Callable) -> None:
+    policy = replace(tiny_policy(), attention="single")
+    with pytest.raises(ConfigError, match="LlamaForCausalLM runs a forward pass per sequence and packs no streams"):
+        in_context(policy, ParallelSettings(context=2), policy.device)
 
 
 def test_an_older_transformers_is_refused_with_the_version_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -553,7 +553,7 @@ def test_the_loss_that_balances_experts_is_compared(
         found = forward(policy, batch)
         return replace(found, router_loss=1.1 * found.router_loss)
 
-    monkeypatch.setattr("groupwise.proof.prove.forward", wrong)
+    monkeypatch.setattr("groupwise.models.passes.forward", wrong)
     with pytest.raises(ConfigError, match=f"{kind.__name__} cannot .*: router .*; set output_router_logits to false"):
         proven(kind, config, changes=changes | {"rms_norm_eps": 1e-4})
 

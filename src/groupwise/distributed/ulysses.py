@@ -3,11 +3,12 @@ attends with a part of the heads (Ulysses, 2309.14509).
 
 A process runs a model's blocks on its own positions.  Before attention all-to-all exchanges
 positions for heads, and behind it back again: each process attends over the whole stream, as it is
-packed, with some of the heads.  Final hidden states are gathered, and each process computes the
-same loss of them.
+packed, with some of the heads.  Recurrent layers have heads and channels that know nothing of one
+another, and exchange them in the same way.  Final hidden states are gathered, and each process
+computes the same loss of them.
 
 C processes   T positions of the stream, filled up to a multiple of C   t = T / C of a process
-H query heads   K key-value heads   W width of a head   D width of the model   E experts
+H heads, filled up likewise   K key-value heads   W width of a head   D channels   E experts
 """
 
 from __future__ import annotations
@@ -18,10 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 
-from groupwise.errors import ConfigError
 from groupwise.ops.query import Query
+from groupwise.ops.recurrence import Recurrence
 
 
 class ContextGroup:
@@ -60,9 +60,8 @@ class StreamPart:
 
     def own(self, column_P: Tensor) -> Tensor:
         """Return this process's positions of a column, zeros behind its end."""
-        filler = self.width * self.context.size - self.positions
-        begin = self.context.rank * self.width
-        return F.pad(column_P, (0, filler))[begin : begin + self.width]
+        filled = _filled(column_P, 0, self.width * self.context.size - self.positions)
+        return filled.chunk(self.context.size)[self.context.rank]
 
     def whole(self, outputs: Any) -> Any:
         """Return a model's outputs of all positions."""
@@ -79,6 +78,43 @@ class StreamPart:
         gathered: Any = _Gathered.apply(part_TD, self.context)
         return gathered[: self.positions]
 
+    def filler(self, heads: int) -> int:
+        """Return how many heads of zeros make equal parts of so many."""
+        return -heads % self.context.size
+
+    def copies(self, heads: int, served: int) -> int:
+        """Return how often each of the heads that serve several others is repeated, so that a
+        process has those that serve its own.
+
+        Heads that are added are served by none: where some are, each head gets one of its own.
+        """
+        if self.filler(served):
+            return served // heads
+        return self.context.size // math.gcd(heads, self.context.size)
+
+    def own_heads(self, column_H: Tensor) -> Tensor:
+        """Return this process's heads of a column (H, ...)."""
+        filled = _filled(column_H, 0, self.filler(column_H.shape[0]))
+        return filled.chunk(self.context.size)[self.context.rank]
+
+    def all_positions(self, x_TH: Tensor) -> Tensor:
+        """Give other processes' heads, or channels, for this one's at all positions:
+        (t, H, ...) to (T, H/C, ...).
+        """
+        context = self.context
+        filled = _filled(x_TH, 1, self.filler(x_TH.shape[1]))
+        parts = filled.unflatten(1, (context.size, -1)).transpose(0, 1)
+        exchanged: Any = _AllToAll.apply(parts, context.group)
+        return exchanged.flatten(0, 1)[: self.positions]
+
+    def all_heads(self, x_TH: Tensor, heads: int) -> Tensor:
+        """Do the reverse: (T, H/C, ...) to (t, H, ...), without the filled heads."""
+        context = self.context
+        filled = _filled(x_TH, 0, self.width * context.size - self.positions)
+        parts = filled.unflatten(0, (context.size, -1))
+        exchanged: Any = _AllToAll.apply(parts, context.group)
+        return exchanged.transpose(0, 1).flatten(1, 2)[:, :heads]
+
 
 class ExchangedHeads:
     """Attention of a process's positions, by the processes that have the heads (`Attend`)."""
@@ -87,12 +123,9 @@ class ExchangedHeads:
         self.part, self.attend = part, attend
 
     @property
-    def recurrent(self) -> Any:
-        """What recurrent layers ask: there is nobody who passes their states on."""
-        raise ConfigError(
-            "parallel.context: a recurrent layer passes its state from position to position, which"
-            " processes do not hand on: leave context out"
-        )
+    def recurrent(self) -> ExchangedStates:
+        """See `Attend`."""
+        return ExchangedStates(self.part, self.attend.recurrent)
 
     def sequence_lengths(self, position_T: Tensor) -> Tensor:
         """Return the tokens of each position's sequence."""
@@ -100,37 +133,67 @@ class ExchangedHeads:
 
     def __call__(self, query: Query) -> Tensor:
         """Attend, (t, H, W of values)."""
-        part, context = self.part, self.part.context
-        copies = context.size // math.gcd(query.key_TKD.shape[1], context.size)
+        part, heads = self.part, query.query_THD.shape[1]
+        copies = part.copies(query.key_TKD.shape[1], heads)
         key_TKD = query.key_TKD.repeat_interleave(copies, 1)
         value_TKE = query.value_TKE.repeat_interleave(copies, 1)
         sinks_H = query.sinks_H
         if sinks_H is not None:
-            sinks_H = sinks_H.chunk(context.size)[context.rank]
+            sinks_H = part.own_heads(sinks_H)
         of_heads = query._replace(
-            query_THD=self._all_positions(query.query_THD),
-            key_TKD=self._all_positions(key_TKD),
-            value_TKE=self._all_positions(value_TKE),
+            query_THD=part.all_positions(query.query_THD),
+            key_TKD=part.all_positions(key_TKD),
+            value_TKE=part.all_positions(value_TKE),
             sinks_H=sinks_H,
         )
-        out = self.attend(of_heads)
-        filler = part.width * context.size - part.positions
-        return self._all_heads(F.pad(out, (0, 0, 0, 0, 0, filler)))
+        return part.all_heads(self.attend(of_heads), heads)
 
-    def _all_positions(self, x_THW: Tensor) -> Tensor:
-        """Give other processes' heads for this one's at all positions: (t, H, W) to (T, H/C, W)."""
-        context = self.part.context
-        t, heads, width = x_THW.shape
-        parts = x_THW.view(t, context.size, heads // context.size, width).transpose(0, 1)
-        exchanged: Any = _AllToAll.apply(parts, context.group)
-        return exchanged.flatten(0, 1)[: self.part.positions]
 
-    def _all_heads(self, x_THW: Tensor) -> Tensor:
-        """Do the reverse: (T, H/C, W) to (t, H, W)."""
-        context = self.part.context
-        parts = x_THW.view(context.size, self.part.width, *x_THW.shape[1:])
-        exchanged: Any = _AllToAll.apply(parts, context.group)
-        return exchanged.transpose(0, 1).flatten(1, 2)
+class ExchangedStates:
+    """Recurrent layers of a process's positions (`ops.recurrence.Recurrence`).
+
+    A state belongs to a head, and the last inputs of a convolution to a channel.  So the processes
+    that have these let them pass over the whole stream, and no process waits for the one before it.
+    """
+
+    def __init__(self, part: StreamPart, recurrence: Recurrence) -> None:
+        self.part, self.recurrence = part, recurrence
+
+    def convolve(
+        self,
+        place: tuple[int, int],
+        x_TD: Tensor,
+        weight_DW: Tensor,
+        bias_D: Tensor | None,
+        *,
+        silu: bool,
+    ) -> Tensor:
+        """Convolve each channel over the segments, (t, D)."""
+        part = self.part
+        if bias_D is not None:
+            bias_D = part.own_heads(bias_D)
+        out = self.recurrence.convolve(
+            place, part.all_positions(x_TD), part.own_heads(weight_DW), bias_D, silu=silu
+        )
+        return part.all_heads(out, x_TD.shape[1])
+
+    def rule(self, place: tuple[int, int], *columns: Tensor) -> Tensor:
+        """Compute the gated rule of each head, (t, H, V)."""
+        query, key, value, *rates = columns
+        part, heads = self.part, value.shape[1]
+        copies = part.copies(query.shape[1], heads)
+        query, key = query.repeat_interleave(copies, 1), key.repeat_interleave(copies, 1)
+        of_heads = [part.all_positions(column) for column in (query, key, value, *rates)]
+        return part.all_heads(self.recurrence.rule(place, *of_heads), heads)
+
+
+def _filled(tensor: Tensor, side: int, count: int) -> Tensor:
+    """Return a tensor with so many zeros behind it along a side."""
+    if count == 0:
+        return tensor
+    shape = list(tensor.shape)
+    shape[side] = count
+    return torch.cat([tensor, tensor.new_zeros(shape)], side)
 
 
 class _AllToAll(torch.autograd.Function):

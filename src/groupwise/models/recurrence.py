@@ -125,10 +125,7 @@ def delta_rule(
 
     unit: queries and keys are divided by their lengths.
     """
-    wide, shared = (
-        torch.promote_types(query_TJK.dtype, torch.float32),
-        value_THV.shape[1] // query_TJK.shape[1],
-    )
+    wide = torch.promote_types(query_TJK.dtype, torch.float32)
     width = query_TJK.shape[-1]
 
     def scaled(x: Tensor, scale: float) -> Tensor:
@@ -138,7 +135,7 @@ def delta_rule(
             x = operations().rms_norm(x, weight_W, 1e-6 / width, wide)
         elif scale != 1.0:
             x = x * scale
-        return x.repeat_interleave(shared, 1) if shared > 1 else x
+        return x
 
     query, key = scaled(query_TJK, width**-0.5), scaled(key_TJK, 1.0)
     return recurrent.rule(place, query, key, value_THV, decay_TH, beta_TH)
@@ -169,8 +166,7 @@ def _scan(plain: Callable[..., Any]) -> Callable[..., Any]:
         step_TH = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)[0]
         wide = torch.promote_types(hidden_states.dtype, torch.float32)
         x_THV, step_TH = hidden_states[0].to(wide), step_TH.to(wide)
-        shared = x_THV.shape[1] // B.shape[2]
-        query, key = (x[0].to(wide).repeat_interleave(shared, 1) for x in (C, B))
+        query, key = C[0].to(wide), B[0].to(wide)
         out = recurrent.rule(place, query, key, x_THV * step_TH[..., None], A.to(wide) * step_TH)
         return (out if D is None else out + D[:, None] * x_THV)[None]
 
@@ -195,26 +191,46 @@ OPERATIONS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 """Functions of transformers' modeling files, and what stands in their place in a stream."""
 
 
+UNFOLLOWED = frozenset({"mamba_selective_scan", "chunk_kimi_delta_attention"})
+"""Functions of transformers' modeling files that pass states on, and have nothing in their place:
+those of Mamba-1, and of Kimi Delta Attention."""
+
+
 def recurrent_layers(model: nn.Module) -> list[nn.Module]:
     """The modules whose forward pass calls one of the operations."""
     return [module for module in model.modules() if _calls(type(module))]
 
 
-@cache
+def unfollowed_layers(model: nn.Module) -> list[nn.Module]:
+    """The modules, towers excepted, that pass states or inputs on by other functions: those that
+    are known, and convolutions over positions.
+    """
+    layers = []
+    for module in model.modules():
+        convolved = any(isinstance(child, nn.Conv1d) for child in module.children())
+        other = convolved and not _calls(type(module))
+        if _names(type(module)) & UNFOLLOWED:
+            other = True
+        if other and any(parameter.requires_grad for parameter in module.parameters()):
+            layers.append(module)
+    return layers
+
+
 def _calls(kind: type) -> frozenset[str]:
     """Names of operations that a class's forward pass calls, its parents' included."""
-    codes = [
-        inspect.unwrap(vars(parent)["forward"])
-        for parent in kind.__mro__
-        if "forward" in vars(parent)
-    ]
-    return frozenset(
-        name
-        for code in codes
-        if hasattr(code, "__code__")
-        for name in code.__code__.co_names
-        if name in OPERATIONS
-    )
+    return _names(kind) & OPERATIONS.keys()
+
+
+@cache
+def _names(kind: type) -> frozenset[str]:
+    """Names that a class's forward pass reads, its parents' included."""
+    names = set[str]()
+    for parent in kind.__mro__:
+        if "forward" in vars(parent):
+            code = getattr(inspect.unwrap(vars(parent)["forward"]), "__code__", None)
+            if code is not None:
+                names.update(code.co_names)
+    return frozenset(names)
 
 
 def is_numbered(module: nn.Module) -> bool:

@@ -69,27 +69,30 @@ def _by_length(
     """A rotary embedding's `forward`: tables (1, T, W), each sequence's by its own length."""
     layer_type = kwargs.get("layer_type", args[0] if args else None)
     kind, attend = _kinds(self)[layer_type], attended()
-
-    def table(position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    if attend is None or not _changes(kind):
         if "dynamic" in kind:
             _forget(self, layer_type)
         return type(self).forward(self, x, position_ids, *args, **kwargs)
 
-    if attend is None or not _changes(kind):
-        return table(position_ids)
+    def table(group: Tensor) -> tuple[Tensor, Tensor]:
+        """Tables of a group's positions, by its length."""
+        if "dynamic" in kind:
+            _forget(self, layer_type)
+        own = torch.where(group_T == group, position_ids, 0)
+        # transformers goes by the last position, which another process may have.
+        last = (group - 1).clamp(min=0).view(1, 1)
+        cos, sin = type(self).forward(self, x, torch.cat([own, last], 1), *args, **kwargs)
+        return cos[:, :-1], sin[:, :-1]
+
     length_T = attend.sequence_lengths(position_ids[0])
     at = _switch(self, layer_type, kind)
     group_T = torch.where(length_T > at, length_T if "dynamic" in kind else at + 1, 0)
     groups = group_T.unique()
-    if len(groups) == 1:
-        return table(position_ids)
-    cos, sin = table(torch.where(group_T == groups[0], position_ids, 0))
+    cos, sin = table(groups[0])
     for group in groups[1:]:
         chosen_T = (group_T == group)[None, :, None]
-        others = table(torch.where(group_T == group, position_ids, 0))
-        cos, sin = (
-            torch.where(chosen_T, other, own) for other, own in zip(others, (cos, sin), strict=True)
-        )
+        other_cos, other_sin = table(group)
+        cos, sin = torch.where(chosen_T, other_cos, cos), torch.where(chosen_T, other_sin, sin)
     return cos, sin
 
 

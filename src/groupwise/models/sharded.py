@@ -36,7 +36,6 @@ from groupwise.models.output_head import backbone_of
 from groupwise.models.policy import METHOD, Policy, Shards, without_adapter
 from groupwise.models.reach import copy_reach
 from groupwise.models.recurrence import use_packed_recurrence
-from groupwise.models.splitting import demand_no_recurrence
 from groupwise.models.streaming import INDEX, SINGLE, CheckpointReader, check_finite, saved_names
 from groupwise.utils.files import write
 
@@ -228,13 +227,18 @@ def _files(policy: Policy) -> dict[str, int]:
 
 
 def in_context(policy: Policy, parallel: ParallelSettings, device: torch.device) -> Policy:
-    """The policy, whose streams are split over processes where `parallel` says so.
+    """The policy, whose streams are split over processes where `parallel` says so.  Raises
+    ConfigError if it has none.
 
     parallel: decided.   device: what computes.
     """
     if parallel.context == 1:
         return policy
-    demand_no_recurrence(policy.model)
+    if policy.attention == "single":
+        raise ConfigError(
+            f"parallel.context: {type(policy.model).__name__} runs a forward pass per sequence and"
+            " packs no streams: leave context out"
+        )
     group = layout.mesh_of(parallel, device)["context"].get_group()
     return replace(policy, context_group=ContextGroup(group))
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import transformers
-from torch import nn
+from transformers import PreTrainedModel
 
 from groupwise.config.settings import ParallelSettings
 from groupwise.errors import ConfigError
-from groupwise.models.recurrence import PLACE
+from groupwise.models.recurrence import unfollowed_layers
 from groupwise.models.shape import EXPERTS, Shape, language_part, read_fields
 
 NEEDED = (5, 23)
@@ -25,12 +25,9 @@ def demand_split(config: Mapping[str, Any], parallel: ParallelSettings) -> None:
     """
     if parallel.tensor > 1:
         _demand_plan(config)
-        _demand_heads(config, "tensor", parallel.tensor, INSTEAD)
+        _demand_heads(config, parallel.tensor)
     if parallel.expert > 1:
         _demand_experts(config, parallel.expert)
-    if parallel.context > 1:
-        _demand_attention(config)
-        _demand_heads(config, "context", parallel.context, "leave parallel.context out")
 
 
 def _demand_plan(config: Mapping[str, Any]) -> None:
@@ -67,40 +64,29 @@ def _demand_experts(config: Mapping[str, Any], count: int) -> None:
         )
 
 
-def _demand_heads(config: Mapping[str, Any], key: str, count: int, instead: str) -> None:
+def _demand_heads(config: Mapping[str, Any], count: int) -> None:
     """Raise ConfigError for heads that so many processes cannot share."""
     shape = Shape.of(config, 0, dtype="float32")
-    heads = {"attention": shape.heads}
-    if key == "tensor":  # for a context keys and values are repeated
-        heads["key-value"] = shape.kv_heads
-    for what, number in heads.items():
+    for what, number in (("attention", shape.heads), ("key-value", shape.kv_heads)):
         if number % count:
             raise ConfigError(
-                f"parallel.{key}: {count} processes cannot share {number} {what} heads evenly:"
-                f" take a divisor of {number}, or {instead}"
+                f"parallel.tensor: {count} processes cannot share {number} {what} heads evenly:"
+                f" take a divisor of {number}, or {INSTEAD}"
             )
 
 
-def _demand_attention(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a model with layers that are known to be recurrent."""
-    part = language_part(config)
-    for kind in getattr(read_fields(part), "layer_types", None) or ():
-        if not kind.endswith("attention") or kind == "linear_attention":
-            raise _recurrent(f"a {part.get('model_type')!r} model has layers of {kind!r}")
+def demand_followed(model: PreTrainedModel) -> None:
+    """Refuse a model with a layer whose states processes cannot share.  Raises ConfigError.
 
-
-def demand_no_recurrence(model: nn.Module) -> None:
-    """Refuse a model whose recurrent layers would have to hand states on.  Raises ConfigError."""
-    for module in model.modules():
-        if PLACE in vars(module):
-            raise _recurrent(f"{type(module).__name__} is a recurrent layer")
-
-
-def _recurrent(what: str) -> ConfigError:
-    return ConfigError(
-        f"parallel.context: {what}, whose states processes do not hand on to one another: leave"
-        " context out (model.gradient_checkpointing: true saves activations)"
-    )
+    model: with or without weights, its towers frozen.
+    """
+    for layer in unfollowed_layers(model):
+        raise ConfigError(
+            f"parallel.context: {type(layer).__name__} of a {model.config.model_type!r} model"
+            " passes a state from position to position by code of its own, whose heads processes do"
+            " not exchange: leave context out (model.gradient_checkpointing: true saves"
+            " activations)"
+        )
 
 
 def _demand_transformers() -> None:

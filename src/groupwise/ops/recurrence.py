@@ -250,13 +250,17 @@ def gated_rule(
     """The gated rule over each segment -> outputs (T, H, V), and the last state of each segment,
     those without a prefix first.
 
-    columns: query and key (T, H, K), value (T, H, V), decay (T, H) as logarithms, at most 0; the
-        delta rule's beta (T, H), for Mamba-2 none.   state_NHKV: before each segment, where none
-        has a prefix; None: its prefix's, or zeros.
+    columns: query and key (T, J, K), J divides H: each serves as many heads of value (T, H, V);
+        decay (T, H) as logarithms, at most 0; the delta rule's beta (T, H), for Mamba-2 none.
+    state_NHKV: before each segment, where none has a prefix; None: its prefix's, or zeros.
     States are never narrower than float32.   A stream of one position for each segment changes them
     in place, where no gradient is wanted.
     """
-    value = columns[2]
+    query, key, value, *rates = columns
+    served = value.shape[1] // query.shape[1]
+    if served > 1:
+        query, key = query.repeat_interleave(served, 1), key.repeat_interleave(served, 1)
+    columns = (query, key, value, *rates)
     if segments.longest == 1 and state_NHKV is not None:
         with _exact(value):
             return _one_position([_wide(x) for x in columns], state_NHKV.to(_wide(value).dtype))

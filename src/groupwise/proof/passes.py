@@ -21,9 +21,11 @@ from torch import Tensor, nn
 
 from groupwise.distributed import fsdp, layout
 from groupwise.distributed.ulysses import ContextGroup
+from groupwise.errors import ConfigError
 from groupwise.models.attention import PackedAttention, plain_attention
 from groupwise.models.backbone import layers
 from groupwise.models.layers import MODELS, class_name, stack_of
+from groupwise.models.moe import BALANCE, router_coefficient
 from groupwise.models.passes import BatchPass, packed_for, packed_pass
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import head_scores, reads_tokens
@@ -106,11 +108,19 @@ def _alone_pass(
 ) -> PassResults:
     """Compute `model_pass` on each process by itself, where a run's pass computes it together."""
     results = model_pass(replace(policy, context_group=None), samples, gradients=gradients)
+    return PassResults(results.values, _shares(policy, context, results.gradient))
+
+
+def _shares(
+    policy: Policy, context: ContextGroup, gradients: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return gradients that each process has computed by itself as those of a run's pass.
+
+    FSDP has summed them over all processes: a run's pass in shares, these whole.
+    """
     if not policy.sharded:
-        return results
-    # FSDP sums over all processes: a run's pass in shares, this one whole.
-    shares = {name: gradient / context.size for name, gradient in results.gradient.items()}
-    return PassResults(results.values, shares)
+        return gradients
+    return {name: gradient / context.size for name, gradient in gradients.items()}
 
 
 def _log_probs(sample: Sample, begin: int, logits_NV: Tensor) -> Tensor:
@@ -137,11 +147,16 @@ def run_pass(policy: Policy, samples: Sequence[Sample], *, gradients: bool) -> P
     _, columns = result.read(samples)
     for index, column in columns:
         values[index] = column[samples[index].weight > 0].astype(np.float64)
-    shares = take_gradients(policy) if gradients else {}
+    return PassResults(values, _run_gradients(policy) if gradients else {})
+
+
+def _run_gradients(policy: Policy) -> dict[str, Tensor]:
+    """Return the gradients of a run's pass, summed as its optimizer sums them."""
+    gradients = take_gradients(policy)
     if policy.context_group is not None and not policy.sharded:
-        for gradient in shares.values():
+        for gradient in gradients.values():
             policy.context_group.sum(gradient)
-    return PassResults(values, shares)
+    return gradients
 
 
 def _squares(passed: BatchPass) -> tuple[Tensor, Tensor]:
@@ -155,6 +170,46 @@ def _squares(passed: BatchPass) -> tuple[Tensor, Tensor]:
     if torch.is_grad_enabled() and not loss.requires_grad:
         loss.requires_grad_()  # a model that ignores its adapter: the comparison refuses it
     return loss, value_M
+
+
+def balance_model_pass(policy: Policy, text: Sample) -> PassResults:
+    """Compute the loss that balances experts, of one text, by the model's own pass.  Raises
+    ConfigError for a model without one.
+    """
+    ids = torch.from_numpy(np.concatenate([text.prompt, text.completion[:-1]])).to(policy.device)
+    options = {"use_cache": False, "output_router_logits": True, "output_hidden_states": True}
+    with plain_attention(policy.model) as model:
+        outputs = model(input_ids=ids[None], **options)
+    loss = getattr(outputs, "aux_loss", None)
+    if loss is None:
+        name = type(policy.model).__name__
+        raise ConfigError(f"{name} has no loss that balances experts; {BALANCE}")
+    loss = router_coefficient(policy) * loss
+    (loss + _nothing(outputs.hidden_states[-1])).backward()
+    gradient = take_gradients(policy)
+    if policy.context_group is not None:
+        gradient = _shares(policy, policy.context_group, gradient)
+    return PassResults([loss.detach().cpu().numpy()[None]], gradient)
+
+
+def balance_run_pass(policy: Policy, text: Sample) -> PassResults:
+    """Compute the same as a run does."""
+    batches = packed_for(policy, [text], text.prompt.size + text.completion.size)
+    loss = packed_pass(policy, _balance, batches, learn=True).loss
+    return PassResults([loss.cpu().numpy()[None]], _run_gradients(policy))
+
+
+def _balance(passed: BatchPass) -> tuple[Tensor, Tensor]:
+    """Return the loss that balances experts, and zeros (M,)."""
+    loss = passed.router_loss + _nothing(passed.hidden_MD)
+    return loss, loss.detach().new_zeros(len(passed.rows_M))
+
+
+def _nothing(hidden_TD: Tensor) -> Tensor:
+    """Return 0 that depends on final hidden states: FSDP gathers the weights of a block when a
+    gradient reaches its output, and what routers say is no part of that.
+    """
+    return 0.0 * hidden_TD.sum()
 
 
 class ComparedAttention(PackedAttention):

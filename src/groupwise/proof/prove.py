@@ -25,10 +25,9 @@ from torch import Tensor
 
 from groupwise.distributed import comm
 from groupwise.errors import ConfigError, GroupwiseError
-from groupwise.models.attention import plain_attention
 from groupwise.models.backbone import checkpointing, hidden
 from groupwise.models.moe import BALANCE, router_coefficient
-from groupwise.models.passes import forward, packed_for, reshard
+from groupwise.models.passes import packed_for, reshard
 from groupwise.models.policy import Policy
 from groupwise.models.reach import REMEDY
 from groupwise.models.reward_head import REMEDY as SCORES_REMEDY
@@ -36,11 +35,12 @@ from groupwise.models.reward_head import reads_tokens
 from groupwise.proof.passes import (
     ComparedAttention,
     PassResults,
+    balance_model_pass,
+    balance_run_pass,
     model_pass,
     run_pass,
     shortened,
     some_gradients,
-    take_gradients,
 )
 from groupwise.proof.texts import (
     FULL,
@@ -383,21 +383,10 @@ class _Case:
         """Compute the loss that balances experts, of one text: transformers' own value and its
         gradients.
         """
-        policy, model = self.policy, self.policy.model
-        (batch,) = packed_for(policy, [text], text.prompt.size + text.completion.size)
-        ours: Any = forward(policy, batch).router_loss
-        ours.backward()
-        gradient = take_gradients(policy)
-        with plain_attention(model):
-            options = {"use_cache": False, "output_router_logits": True}
-            loss = getattr(model(input_ids=batch.tokens_P[None], **options), "aux_loss", None)
-        if loss is None:
-            raise ConfigError(f"{self.family} has no loss that balances experts; {BALANCE}")
-        theirs = router_coefficient(policy) * loss
-        theirs.backward()
-        ours_1, theirs_1 = (loss.detach().cpu().numpy()[None] for loss in (ours, theirs))
-        self.compare("router", [ours_1], [theirs_1], BALANCE)
-        self.compare_gradients("router", gradient, take_gradients(policy), BALANCE)
+        ours = balance_run_pass(self.policy, text)
+        own = balance_model_pass(self.policy, text)
+        self.compare("router", ours.values, own.values, BALANCE)
+        self.compare_gradients("router", ours.gradient, own.gradient, BALANCE)
 
     def compare(
         self,

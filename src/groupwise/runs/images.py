@@ -47,6 +47,12 @@ def check_settings(
             "rollout.engine.ahead: prompts have images, which a checkpoint does not hold: set 0",
             key="rollout.engine.ahead",
         )
+    if recipe.parallel.context > 1:
+        raise ConfigError(
+            "parallel.context: prompts have images, whose tokens are not split over processes:"
+            " leave context out",
+            key="parallel.context",
+        )
     if answered:
         raise ConfigError(
             "environment: prompts have images, which are read in single turns alone: leave the"
@@ -69,7 +75,7 @@ def check_models(images: ImageEncoder | NoImages, **policies: Policy | None) -> 
     for name, policy in policies.items():
         if policy is None:
             continue
-        if policy.sharded or policy.context_group is not None:
+        if policy.sharded:
             raise ConfigError(
                 "parallel: weights that are spread over processes read no images: set parallel: ddp"
             )

@@ -33,7 +33,6 @@ from groupwise.environments.conversation import Environment
 from groupwise.environments.runtime import ToolRuntime
 from groupwise.errors import ConfigError, DataError
 from groupwise.models.loading import Blueprint, context_length, resolve_device
-from groupwise.models.splitting import demand_split
 from groupwise.records import Prompt, Sampling
 from groupwise.rewards.compose import Rewards, build_rewards, no_rewards
 from groupwise.rewards.registry import GOLD_COLUMNS, MODEL
@@ -61,6 +60,7 @@ from groupwise.runs.plan import (
 )
 from groupwise.runs.run_models import (
     blueprint_of,
+    demand_parts,
     hint_of,
     planned_quantization,
     shape_of,
@@ -104,7 +104,7 @@ def modelled(
     blueprint = blueprint_of(recipe, resume if recipe.model.lora is None else None)
     if config is not None:
         blueprint = replace(blueprint, config=dict(config), context=context_length(dict(config)))
-    demand_split(blueprint.config, recipe.parallel)
+    demand_parts(blueprint, recipe.parallel)
     recipe = shared_out(recipe, blueprint) if shared else recipe
     demand_state(recipe)
     shape = shape_of(blueprint, recipe.model.dtype)

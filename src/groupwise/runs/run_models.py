@@ -44,7 +44,7 @@ from groupwise.models.reward_head import make_scorer
 from groupwise.models.scratch import image_encoder, image_ids_of, scratch_model
 from groupwise.models.shape import Shape
 from groupwise.models.sharded import frozen_copy, in_context, shard, shard_from_checkpoint
-from groupwise.models.splitting import demand_split
+from groupwise.models.splitting import demand_followed, demand_split
 from groupwise.models.streaming import modules_of
 from groupwise.models.vision import seeing
 from groupwise.records import Prompt
@@ -166,11 +166,20 @@ def hold(
     """
     parallel = layout.decided(recipe.parallel, parameter_count(blueprint), comm.world().size)
     device = resolve_device(recipe.model)
-    demand_split(blueprint.config, parallel)
+    demand_parts(blueprint, parallel)
     layout.use(parallel, device)
     policy = _held(recipe, blueprint, make, resume, parallel)
     policy = replace(policy, image_files=blueprint.images.files)
     return in_context(policy, parallel, device)
+
+
+def demand_parts(blueprint: Blueprint, parallel: ParallelSettings) -> None:
+    """Refuse a model that cannot be split as `parallel` says, before weights are read.  Raises
+    ConfigError.
+    """
+    demand_split(blueprint.config, parallel)
+    if parallel.context > 1:
+        demand_followed(weightless(blueprint))
 
 
 def _held(
