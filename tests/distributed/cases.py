@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from hybrids import HYBRIDS, hybrid, in_64_bits, ragged_texts, small_model
+from hybrids import HYBRIDS, in_64_bits, ragged_texts, small_model
 from rule_rewards import RuleRewards
 from sample_texts import TOKENIZER
 from scripted_vllm import Process
@@ -500,10 +500,7 @@ def failing_save(folder: str, recipe: str, where: str) -> dict[str, Any]:
 
 def proven(mode: Any, family: str, fault: str = "", dtype: str = "float32") -> str:
     """What the proof says of a policy as these processes hold it, with a fault planted in it on every process."""
-    if family in HYBRIDS:
-        policy = spread(make_policy(hybrid(family), TOKENIZER), mode)
-    else:
-        policy = spread(make(family, dtype), mode)
+    policy = spread(make(family, dtype), mode)
     block = policy.model.model.layers[0]
     if fault in FAULTS:
         FAULTS[fault](block)
