@@ -105,7 +105,7 @@ def test_twenty_versions_answer_as_a_server_that_was_started_with_them(adapted: 
     assert len({tuple(choice["token_ids"]) for choice in answers.values()}) > VERSIONS / 2, "they are all alike"
     save(without_adapter(adapted.policy), adapted.folder / "base-model")
     modules = [f"run:{version}={adapted.adapters.folder}/v{version:06d}" for version in range(VERSIONS)]
-    options = ["--max-cpu-loras", str(VERSIONS), "--lora-modules", *modules]
+    options = ["--lora-modules", *modules]
     with start_server(adapted.folder / "base-model", adapted.folder / "fresh", "--lora-rank", "4", "--", *options) as (url, _):
         for label, choice in answers.items():
             fresh = complete(Client(url), label)
