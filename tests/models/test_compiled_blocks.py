@@ -43,6 +43,12 @@ from groupwise.runs.job import make_job
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> None:
+    """Graphs of another test are not used again."""
+    torch._dynamo.reset()
+
+
 def policy_of(dtype: Any = "float32", *, rank: int = 0, layers: int = 2) -> Policy:
     """A small random model; of an adapter both factors are filled."""
     torch.manual_seed(0)
