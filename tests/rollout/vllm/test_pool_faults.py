@@ -20,6 +20,7 @@ from groupwise.models.lora import adapt
 from groupwise.models.policy import Policy
 from groupwise.rollout.vllm import pool
 from groupwise.rollout.vllm.addresses import Router
+from groupwise.rollout.vllm.client import RefusedRequest
 from groupwise.rollout.vllm.plugin.groupwise_versions import Mirror, VersionSource, WrongVersion
 from groupwise.rollout.vllm.published import VersionedServer
 from groupwise.rollout.vllm.publisher import AdapterPublisher, BlockFile, Publisher
@@ -238,3 +239,24 @@ def test_all_weights_are_written_anew_while_a_server_reads_them(policy_of: Calla
         patch.setattr(BlockFile, "add", read_meanwhile)
         publisher.publish_full()
     assert found == [True, True]
+
+
+class OpenUpdate:
+    """A server's client, in whose server a trainer that was killed has left an update open."""
+
+    def __init__(self) -> None:
+        self.open, self.asked = True, list[str]()
+
+    def post(self, path: str, body: Any, *, timeout: float) -> None:
+        self.asked.append(path)
+        if path == "/start_weight_update" and self.open:
+            raise RefusedRequest("start_weight_update called while a weight update is already active", 500)
+        if path == "/update_weights":
+            self.open = False
+            raise RefusedRequest("the mirror does not hold it", 500)
+
+
+def test_an_update_that_a_killed_trainer_left_open_is_ended() -> None:
+    client = OpenUpdate()
+    VersionedServer(client)._begin_update()  # type: ignore[arg-type]
+    assert client.asked == ["/start_weight_update", "/update_weights", "/start_weight_update"]

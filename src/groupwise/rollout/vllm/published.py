@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from groupwise.errors import EngineError, PeerError
-from groupwise.rollout.vllm.client import Client
+from groupwise.rollout.vllm.client import Client, RefusedRequest
 from groupwise.rollout.vllm.server import ADAPTERS
 
 UPDATE_SECONDS = 120.0
@@ -25,6 +26,8 @@ STILL_SECONDS = 600.0
 """A server that has read nothing of a version for so long has failed to fetch it.  Digests of all
 weights are computed in this time: 1.8 GB/s.
 """
+OPEN_UPDATE = "weight update is already active"
+"""What vLLM says of an update that begins while another one is open."""
 SHORTEST_WAIT, LONGEST_WAIT = 0.002, 0.1
 """Seconds between two questions whether a version has been fetched."""
 
@@ -120,11 +123,24 @@ class VersionedServer:
         delivery = self._fetch(published)
         self._post(f"/pause?mode={'keep' if keep else 'abort'}")
         self._post("/reset_prefix_cache")
-        self._post("/start_weight_update")
+        self._begin_update()
         self._post("/update_weights", {"update_info": {"label": published.label}})
         self._post("/finish_weight_update", {"weight_version": published.label})
         self.resume()
         return delivery
+
+    def _begin_update(self) -> None:
+        """Begin an update.  One that a trainer has left open, because it was killed in it, is ended
+        first, by weights that the server does not have.
+        """
+        try:
+            self._post("/start_weight_update")
+        except RefusedRequest as error:
+            if OPEN_UPDATE not in str(error):
+                raise
+            with suppress(RefusedRequest):
+                self._post("/update_weights", {"update_info": {"label": ""}})
+            self._post("/start_weight_update")
 
     def resume(self) -> None:
         """Let the server compute; harmless where it does.  Raises as `go_to`."""
