@@ -34,8 +34,7 @@ from groupwise.models.sharded import frozen_copy
 from groupwise.ops import operations as operations_module
 from groupwise.ops.operations import Operations
 from groupwise.records import Branch, Sample
-from groupwise.rollout.native.cuda.adapters import plain_weights
-from groupwise.rollout.native.cuda.workspace import KeptWorkspace
+from groupwise.rollout.native.forward import DecodedWeights, plain_weights
 from groupwise.rollout.vllm.server_fitness import unfit
 from groupwise.training.offline import SFT
 from groupwise.training.passes import score, update
@@ -366,7 +365,7 @@ def test_the_plan_counts_whole_modules_and_what_dropout_keeps(
 
 
 def test_decoded_weights_are_those_in_use(tiny_policy: Callable[..., Policy]) -> None:
-    """What a GPU decodes by: the trained copies where the adapter is on, the originals where it is off."""
+    """What the native engine decodes by: the trained copies where the adapter is on, the originals where it is off."""
     policy = adapted(tiny_policy("qwen3"), modules_to_save=("lm_head", "embed_tokens"))
     disturb(policy)
     ids = torch.arange(5, 25)[None]
@@ -382,14 +381,14 @@ def test_decoded_weights_are_those_in_use(tiny_policy: Callable[..., Policy]) ->
 def test_decoded_weights_are_those_of_the_last_gather(tiny_policy: Callable[..., Policy]) -> None:
     """A gather of sharded weights puts other tensors into the same modules."""
     policy = adapted(tiny_policy("qwen3"), modules_to_save=("lm_head",))
-    kept = KeptWorkspace(policy)
-    before = kept.weights()
-    assert before is not None and kept.weights() is before
+    kept = DecodedWeights(policy)
+    before = kept.known()
+    assert before is not None and kept.known() is before
     for module in policy.model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[name] = nn.Parameter(parameter.detach() + 1.0)
-    after = kept.weights()
+    after = kept.known()
     assert after is not None
     torch.testing.assert_close(after.policy.head.weight_VD, policy.head.weight_VD)
 

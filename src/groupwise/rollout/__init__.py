@@ -7,7 +7,6 @@ In: prompts and a policy.  Out: groups of `records.Rollout`.
 - `transformers`: the reference engine, transformers' own `generate`.
 - `vllm`: vLLM's servers, or vLLM in this process.
 - `gathered`: an engine for sharded weights, which it gathers first.
-- `merged`: the native engine for an adapter on a quantised base, on a CPU.
 - `sampling`: how a token is drawn from logits.
 - `stopping`: when a completion ends.
 - `episodes`: the conversations and groups of one call.

@@ -15,14 +15,12 @@ from groupwise.data.encoding import visit
 from groupwise.environments.conversation import Environment
 from groupwise.errors import ConfigError, EngineError
 from groupwise.models.policy import Policy
-from groupwise.models.quantized import quantized_layers
 from groupwise.models.shape import Shape
 from groupwise.models.sharded import whole_policy
 from groupwise.proof.texts import NATIVE, TRANSFORMERS, ProvenSampler
 from groupwise.records import Prompt, Step
 from groupwise.rollout.engine import Engine
 from groupwise.rollout.gathered import GatheredEngine
-from groupwise.rollout.merged import MergedEngine
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.transformers import TransformersEngine
 from groupwise.rollout.vllm.engine import VllmEngine
@@ -44,15 +42,6 @@ def _in_process(engine: Callable[..., Engine]) -> Make:
     return make
 
 
-def _native(policy: Policy, *, max_rows: int, environment: Environment | None) -> NativeEngine:
-    """The native engine; of an adapter on a quantised base on a CPU with merged weights."""
-    merges = policy.adapter is not None and policy.adapter_on and policy.device.type == "cpu"
-    kind = NativeEngine
-    if merges and quantized_layers(policy.model):
-        kind = MergedEngine
-    return kind(policy, max_rows=max_rows, environment=environment)
-
-
 def _vllm(policy: Policy, settings: RolloutSettings, environment: Environment | None) -> Engine:
     engine = settings.engine
     return VllmEngine(
@@ -71,7 +60,7 @@ def _vllm(policy: Policy, settings: RolloutSettings, environment: Environment | 
 
 
 ENGINES: dict[str, Make] = {
-    "native": _in_process(_native),
+    "native": _in_process(NativeEngine),
     "transformers": _in_process(TransformersEngine),
     "vllm": _vllm,
 }

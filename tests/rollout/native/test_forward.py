@@ -13,9 +13,11 @@ from transformers.activations import NewGELUActivation
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
-from groupwise.config.settings import ModelSettings
+from groupwise.config.settings import LoraSettings, ModelSettings
 from groupwise.errors import EngineError
 from groupwise.models.backbone import checkpointing
+from groupwise.models.lora import adapt
+from groupwise.models.policy import without_adapter
 from groupwise.models.sharded import frozen_copy
 from groupwise.ops.operations import absence, operations
 from groupwise.records import Finish, Sampling
@@ -86,6 +88,43 @@ def test_the_specialised_forward_equals_the_modules(family, max_rows, policy_of,
         for a, b in zip(found[name], group, strict=True):
             assert a.tokens.tolist() == b.tokens.tolist()
             np.testing.assert_allclose(a.behavior_logp, b.behavior_logp, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama, biases, wide heads", "qwen3", "gpt2", "qwen3_5_text, wide"])
+def test_an_adapter_is_merged_into_the_weights_that_decode(family, policy_of, prompts_of):
+    """As it is at each call; without the adapter, the weights under it."""
+    plain = randomized(policy_of(family.split(",")[0], dtype=torch.float32, sharpness=3.0, **FAMILIES[family]))
+    policy = adapt(plain, LoraSettings(rank=3), base="")
+    engine, prompts = NativeEngine(policy, max_rows=64), prompts_of(5, 9, 1, 5)
+    answers = []
+    for _ in range(2):
+        with torch.no_grad():
+            for name in policy.adapter.trained:
+                parameter = policy.model.get_parameter(name)
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        found, expected = completions(engine, prompts), completions(ModuleEngine(policy, max_rows=64), prompts)
+        for name, group in expected.items():
+            for a, b in zip(found[name], group, strict=True):
+                assert a.tokens.tolist() == b.tokens.tolist()
+                np.testing.assert_allclose(a.behavior_logp, b.behavior_logp, rtol=0, atol=5e-5)
+        answers.append(found)
+    assert engine.path == "specialised"
+    below = NativeEngine(without_adapter(policy), max_rows=64)
+    assert below.path == "specialised"
+    answers.append(completions(below, prompts))
+    first = [[r.tokens.tolist() for group in found.values() for r in group] for found in answers]
+    assert first[0] != first[1] and first[0] != first[2] and first[1] != first[2]
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "autocast"])
+def test_a_merged_weight_has_the_policys_type(precision, policy_of, prompts_of):
+    """An adapter is trained in float32 also on a base in bfloat16."""
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    policy = policy_of("llama", dtype=dtype, sharpness=3.0, setting=ModelSettings(device="cpu", dtype=precision))
+    policy = adapt(policy, LoraSettings(rank=3), base="")
+    engine = NativeEngine(policy, max_rows=64)
+    assert engine.path == "specialised"
+    assert all(len(group) == 3 for group in completions(engine, prompts_of(5, 9)).values())
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "qwen3, wide heads", "gpt2, wide heads", "qwen3_5_text, wide"])

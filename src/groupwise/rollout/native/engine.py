@@ -5,8 +5,8 @@ computed once.
 - `scheduler.py` says which sequences decode next, and ends them.
 - `sequences.py` holds the sequences and the prompt cache; `kv_cache.py` their keys and values.
 - `decode.py` draws tokens; `decode_attention.py` attends.
-- `cuda/` holds what only a GPU does: graphs of a draw, memory kept between two calls, adapters
-  merged into the weights.  `NativeEngine._gpu` is the one way into it.
+- `cuda/` holds what only a GPU does: graphs of a draw, and memory kept between two calls.
+  `NativeEngine._gpu` is the one way into it.
 
 All live rows go through the model as one flat stream: its linear layers see (R, D), whatever
 prompts and lengths the rows have.
@@ -33,7 +33,11 @@ from groupwise.ops.decoding import Decoder
 from groupwise.ops.linear_cross_entropy import head_logits
 from groupwise.records import ImageSpan, Prompt, Rollout, Sampling
 from groupwise.rollout.engine import InProcess, check_request, completion_limit, fitting
-from groupwise.rollout.native.forward import RolloutForward, SpecialisedForward, is_known
+from groupwise.rollout.native.forward import (
+    DecodedWeights,
+    RolloutForward,
+    SpecialisedForward,
+)
 from groupwise.rollout.native.scheduler import DeviceMemory, Scheduler
 
 GPUS = ("cuda",)
@@ -42,11 +46,6 @@ GPUS = ("cuda",)
 
 class GpuMemory(Protocol):
     """What a GPU does for an engine: `cuda.workspace.KeptWorkspace`."""
-
-    @property
-    def known(self) -> bool:
-        """True if every step of the model is known, where adapters are merged."""
-        ...
 
     def lent(self) -> contextlib.AbstractContextManager[DeviceMemory | None]:
         """Lend the memory to one call of `generate`."""
@@ -106,32 +105,34 @@ class NativeEngine(InProcess):
         self.environment = environment
 
     @cached_property
+    def _weights(self) -> DecodedWeights:
+        """The weights that decode; an adapter is merged into them."""
+        return DecodedWeights(self.policy)
+
+    @cached_property
     def _gpu(self) -> GpuMemory | None:
         """What the policy's GPU does for the engine; None on a CPU."""
         if self.policy.device.type not in GPUS:
             return None
         from groupwise.rollout.native.cuda.workspace import KeptWorkspace
 
-        return KeptWorkspace(self.policy)
+        return KeptWorkspace(self._weights)
 
     @property
     def path(self) -> str:
         """`specialised` where `forward.py` knows every step of the model, else `module`."""
-        if self._gpu is not None:
-            known = self._gpu.known
-        else:
-            known = self.policy.adapter is None and is_known(self.policy)
-        return "specialised" if known else "module"
+        return "module" if self._weights.known() is None else "specialised"
 
     def prepared(self, positions: int, memory: DeviceMemory | None = None) -> RolloutForward:
         """A way through the weights as they are now, for sequences of up to `positions` tokens.
 
         memory: where they lie, on a device that keeps them.
         """
-        if self.path == "module":
+        weights = self._weights.known()
+        if weights is None:
             return ModuleForward(self.policy)
         if memory is None:
-            return SpecialisedForward(self.policy, positions)
+            return SpecialisedForward(weights.policy, positions, matrix=weights.matrix)
         return memory.prepared(positions)
 
     def close(self) -> None:

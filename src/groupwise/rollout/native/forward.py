@@ -9,8 +9,7 @@ prepared at every call, and again when the engine's version changes.  On a GPU t
 where they were before (`cuda/workspace.py`).
 
 Only a model whose every step is known runs here.  Another class, hooks or other activations take
-the modules, and on a CPU adapters too; on a GPU they are merged
-(`cuda/adapters.py`).
+the modules.  An adapter is merged when the weights are prepared (`plain_weights`).
 
 T positions of a stream   D model width   N outputs of a layer's first product   H query heads
 W head width   V vocabulary   O, I sides of a matrix
@@ -19,15 +18,16 @@ Of a DeltaNet: K key width   V value width   D channels of its convolution
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
 
 from groupwise.models.attention import Attend
 from groupwise.models.layers import (
@@ -42,7 +42,7 @@ from groupwise.models.layers import (
     stack_of,
 )
 from groupwise.models.policy import Policy
-from groupwise.models.reach import reach_of
+from groupwise.models.reach import copy_reach, reach_of
 from groupwise.models.recurrence import delta_rule, is_numbered
 from groupwise.ops.decoding import (
     Buffers,
@@ -178,6 +178,78 @@ def _described(model: nn.Module) -> list[Any]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         described.append((name, parameter.shape))
     return described
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlainWeights:
+    """A policy without an adapter, and what is added to its weights."""
+
+    policy: Policy
+    adapters: Mapping[nn.Module, Callable[[], Tensor]]
+    """Functions that compute what an adapter adds to the weight of a linear layer."""
+
+    def matrix(self, linear: nn.Module) -> tuple[Tensor, Tensor | None]:
+        """Return the weight (O, I) and the bias (O,) of a linear layer, its adapter merged."""
+        weight_OI, bias_O = matrix_of(linear)
+        if linear not in self.adapters:
+            return weight_OI, bias_O
+        added = self.adapters[linear]()
+        if type(linear) is Conv1D:
+            added = added.T
+        merged_OI = weight_OI + added
+        return merged_OI.to(weight_OI.dtype), bias_O
+
+
+def plain_weights(policy: Policy) -> PlainWeights:
+    """Take a policy with an adapter apart into a plain one and the adapter's layers, if it is
+    on.
+
+    The plain model shares the weights under the adapter, which nobody trains, so it is made once.
+    What the adapter adds is computed layer by layer at every preparation.
+    """
+    assert policy.adapter is not None
+    adapter = policy.adapter
+    model = adapter.plain_model(policy.model, on=policy.adapter_on)
+    model.requires_grad_(False)
+    copy_reach(policy.model, model)
+    adapters: dict[nn.Module, Callable[[], Tensor]] = {}
+    if policy.adapter_on:
+        added = adapter.added_weights(policy.model)
+        for name, added_weight in added.items():
+            linear = model.get_submodule(name)
+            adapters[linear] = added_weight
+    plain = replace(policy, model=model, adapter=None)
+    return PlainWeights(plain, adapters)
+
+
+class DecodedWeights:
+    """The weights that decode for a policy, where every step of its model is known."""
+
+    def __init__(self, policy: Policy) -> None:
+        """Begin without any."""
+        self.policy = policy
+        self._plain: PlainWeights | None = None
+        self._apart: Tensor | None = None
+        """The first parameter of what was taken apart."""
+
+    def _without_adapter(self) -> PlainWeights:
+        """Return the weights and the adapter, taken apart; again where a gather has put other
+        tensors into the model.
+        """
+        first = next(self.policy.model.parameters())
+        if self._plain is None or self._apart is not first:
+            self._plain, self._apart = plain_weights(self.policy), first
+        return self._plain
+
+    def known(self) -> PlainWeights | None:
+        """Return the weights of a model whose every step is known, else None."""
+        if self.policy.adapter is None:
+            weights = PlainWeights(self.policy, {})
+        elif self.policy.switches or any(map(is_hooked, self.policy.model.modules())):
+            return None
+        else:
+            weights = self._without_adapter()
+        return weights if is_known(weights.policy) else None
 
 
 MatrixReader = Callable[[nn.Module], tuple[Tensor, Tensor | None]]

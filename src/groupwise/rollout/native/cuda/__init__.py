@@ -5,5 +5,4 @@ lies on one.
 - `cuda_graphs`: one draw of all rows, recorded and repeated.
 - `recorded_decode`: draws tokens by those graphs.
 - `ahead`: the next tokens are launched before the last are read.
-- `adapters`: adapters merged into the weights that decode.
 """

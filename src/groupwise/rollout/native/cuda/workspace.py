@@ -14,16 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
-from groupwise.models.policy import Policy
 from groupwise.ops.decoding import Buffers
 from groupwise.records import Sampling
-from groupwise.rollout.native.cuda.adapters import PlainWeights, plain_weights
 from groupwise.rollout.native.cuda.ahead import AheadScheduler
 from groupwise.rollout.native.cuda.cuda_graphs import CudaGraphs
 from groupwise.rollout.native.cuda.recorded_decode import RecordedDecode
-from groupwise.rollout.native.forward import SpecialisedForward, is_hooked, is_known
+from groupwise.rollout.native.forward import DecodedWeights, PlainWeights, SpecialisedForward
 from groupwise.rollout.native.kv_cache import KVCache
 from groupwise.rollout.native.scheduler import Scheduler
 
@@ -106,38 +103,11 @@ class Workspace:
 class KeptWorkspace:
     """Implements `engine.GpuMemory`: the workspace between two calls of `generate`."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, weights: DecodedWeights) -> None:
         """Begin without one."""
-        self.policy = policy
+        self.weights = weights
         self._lock = threading.Lock()
         self._workspace: Workspace | None = None
-        self._plain: PlainWeights | None = None
-        self._apart: Tensor | None = None
-        """The first parameter of what was taken apart."""
-
-    def _without_adapter(self) -> PlainWeights:
-        """Return the weights and the adapter, taken apart; again where a gather has put other
-        tensors into the model.
-        """
-        first = next(self.policy.model.parameters())
-        if self._plain is None or self._apart is not first:
-            self._plain, self._apart = plain_weights(self.policy), first
-        return self._plain
-
-    def weights(self) -> PlainWeights | None:
-        """Return the weights of a model whose every step is known, else None."""
-        if self.policy.adapter is None:
-            weights = PlainWeights(self.policy, {})
-        elif self.policy.switches or any(map(is_hooked, self.policy.model.modules())):
-            return None
-        else:
-            weights = self._without_adapter()
-        return weights if is_known(weights.policy) else None
-
-    @property
-    def known(self) -> bool:
-        """True if every step of the model is known."""
-        return self.weights() is not None
 
     @contextmanager
     def lent(self) -> Iterator[Workspace | None]:
@@ -146,7 +116,7 @@ class KeptWorkspace:
 
         It is kept if its memory is little enough.
         """
-        weights = self.weights()
+        weights = self.weights.known()
         if weights is None:
             yield None
             return
