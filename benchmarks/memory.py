@@ -18,7 +18,7 @@ from typing import Any
 
 from _machine import save, significant
 from _workload import SHAPES, Workload, model_folder
-from vs_trl import Side
+from vs_trl import start
 
 
 def rows() -> dict[str, Workload]:
@@ -42,7 +42,7 @@ def rows() -> dict[str, Workload]:
 def measure(work: Workload, steps: int, scratch: Path) -> dict[str, Any]:
     """Predicted and measured bytes."""
     os.environ["OMP_NUM_THREADS"] = str(work.threads)
-    side = Side("groupwise", work, model_folder(work, scratch), scratch)
+    side = start("groupwise", work, model_folder(work, scratch), scratch)
     planned = side.ask("planned")
     peak = max(side.ask("step")["peak"] for _ in range(steps))
     side.end()

@@ -22,7 +22,7 @@ from typing import Any
 from _machine import median, save, significant
 from _workload import Workload, add_options, model_folder, workload
 from limits import update_flops
-from vs_trl import Side
+from vs_trl import start
 
 IMAGES = Path(__file__).parent / "images"
 AXES: dict[str, tuple[float, ...]] = {
@@ -41,7 +41,7 @@ def measure(works: list[Workload], steps: int, scratch: Path) -> list[dict[str, 
     for number, work in enumerate(works):
         own = scratch / str(number)
         own.mkdir(parents=True)
-        sides.append(Side("groupwise", work, model_folder(work, own), own))
+        sides.append(start("groupwise", work, model_folder(work, own), own))
         sides[-1].ask("step")
     found = [[side.ask("step") for side in sides] for _ in range(steps)]
     for side in sides:

@@ -19,11 +19,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from _machine import median, save, significant
+from _side import Side, SideEnded
 from _workload import Workload, add_options, model_folder, workload
 
 
@@ -119,7 +119,7 @@ def _continuous(work: Workload, folder: Path) -> Callable[[], dict[str, float]]:
 ENGINES = {"native": _native, "generate": _generate, "continuous batching": _continuous}
 
 
-def _serve(name: str, connection: Any, work: Workload, folder: Path) -> None:
+def _serve(connection: Any, name: str, work: Workload, folder: Path) -> None:
     import torch
 
     torch.set_num_threads(work.threads)
@@ -130,6 +130,14 @@ def _serve(name: str, connection: Any, work: Workload, folder: Path) -> None:
             connection.send(run())
     except Exception as error:  # whatever an engine dies of is its result
         connection.send(f"{type(error).__name__}: {error}")
+
+
+def _answer(ask: Callable[..., Any], *command: Any) -> Any:
+    """Return an engine's answer; a text says what it has died of."""
+    try:
+        return ask(*command)
+    except SideEnded as ended:
+        return f"{ended}, most likely for its memory"
 
 
 VLLM = """
@@ -179,30 +187,25 @@ def main() -> None:
     far = 0.0
     with tempfile.TemporaryDirectory(prefix="groupwise-bench-") as scratch:
         folder = model_folder(base, Path(scratch))
-        context = get_context("spawn")
-        live: dict[str, Any] = {}
+        live: dict[str, Side] = {}
         for name, (engine, work) in plan.items():
-            connection, theirs = context.Pipe()
-            context.Process(target=_serve, args=(engine, theirs, work, folder), daemon=True).start()
-            if (said := connection.recv()) != "ready":
-                print(f"{name}: left out ({said})")
+            side = Side(name, _serve, engine, work, folder)
+            answer = _answer(side.receive)
+            if answer != "ready":
+                print(f"{name}: left out ({answer})")
                 continue
-            live[name] = connection
+            live[name] = side
         for turn in range(options.rounds + 1):
-            for name, connection in list(live.items()):
-                connection.send("run")
-                try:
-                    found = connection.recv()
-                except EOFError:
-                    found = "its process was killed, most likely for its memory"
+            for name, side in list(live.items()):
+                found = _answer(side.ask, "run")
                 if isinstance(found, str):
                     print(f"{name}: left out ({found})")
                     del live[name]
                 elif turn:  # the first is a warm-up
                     rates.setdefault(name, []).append(found["tokens"] / found["seconds"])
                     far = max(far, found.get("logp_difference", 0.0))
-        for connection in live.values():
-            connection.send("end")
+        for side in live.values():
+            side.end()
         if options.vllm_python:
             turns = vllm(options.vllm_python, full, folder, options.rounds)
             rates["vllm, full"] = [turn["tokens"] / turn["seconds"] for turn in turns]

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import tempfile
 from dataclasses import asdict, replace
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from _machine import median, save, significant
+from _side import Side
 from _workload import ROWS, SHAPES, Workload, add_options, model_folder, workload
 
 TOLERANCE = {"float32": {"gradient_relative": 2e-5, "logp_largest": 2e-5, "loss_difference": 2e-5}}
@@ -40,29 +40,14 @@ REAL = 5
 PHASES = ("step", "rollout", "reference", "update")
 
 
-class Side:
-    """A process that runs one of the two."""
-
-    def __init__(self, name: str, work: Workload, folder: Path, scratch: Path) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(name, theirs, work, folder, scratch), daemon=True)
-        self.process.start()
-        theirs.close()
-        assert self.connection.recv() == "ready"
-
-    def ask(self, command: Any) -> Any:
-        """Send a command and wait for its result."""
-        self.connection.send(command)
-        return self.connection.recv()
-
-    def end(self) -> None:
-        """Let the process go."""
-        self.connection.send("end")
-        self.process.join(30)
+def start(name: str, work: Workload, folder: Path, scratch: Path) -> Side:
+    """Start the process of a side, and wait until it is ready."""
+    side = Side(name, _serve, name, work, folder, scratch)
+    assert side.receive() == "ready"
+    return side
 
 
-def _serve(name: str, connection: Any, work: Workload, folder: Path, scratch: Path) -> None:
+def _serve(connection: Any, name: str, work: Workload, folder: Path, scratch: Path) -> None:
     if name == "trl":
         from _trl import serve
     else:
@@ -77,7 +62,7 @@ def compare(work: Workload, pairs: int, scratch: Path) -> dict[str, Any]:
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # with several TRL's trainer would spread its batch over all
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
     folder = model_folder(work, scratch)
-    trl, ours = Side("trl", work, folder, scratch), Side("groupwise", work, folder, scratch)
+    trl, ours = start("trl", work, folder, scratch), start("groupwise", work, folder, scratch)
     found = trl.ask("check")
     checked = ours.ask(found)
     limits = TOLERANCE["bfloat16" if work.trl_defaults else work.dtype]
