@@ -87,13 +87,15 @@ def test_the_same_words_about_two_images_are_two_prompts(encoder: ImageEncoder) 
     assert keys[0] == keys[2] != keys[1]
 
 
-def test_a_path_is_read_and_a_rotated_photo_stands_upright(tmp_path: Path, encoder: ImageEncoder) -> None:
+def test_a_rotated_photo_stands_upright(tmp_path: Path, encoder: ImageEncoder) -> None:
     photo = Image.new("RGB", (32, 16))
     exif = photo.getexif()
     exif[0x0112] = 6  # turned by 90 degrees
     photo.save(tmp_path / "photo.jpg", exif=exif)
-    (prompt,) = read(encoder, {"prompt": user(HERE, WHAT), "image": str(tmp_path / "photo.jpg")})
-    assert (prompt.images.pictures[0].height, prompt.images.pictures[0].width) == (32, 16)
+    path = tmp_path / "photo.jpg"
+    for image in (str(path), Image.open(path)):
+        (prompt,) = read(encoder, {"prompt": user(HERE, WHAT), "image": image})
+        assert (prompt.images.pictures[0].height, prompt.images.pictures[0].width) == (32, 16)
 
 
 def bomb(side: int) -> bytes:
@@ -106,7 +108,20 @@ def bomb(side: int) -> bytes:
     return bytes(header)
 
 
+DEPTHS = Image.fromarray(np.arange(64, dtype=np.uint16).reshape(8, 8) * 1000)
+
+
+def as_png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
 REFUSED = {
+    "16 bits": ({"image": DEPTHS}, "a pixel is no byte (PIL's mode 'I;16'), and values above 255 would be cut off: scale them"),
+    "16 bits in a file": ({"image": as_png(DEPTHS)}, "a pixel is no byte (PIL's mode 'I;16')"),
+    "32 bits": ({"image": DEPTHS.convert("I")}, "a pixel is no byte (PIL's mode 'I')"),
+    "floats": ({"image": Image.fromarray(np.eye(8, dtype=np.float32))}, "a pixel is no byte (PIL's mode 'F')"),
     "no file": (
         {"images": ["nowhere.png"]},
         "images[0]: an image cannot be read: no such file: 'nowhere.png': a text is a path",
@@ -116,6 +131,10 @@ REFUSED = {
     "damaged": ({"images": [PNG[: len(PNG) // 2]]}, "images[0]: an image cannot be read: image file is truncated"),
     "decompression bomb": ({"images": [bomb(7_000)]}, "it is 7000 x 7000: at most 33,554,432 pixels are read: make it smaller"),
     "a larger one": ({"images": [bomb(70_000)]}, "it has more than 33,554,432 pixels: make it smaller"),
+    "a data URL without base64": (
+        {"image": "data:image/png,xx"},
+        "'data:image/png,xx' is no data: URL of an image: write data:image",
+    ),
     "an address": ({"images": ["https://example.com/cat.png"]}, "is not fetched: download it"),
     "a number": ({"images": [3]}, "images[0]: an image cannot be read: an object of int is no image: give one of PIL"),
     "an array": ({"images": [np.zeros((4, 4, 3))]}, "an object of ndarray is no image: give one of PIL (PIL.Image.fromarray makes"),

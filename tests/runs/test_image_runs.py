@@ -162,6 +162,7 @@ REFUSED = {
         "prompts have images, and vllm is sent the ids of prompts alone",
     ),
     "tools": ({"environment": {"tools": [look]}}, "prompts have images, which are read in single turns alone"),
+    "streams over processes": ({"parallel": {"context": 2}}, "parallel.context: prompts have images, whose tokens are not split"),
     "one by one": ({"attention": "single"}, "model.attention 'single' reads no images"),
 }
 

@@ -37,6 +37,8 @@ MOST_PIXELS = 1 << 25
 """Pixels of an image: 32 million, which decode to 100 MB."""
 MOST_IMAGES = 64
 """Images of a prompt."""
+WIDE_MODES = ("I", "F")
+"""PIL's modes, beside those that begin with `I;`, whose pixels are no bytes."""
 DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,")
 UNREAD = "with an image that cannot be read"
 UNCOUNTED = "with other numbers of images and of image parts"
@@ -273,9 +275,8 @@ def _bytes_of(value: object) -> bytes:
 
 def _written(image: Any) -> bytes:
     """The bytes of an image of PIL, as PNG."""
-    _check_size(image)
     file = io.BytesIO()
-    image.convert("RGB").save(file, "PNG")
+    _upright(image).save(file, "PNG")
     return file.getvalue()
 
 
@@ -287,6 +288,10 @@ def _read(text: str) -> bytes:
             return base64.b64decode(text[url.end() :], validate=True)
         except binascii.Error as error:
             raise ValueError(f"the data: URL is no base64: {error}") from None
+    if text.startswith("data:"):
+        raise ValueError(
+            f"{text[:80]!r} is no data: URL of an image: write data:image/png;base64,..."
+        )
     if "://" in text:
         raise ValueError(f"{text[:80]!r} is not fetched: download it, and give its path")
     path = Path(expanded(text))
@@ -309,17 +314,25 @@ def _decoded(data: bytes) -> Any:
     except library.Image.DecompressionBombError:
         raise ValueError(f"it has more than {MOST_PIXELS:,} pixels: make it smaller") from None
     with opened as image:
-        _check_size(image)
-        return library.ImageOps.exif_transpose(image).convert("RGB")
+        return _upright(image)
 
 
-def _check_size(image: Any) -> None:
-    """Raises ValueError for an image that would decode to too much."""
+def _upright(image: Any) -> Any:
+    """An image of PIL in RGB, turned as its EXIF data say.
+
+    Raises ValueError for one that would decode to too much, or lose what it shows.
+    """
     width, height = image.size
     if not 0 < width * height <= MOST_PIXELS:
         raise ValueError(
             f"it is {width} x {height}: at most {MOST_PIXELS:,} pixels are read: make it smaller"
         )
+    if image.mode in WIDE_MODES or image.mode.startswith("I;"):
+        raise ValueError(
+            f"a pixel is no byte (PIL's mode {image.mode!r}), and values above 255 would be cut"
+            " off: scale them to 8 bits"
+        )
+    return pillow().ImageOps.exif_transpose(image).convert("RGB")
 
 
 def small_png(picture: Picture, side: int) -> bytes:
