@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 
 from groupwise.config.resolve import resolve
 from groupwise.config.settings import GroupSettings, LoraSettings, ModelSettings, OptimizerSettings
+from groupwise.errors import ConfigError
 from groupwise.models import lora
 from groupwise.models.backbone import checkpointing
-from groupwise.models.compiled_blocks import CompiledBlocks, demand_compiled
+from groupwise.models.compiled_blocks import CompiledBlocks, refusal_of
 from groupwise.models.loading import make_policy
 from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Sample, Sampling
@@ -88,7 +89,9 @@ def random_policy(shape: Shape, device: str, *, rank: int = 0, dtype: Any = "aut
 
 def with_compiled_blocks(policy: Policy) -> Policy:
     """The same policy, whose blocks are compiled in updates.  Raises ConfigError where that cannot be."""
-    demand_compiled(policy)
+    reason = refusal_of(policy)
+    if reason is not None:
+        raise ConfigError(reason)
     return replace(policy, blocks=CompiledBlocks())
 
 

@@ -21,6 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausa
 
 from groupwise.config.recipes import load_recipe
 from groupwise.config.settings import LoraSettings, ModelSettings
+from groupwise.distributed import comm
 from groupwise.errors import ConfigError
 from groupwise.models import compiled_blocks
 from groupwise.models.backbone import checkpointing, layers
@@ -226,13 +227,39 @@ def test_a_step_of_a_run_is_that_of_uncompiled_blocks(objective: str, tmp_path: 
     np.testing.assert_allclose(*figures, rtol=1e-4, atol=1e-6)
 
 
+def test_auto_compiles_where_every_process_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One without a compiler would train without compiled blocks, and the others would wait for what it measures."""
+    monkeypatch.setattr(compiling, "prove", lambda *_, **__: None)
+    monkeypatch.setattr(compiling, "gain_of", lambda *_: 2.0)
+    policy = policy_of()
+    kept, _ = with_blocks(policy, "auto", longest=40, recompute=False)
+    assert kept.blocks is not None
+    monkeypatch.setattr(comm, "gather", lambda items: [*items, "no compiler there"])
+    kept, ((_, text),) = with_blocks(policy, "auto", longest=40, recompute=False)
+    assert kept.blocks is None and text == "off: no compiler there"
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_auto_times_passes_as_the_run_makes_them(recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, wrapped = policy_of(), set()
+
+    def note(one: Policy, *_: Any, **__: Any) -> None:
+        wrapped.add("forward" in vars(layers(one)[0]))
+
+    monkeypatch.setattr(compiling, "run_pass", note)
+    compiling.gain_of(policy, policy, 40, recompute)
+    assert wrapped == {recompute}
+
+
 def test_off_compiles_nothing_and_says_nothing() -> None:
     policy = policy_of()
     assert with_blocks(policy, "off", longest=40, recompute=False) == (policy, [])
 
 
 def without_compiler(monkeypatch: pytest.MonkeyPatch) -> Policy:
-    monkeypatch.setattr(shutil, "which", lambda _: None)
+    """A machine on which torch.compile finds no compiler: on Linux it looks for g++ alone."""
+    monkeypatch.setattr(compiled_blocks, "COMPILER", "g++")
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/clang++" if name == "clang++" else None)
     monkeypatch.delenv("CXX", raising=False)
     return policy_of()
 
@@ -250,7 +277,7 @@ def sharded(_: pytest.MonkeyPatch) -> Policy:
 
 
 REFUSED: dict[str, Callable[[pytest.MonkeyPatch], Policy]] = {
-    r"C\+\+ compiler on a CPU, and none of g\+\+": without_compiler,
+    r"C\+\+ compiler on a CPU, and 'g\+\+' was not found": without_compiler,
     "lora.dropout": with_dropout,
     "'single'": one_by_one,
     "spread over processes": sharded,

@@ -7,13 +7,13 @@ T positions of a stream   D width
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -97,19 +97,32 @@ def checkpointing(policy: Policy, on: bool) -> Iterator[None]:
             f"{name} has no layers that can recompute; set model.gradient_checkpointing to false"
         )
     blocks = layers(policy)
-    before = [vars(block).get("forward") for block in blocks]
+    forwards = dict[nn.Module, Callable[..., Any]]()
     for block in blocks:
-        plain: Any = block.forward
-        plain = plain.args[0] if getattr(plain, "func", None) is _recomputed else plain
-        block.forward = partial(_recomputed, plain) if on and block is not blocks[-1] else plain
+        forward: Any = block.forward
+        if getattr(forward, "func", None) is _recomputed:
+            forward = forward.args[0]
+        if on and block is not blocks[-1]:
+            forward = partial(_recomputed, forward)
+        forwards[block] = forward
+    with replaced_forwards(forwards):
+        yield
+
+
+@contextlib.contextmanager
+def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Give modules another `forward` while inside."""
+    before = {module: vars(module).get("forward") for module in forwards}
+    for module, forward in forwards.items():
+        module.forward = forward
     try:
         yield
     finally:
-        for block, forward in zip(blocks, before, strict=True):
+        for module, forward in before.items():
             if forward is None:
-                del block.forward
+                del module.forward
             else:
-                block.forward = forward
+                module.forward = forward
 
 
 def _recomputed(compute: Callable[..., Any], *inputs: Any, **named: Any) -> Any:

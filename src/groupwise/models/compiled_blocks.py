@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from groupwise.errors import ConfigError
 from groupwise.models.attention import (
     NAME,
     PackedAttention,
@@ -30,7 +30,7 @@ from groupwise.models.attention import (
     packed_attention,
     tokens_first,
 )
-from groupwise.models.backbone import can_recompute, layers
+from groupwise.models.backbone import can_recompute, layers, replaced_forwards
 from groupwise.models.moe import router_coefficient
 from groupwise.models.policy import Policy
 from groupwise.models.quantized import quantized_layers
@@ -44,7 +44,8 @@ from groupwise.ops.stream_operation import StreamNumbers, numbered_streams
 MOST_GRAPHS = 64
 """Graphs of a block: one for each type, with gradients and without, with an adapter on and off, for
 a first block whose input has no gradient, and for each kind of block."""
-COMPILERS = ("g++", "clang++", "c++")
+COMPILER = "clang++" if sys.platform == "darwin" else "g++"
+"""The C++ compiler that torch.compile calls on a CPU where `CXX` names none."""
 
 
 class CompiledBlocks:
@@ -66,23 +67,18 @@ class CompiledBlocks:
         inside = set[nn.Module]()
         for block in blocks:
             inside.update(block.modules())
-        before = [vars(block).get("forward") for block in blocks]
         fused = operations().fused_modules(policy.model, keep=not policy.sharded, apart=inside)
         with fused, numbered_streams() as numbers:
-            for block, forward in zip(blocks, before, strict=True):
-                block.forward = self._forward(block, forward, numbers)
-            try:
+            forwards = dict[nn.Module, Callable[..., Any]]()
+            for block in blocks:
+                forwards[block] = self._forward(block, numbers)
+            with replaced_forwards(forwards):
                 yield
-            finally:
-                for block, forward in zip(blocks, before, strict=True):
-                    if forward is None:
-                        del block.forward
-                    else:
-                        block.forward = forward
 
-    def _forward(self, block: Any, forward: Any, numbers: StreamNumbers) -> Callable[..., Any]:
+    def _forward(self, block: Any, numbers: StreamNumbers) -> Callable[..., Any]:
         """Return a block's `forward`; computed again in a backward pass if the one before was."""
         compiled = partial(self._run, block, numbers)
+        forward = block.forward
         if isinstance(forward, partial):  # `backbone.checkpointing`
             return partial(forward.func, compiled)
         return compiled
@@ -189,18 +185,10 @@ def _without_tools(device: torch.device) -> str | None:
         if find_spec("triton") is None:
             return "torch.compile needs Triton on a GPU, which is not installed"
         return None
-    named = os.environ.get("CXX")
-    compilers = COMPILERS if named is None else (named,)
-    if any(shutil.which(compiler) is not None for compiler in compilers):
+    compiler = os.environ.get("CXX", COMPILER)
+    if shutil.which(compiler) is not None:
         return None
     return (
-        "torch.compile needs a C++ compiler on a CPU, and none of"
-        f" {', '.join(compilers)} was found (install g++, or name one in CXX)"
+        f"torch.compile needs a C++ compiler on a CPU, and {compiler!r} was not found (install it,"
+        " or set CXX to the path of another)"
     )
-
-
-def demand_compiled(policy: Policy) -> None:
-    """Raise ConfigError with the reason for a policy whose blocks cannot be compiled."""
-    reason = refusal_of(policy)
-    if reason is not None:
-        raise ConfigError(f"model.compile is 'on', but {reason}; set model.compile to off")

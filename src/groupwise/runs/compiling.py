@@ -7,6 +7,7 @@ model's own pass and is faster here; otherwise the plan says why not.
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from statistics import median
 from typing import Literal
@@ -15,7 +16,8 @@ import torch
 
 from groupwise.distributed import comm
 from groupwise.errors import ConfigError
-from groupwise.models.compiled_blocks import CompiledBlocks, demand_compiled, refusal_of
+from groupwise.models.backbone import checkpointing
+from groupwise.models.compiled_blocks import CompiledBlocks, refusal_of
 from groupwise.models.policy import Policy
 from groupwise.proof.passes import run_pass
 from groupwise.proof.prove import prove
@@ -38,42 +40,48 @@ def with_blocks(
     """
     if choice == "off":
         return policy, []
-    if choice == "on":
-        demand_compiled(policy)
+    compiled = policy
     reason = refusal_of(policy)
-    if reason is not None:
-        return policy, [("compile", f"off: {reason}")]
-    compiled = replace(policy, blocks=CompiledBlocks())
-    try:
-        prove(compiled, longest=longest, recompute=recompute)
-    except ConfigError as error:
-        if choice == "on":
-            raise ConfigError(
-                f"model.compile is 'on', but with compiled blocks: {error}. Without them the same"
-                " model passes: set model.compile to off"
-            ) from error
-        return policy, [("compile", f"off: with compiled blocks, {error}")]
+    if reason is None:
+        compiled = replace(policy, blocks=CompiledBlocks())
+        reason = _difference_of(compiled, longest, recompute)
     if choice == "on":
+        if reason is not None:
+            raise ConfigError(f"model.compile is 'on', but {reason}; set model.compile to off")
         return compiled, [("compile", "blocks are compiled, and proven like the others")]
-    gain = gain_of(policy, compiled, longest)
+    # One process may lack what the others have, such as a compiler: all must choose alike.
+    for here in comm.gather([reason]):
+        if here is not None:
+            return policy, [("compile", f"off: {here}")]
+    gain = gain_of(policy, compiled, longest, recompute)
     if gain < GAIN:
         return policy, [("compile", f"off: passes with compiled blocks are {gain:.2f} x as fast")]
     return compiled, [("compile", f"blocks are compiled: passes are {gain:.2f} x as fast")]
 
 
-def gain_of(policy: Policy, compiled: Policy, longest: int) -> float:
+def _difference_of(compiled: Policy, longest: int, recompute: bool) -> str | None:
+    """Return what the proof finds wrong with compiled blocks; None where they pass."""
+    try:
+        prove(compiled, longest=longest, recompute=recompute)
+    except ConfigError as error:
+        return f"with compiled blocks: {error}. Without them the same model passes"
+    return None
+
+
+def gain_of(policy: Policy, compiled: Policy, longest: int, recompute: bool) -> float:
     """Return the seconds of passes forward and backward without compiled blocks over those with
-    them, by turns; the mean of all processes, so that all choose alike.
+    them, by turns; the mean of all processes.
     """
     seconds: dict[bool, list[float]] = {False: [], True: []}
     samples = written(policy, FULL, longest)
-    for number in range(TIMES + 1):
-        for kind, one in ((False, policy), (True, compiled)):
-            begin = time.perf_counter()
-            run_pass(one, samples, gradients=True)
-            if policy.device.type == "cuda":
-                torch.cuda.synchronize(policy.device)
-            if number:  # the first may still compile
-                seconds[kind].append(time.perf_counter() - begin)
+    with checkpointing(policy, True) if recompute else nullcontext():
+        for number in range(TIMES + 1):
+            for kind, one in ((False, policy), (True, compiled)):
+                begin = time.perf_counter()
+                run_pass(one, samples, gradients=True)
+                if policy.device.type == "cuda":
+                    torch.cuda.synchronize(policy.device)
+                if number:  # the first may still compile
+                    seconds[kind].append(time.perf_counter() - begin)
     gains = comm.gather([median(seconds[False]) / median(seconds[True])])
     return sum(gains) / len(gains)
