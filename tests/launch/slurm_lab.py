@@ -9,7 +9,7 @@ import subprocess
 import time
 from pathlib import Path
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
 CONFIGURATION = """\
 ClusterName=lab
 SlurmctldHost=localhost
@@ -57,7 +57,7 @@ def _program(name: str) -> str | None:
 
 
 class Slurm:
-    """The daemons; `close` ends them."""
+    """The daemons; `close` ends them and the jobs that they run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -73,13 +73,21 @@ class Slurm:
         gpus = [f"NodeName=n1,n2 Name=gpu File={device}\n" for device in ("/dev/null", "/dev/zero")]
         (folder / "gres.conf").write_text("".join(gpus))
         self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
+        try:
+            self._begin(key)
+        except BaseException:  # nobody has the object that could be closed
+            self.close()
+            raise
+
+    def _begin(self, key: Path) -> None:
+        folder = self.folder
         places = [f"--socket={folder}/munge.sock", f"--pid-file={folder}/munge.pid", f"--seed-file={folder}/munge.seed"]
         self._start("munged", "--foreground", "--force", f"--key-file={key}", f"--log-file={folder}/munge.log", *places)
-        _until(lambda: (folder / "munge.sock").exists(), "munged")
+        _until(lambda: (folder / "munge.sock").exists(), "the start of munged")
         self._start("slurmctld", "-D")
         for node in ("n1", "n2"):
             self._start("slurmd", "-D", "-N", node)
-        _until(lambda: self.run("sinfo", "--noheader", "--format=%D %t").split() == ["2", "idle"], "the nodes")
+        _until(lambda: self.run("sinfo", "--noheader", "--format=%D %t").split() == ["2", "idle"], "the start of the nodes")
 
     def _start(self, name: str, *arguments: str) -> None:
         program = _program(name)
@@ -93,6 +101,14 @@ class Slurm:
         return done.stdout.strip()
 
     def close(self) -> None:
+        try:
+            # The processes of a job outlive its slurmd.
+            self.run("scancel", "--me")
+            _until(lambda: not self.run("squeue", "--noheader"), "the end of the jobs", 120.0)
+        finally:
+            self._end_daemons()
+
+    def _end_daemons(self) -> None:
         for daemon in reversed(self.daemons):
             daemon.terminate()
         for daemon in self.daemons:
@@ -113,8 +129,8 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-def _until(reached, what: str, seconds: float = 600.0) -> None:
+def _until(reached, awaited: str, seconds: float = 600.0) -> None:
     deadline = time.monotonic() + seconds
     while not reached():
-        assert time.monotonic() < deadline, f"{what} did not come up in {seconds:.0f} s"
+        assert time.monotonic() < deadline, f"{awaited}: not within {seconds:.0f} s"
         time.sleep(0.2)

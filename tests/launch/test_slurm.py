@@ -120,6 +120,21 @@ def test_an_interrupted_job_queues_again_and_ends_with_the_weights_of_an_undistu
         assert tensor.equal(weights[1][name]), name
 
 
+def test_jobs_end_with_their_lab(tmp_path: Path) -> None:
+    """A test that breaks off leaves them behind."""
+    absence = slurm_lab.absence()
+    if absence is not None:
+        pytest.skip(absence)
+    lab = slurm_lab.Slurm(tmp_path)
+    try:
+        file = tmp_path / "job"
+        lab.run("sbatch", f"--chdir={tmp_path}", f"--wrap=echo $$ > {file}.new; mv {file}.new {file}; sleep 900")
+        wait(file.exists, lambda: lab.run("squeue"))
+    finally:
+        lab.close()
+    assert not Path("/proc", file.read_text().strip()).exists()
+
+
 SAMPLED = """\
 objective: grpo
 steps: 6
