@@ -14,7 +14,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from .conftest import start_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
-PARSERS = ("--", "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3")
+PARSERS = (
+    "--",
+    "--enable-auto-tool-choice",
+    "--tool-call-parser",
+    "hermes",
+    "--reasoning-parser",
+    "qwen3",
+    "--api-key",
+    forms.SECRET,
+)
 
 
 def save_scripted_model(folder: Path) -> None:
