@@ -157,10 +157,6 @@ def look(color: str) -> str:
 
 REFUSED = {
     "sampled ahead": ({"rollout": {"engine": {"name": "native", "ahead": 1}}}, "rollout.engine.ahead: prompts have images"),
-    "vLLM": (
-        {"rollout": {"engine": {"name": "vllm", "servers": ["http://127.0.0.1:1"]}}},
-        "prompts have images, and vllm is sent the ids of prompts alone",
-    ),
     "tools": ({"environment": {"tools": [look]}}, "prompts have images, which are read in single turns alone"),
     "streams over processes": ({"parallel": {"context": 2}}, "parallel.context: prompts have images, whose tokens are not split"),
     "one by one": ({"attention": "single"}, "model.attention 'single' reads no images"),
@@ -174,6 +170,12 @@ def test_what_does_not_read_images_is_refused(case: str, folder: Path) -> None:
         changes = {"model": {"path": str(folder), **changes}, "rollout": {"engine": "transformers"}}
     with pytest.raises(ConfigError, match=reason):
         train(folder, **changes)
+
+
+def test_vllm_samples_no_completions_of_gemma_3_behind_images(tmp_path: Path) -> None:
+    gemma = checkpoint(tmp_path / "gemma", "gemma3")
+    with pytest.raises(ConfigError, match="vLLM writes those of Gemma 3 into a prompt in its own way"):
+        train(gemma, rollout={"engine": {"name": "vllm", "servers": ["http://127.0.0.1:1"]}})
 
 
 def test_a_recorded_prompt_is_not_computed_without_its_images(folder: Path) -> None:

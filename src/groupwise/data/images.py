@@ -120,6 +120,10 @@ class ImageEncoder:
     inputs: tuple[str, ...] = ("pixel_values",)
     """Names of what the tower reads."""
 
+    def resized(self, picture: Picture) -> Any:
+        """Return an image (PIL) in the size that the processor gives it."""
+        raise NotImplementedError
+
     def written(self, text: str, pictures: Sequence[Picture], where: str) -> str:
         """Put an image's placeholders where the chat template has written its mark.
 
@@ -163,6 +167,13 @@ class PatchEncoder(ImageEncoder):
         digests = [picture.digest for picture in pictures]
         self._grids |= zip(digests, arrays["image_grid_thw"].tolist(), strict=True)
         return arrays
+
+    def resized(self, picture: Picture) -> Any:
+        """Return an image (PIL) in the size in which the processor cuts it into patches."""
+        (_, rows, columns), *_ = self.grids([picture])
+        side = self.processor.patch_size
+        size = (columns * side, rows * side)
+        return picture.open().resize(size, resample=self.processor.resample)
 
     def grids(self, pictures: Sequence[Picture]) -> list[list[int]]:
         """Patches of each image in time, height and width."""

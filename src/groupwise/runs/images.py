@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from groupwise.config.settings import Recipe, engine_traits
-from groupwise.data.images import ImageEncoder, NoImages
+from groupwise.data.images import FixedEncoder, ImageEncoder, NoImages
 from groupwise.data.load import Data
 from groupwise.errors import ConfigError
 from groupwise.models.policy import Policy
@@ -36,7 +36,13 @@ def check_settings(
     if isinstance(images, NoImages):
         return
     engine = recipe.rollout.engine
-    if not engine_traits(engine.name).own_weights:
+    if engine.name == "vllm" and isinstance(images, FixedEncoder):
+        raise ConfigError(
+            "rollout.engine: prompts have images, and vLLM writes those of Gemma 3 into a prompt in"
+            " its own way: leave the engine out, or take a model of Qwen's",
+            key="rollout.engine",
+        )
+    if engine.name != "vllm" and not engine_traits(engine.name).own_weights:
         raise ConfigError(
             f"rollout.engine: prompts have images, and {engine.name} is sent the ids of prompts"
             " alone: it would sample from placeholders without their images; leave the engine out",

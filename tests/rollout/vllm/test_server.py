@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from process_states import gone
@@ -123,6 +124,25 @@ def test_options_of_adapters_that_contradict_each_other_are_refused_before_vllm_
     """vLLM would take the last of two, or keep one adapter where a run needs two."""
     with pytest.raises(ConfigError, match=says):
         command("m", **LINE, lora_rank=rank, more=more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tower", [True, False], ids=["reads images", "text alone"])
+@pytest.mark.parametrize("status", [0, 1], ids=["there", "missing"])
+def test_a_model_that_reads_images_needs_torchvision_beside_vllm(status: int, tower: bool, tmp_path: Path) -> None:
+    """vLLM would start its processes first, and end with another message."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nexit {status}\n")
+    python.chmod(0o755)
+    config: dict[str, Any] = {"model_type": "qwen3_vl"}
+    if tower:
+        config["vision_config"] = {}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    line = LINE | {"python": python}
+    if status and tower:
+        with pytest.raises(ConfigError, match=f"{python} -m pip install --no-deps torchvision=="):
+            command(str(tmp_path), **line)  # type: ignore[arg-type]
+    else:
+        assert command(str(tmp_path), **line)[0] == str(python)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])

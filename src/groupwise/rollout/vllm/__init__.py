@@ -12,6 +12,7 @@
 - `delivery`: from an updated policy to a version that servers can fetch.
 - `server_fitness`: whether a server can sample for a policy.
 - `colocated`: runs vLLM in this process.
+- `images`: what a request says of a prompt's images.
 - `scoring`: log-probs of given tokens, for a teacher on servers.
 - `plugin`: what runs on vLLM's side; it imports nothing of this library.
 

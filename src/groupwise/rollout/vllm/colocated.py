@@ -28,10 +28,12 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from groupwise.data.images import MOST_IMAGES
 from groupwise.distributed import comm
 from groupwise.errors import EngineError, GroupwiseError
 from groupwise.models.policy import Policy
 from groupwise.models.saving import merged
+from groupwise.rollout.vllm.images import local_prompt
 from groupwise.rollout.vllm.request import Answer
 from groupwise.rollout.vllm.server import CANDIDATES, PLUGIN
 from groupwise.rollout.vllm.server_fitness import Facts, unfit
@@ -47,6 +49,8 @@ ENVIRONMENT = {
 SHARE_OF_FREE = 0.95
 """Part of a GPU's free memory that vLLM may take.  Its own default is a share of the whole card,
 and it refuses to start where the trainer holds a part of that."""
+MEDIA = {"image": MOST_IMAGES, "video": 0}
+"""What a prompt may hold, where prompts have images."""
 BUCKET_BYTES = 1 << 28
 """Weights that are handed over together."""
 
@@ -82,6 +86,11 @@ class Colocated:
             "kv_cache_memory_bytes": cache // tensor_parallel,
             "tensor_parallel_size": tensor_parallel,
         }
+        if policy.vision is not None:
+            self._options["limit_mm_per_prompt"] = MEDIA
+            # Random numbers for weights that are still to come would take the place of the mean
+            # and the deviation by which the model's own tower normalises pixels.
+            self._options["mm_device_do_normalize"] = False
         self._label, self._llm, self._sleeps = "", None, False
         self.asleep = False
         """True after it has given up its weights, until `send`."""
@@ -186,7 +195,8 @@ class Colocated:
     def _answer(self, request: Any) -> Answer:
         """A request that has ended, as a server would answer it."""
         choices = [self._choice(completion) for completion in request.outputs]
-        return self.names[0], request.request_id, {"choices": choices}
+        answer = {"choices": choices, "prompt_token_ids": list(request.prompt_token_ids)}
+        return self.names[0], request.request_id, answer
 
     def _choice(self, completion: Any) -> dict[str, Any]:
         """A completion as a server would tell it."""
@@ -274,7 +284,7 @@ class LocalRequests:
         sampling = SamplingParams(
             **body["sampling_params"], output_kind=RequestOutputKind.FINAL_ONLY
         )
-        self._engine.add_request(name, {"prompt_token_ids": body["token_ids"]}, sampling)
+        self._engine.add_request(name, local_prompt(body), sampling)
         self._unanswered.add(name)
 
     def __iter__(self) -> Iterator[Answer]:

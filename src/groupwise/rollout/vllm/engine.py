@@ -17,6 +17,7 @@ can still change the last bits of a log-prob, and so once in a while a token.
 from __future__ import annotations
 
 import copy
+import json
 import math
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,8 +41,9 @@ from groupwise.rollout.episodes import Conversations, Groups
 from groupwise.rollout.sampling import stream_keys
 from groupwise.rollout.vllm.addresses import Servers, addresses_of
 from groupwise.rollout.vllm.client import Client
-from groupwise.rollout.vllm.colocated import Colocated, LocalRequests
+from groupwise.rollout.vllm.colocated import MEDIA, Colocated, LocalRequests
 from groupwise.rollout.vllm.delivery import Transport, WeightDelivery
+from groupwise.rollout.vllm.images import check_tokens, image_request
 from groupwise.rollout.vllm.pool import ServerPool
 from groupwise.rollout.vllm.published import Published, VersionedServer
 from groupwise.rollout.vllm.publisher import FULL_EVERY
@@ -153,6 +155,10 @@ class VllmEngine:
             )
         # The weights are sent anyway, so it begins with any.
         more = ["--load-format", "dummy", "--max-model-len", str(self.policy.context)]
+        if self.policy.vision is not None:
+            more += ["--limit-mm-per-prompt", json.dumps(MEDIA)]
+            # As in `Colocated`.
+            more += ["--no-mm-device-do-normalize"]
         cache = f"{self._cache(rows, dtype) >> 20}M"
         self._own = OwnServer(self._describe, rows=rows, dtype=dtype, cache=cache, more=more)
         return self._own.url
@@ -169,6 +175,9 @@ class VllmEngine:
         config.architectures = [next(named).__name__]
         config.save_pretrained(folder)
         self.policy.tokenizer.save_pretrained(folder)
+        if self.policy.vision is not None:
+            for name, content in self.policy.image_files.items():
+                (folder / name).write_bytes(content)
 
     def _cache(self, rows: int, dtype: str) -> int:
         """Bytes of keys and values that so many rows need on average, and one of the longest at
@@ -299,6 +308,8 @@ class VllmEngine:
             )  # vLLM adds the index
             limit = completion_limit(self.policy, prompt, sampling)
             bodies[prompt.id] = self._body(prompt.tokens, count, limit, drawn, sampling)
+            if prompt.images is not None:
+                bodies[prompt.id] |= image_request(prompt.images, self.policy.vision)
         with self._requests(oldest) as requests:
             for name, body in bodies.items():
                 requests.put(name, body)
@@ -462,6 +473,8 @@ class VllmEngine:
         """A prompt's rollouts from a server's answer.  oldest: the version that it may have been
         begun with.
         """
+        if prompt.images is not None:
+            check_tokens(who, prompt, answer)
         limit = completion_limit(self.policy, prompt, sampling)
         choices = self._choices(
             who, prompt, answer, 1 if sampling.greedy else group_size, sampling, limit, oldest

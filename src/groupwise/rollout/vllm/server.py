@@ -59,6 +59,11 @@ ADAPTERS = 2
 for completions that have begun with it."""
 WITHOUT_ADAPTERS = ("bloom", "dbrx", "falcon", "gpt2", "gptj", "mamba", "mamba2", "stablelm")
 """Types of models for which vLLM 0.32 takes no adapters; it says so when it has loaded them."""
+WITH_TORCHVISION = ("qwen2_5_vl", "qwen3_5", "qwen3_vl")
+"""Types of models whose code in vLLM 0.32 imports torchvision, for prompts without images too."""
+TORCHVISION = "torchvision==0.28.0"
+"""Goes with the torch of `LOCK`.  Its build on PyPI is one for CUDA; what prepares images works
+without its compiled part."""
 ADAPTER_OPTIONS = ("--enable-lora", "--max-lora-rank", "--max-loras", "--max-cpu-loras")
 """Options of vLLM that follow from the rank of the adapters."""
 NO_ADAPTERS = "--no-enable-lora"
@@ -142,11 +147,13 @@ def command(
     lora_rank: of adapters that come alone, without the weights under them; 0: none do.
     quantization: how vLLM quantises the weights that it is given, such as `fp8`.
     more: further arguments of `vllm serve`; they win over those here.
-    Raises ConfigError for a model that takes no adapters, and for options that contradict the rank.
+    Raises ConfigError for a model that takes no adapters, for options that contradict the rank, and
+    for a model that reads images where torchvision is missing.
     """
     if NO_ADAPTERS in more:
         lora_rank = 0
     _check_adapters(model, lora_rank, more)
+    _check_torchvision(model, python)
     arguments: dict[str, str | None] = {
         "--host": host,
         "--port": str(port),
@@ -191,6 +198,19 @@ def _check_adapters(model: str, lora_rank: int, more: Sequence[str]) -> None:
         raise ConfigError(
             f"vLLM takes no adapters for models of type {_config(model)['model_type']}: leave"
             " --lora-rank out, and runs send adapters merged into the weights"
+        )
+
+
+def _check_torchvision(model: str, python: Path) -> None:
+    """Raise ConfigError where vLLM would load all but the model, and then miss torchvision."""
+    config = _config(model)
+    if "vision_config" not in config or config.get("model_type") not in WITH_TORCHVISION:
+        return
+    probe = "import importlib.util; assert importlib.util.find_spec('torchvision')"
+    if subprocess.run([str(python), "-c", probe], stderr=subprocess.DEVNULL).returncode != 0:
+        raise ConfigError(
+            f"vLLM serves models of type {config['model_type']} with torchvision, which is not in"
+            f" its environment: {python} -m pip install --no-deps {TORCHVISION}"
         )
 
 
