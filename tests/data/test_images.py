@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from image_models import checkpoint, png, tokenizer
 from PIL import Image
 
 from groupwise.data import images
-from groupwise.data.encoding import DEMONSTRATIONS, PROMPTS, encode
+from groupwise.data.encoding import DEMONSTRATIONS, PAIRS, PROMPTS, Demonstration, RecordKind, encode
 from groupwise.data.images import ImageEncoder, NoImages, PatchEncoder, pictures_of
 from groupwise.data.sources import BadRow, SourceRows
 from groupwise.data.templates import Template
@@ -202,11 +203,61 @@ def test_a_model_without_eyes_refuses_images(row: dict[str, Any]) -> None:
         read(NoImages("the model reads none"), row)
 
 
-def test_rows_to_learn_from_have_no_images(encoder: ImageEncoder) -> None:
-    template = Template(tokenizer=tokenizer(), images=encoder)
-    row = {"prompt": user(WHAT), "completion": "a", "images": [PNG]}
-    with pytest.raises(DataError, match="images are read where the policy samples"):
-        DEMONSTRATIONS.read(SourceRows("t.jsonl", [row]), template)
+SAID = [{"role": "assistant", "content": "red"}]
+ANSWERED = {
+    "a text": FORMS["images"] | {"completion": "red"},
+    "a message": FORMS["images"] | {"completion": SAID},
+    "a conversation, as in TRL": {"messages": [*user(HERE, WHAT), *SAID], "images": [PNG]},
+    "the conversation beside its prompt": FORMS["images"] | {"messages": [*user(HERE, WHAT), *SAID]},
+    "words alone": FORMS["text alone, as in TRL"] | {"completion": "red"},
+    "in the part": {"messages": [*FORMS["in the part"]["prompt"], *SAID]},
+}
+
+
+def demonstrations(images: ImageEncoder | NoImages, *rows: Any, **settings: Any) -> list[Demonstration]:
+    template = Template(tokenizer=tokenizer(), images=images, **settings)
+    read = DEMONSTRATIONS.read(SourceRows("t.jsonl", rows), template)
+    eos = [int(tokenizer().eos_token_id)]
+    return encode(read, template, DEMONSTRATIONS, limit=200, limited_by="a limit", eos_ids=eos)[0]
+
+
+@pytest.mark.parametrize("form", ANSWERED)
+def test_an_answer_stands_behind_the_images_of_its_prompt(form: str, encoder: ImageEncoder) -> None:
+    """The prompt is the one that the policy is asked, and its images are those of a prompt."""
+    (shown,) = demonstrations(encoder, ANSWERED[form])
+    (asked,) = read(encoder, FORMS["images"])
+    assert np.array_equal(shown.prompt, asked.tokens)
+    assert shown.images is not None
+    assert shown.images.key == asked.images.key
+    assert np.array_equal(shown.images.tokens, shown.prompt)
+    assert tokenizer().decode(shown.completion, skip_special_tokens=True) == "red"
+
+
+def test_a_demonstration_without_images_has_none(encoder: ImageEncoder) -> None:
+    words, pictured = demonstrations(encoder, {"prompt": user(WHAT), "completion": "red"}, ANSWERED["a text"])
+    assert words.images is None
+    assert np.array_equal(words.completion, pictured.completion)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ([{"role": "assistant", "content": [{"type": "image", "image": PNG}]}], "part of content of type 'image'"),
+        ("<|image_pad|>", "its text holds 2 times '<|image_pad|>'"),
+    ],
+    ids=["an image", "a placeholder"],
+)
+def test_an_answer_has_no_images(answer: Any, reason: str, encoder: ImageEncoder) -> None:
+    with pytest.raises(DataError, match=re.escape(reason)):
+        demonstrations(encoder, FORMS["images"] | {"completion": answer})
+
+
+@pytest.mark.parametrize("kind", [PAIRS, DEMONSTRATIONS], ids=["pairs", "demonstrations"])
+def test_rows_whose_images_are_not_read_are_refused(kind: RecordKind[Any]) -> None:
+    template = Template(tokenizer=tokenizer(), images=NoImages("here are none"))
+    row = FORMS["images"] | {"prompt": user(WHAT), "completion": "a", "chosen": "a", "rejected": "b"}
+    with pytest.raises(DataError, match="the row has images, and here are none"):
+        kind.read(SourceRows("t.jsonl", [row]), template)
 
 
 def test_a_prompt_with_images_is_never_cut(encoder: ImageEncoder) -> None:

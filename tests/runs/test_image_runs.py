@@ -105,6 +105,27 @@ def test_a_model_from_scratch_reads_pictures_in_both_stages() -> None:
     assert "data task shapes" in str(report)
 
 
+def answered(*colours: str) -> list[dict[str, Any]]:
+    """One question about as many images, each with an answer."""
+    parts = [{"type": "image"}, {"type": "text", "text": "what?"}]
+    prompt = [{"role": "user", "content": parts}]
+    return [{"prompt": prompt, "images": [png(i)], "completion": colour} for i, colour in enumerate(colours)]
+
+
+def test_sft_learns_what_only_the_images_tell(folder: Path) -> None:
+    """Blindly both answers are as likely: of two tokens, the letter and the end, the loss would be log(2) / 2 = 0.35 at least."""
+    settings = {"optimizer": {"lr": 0.01}, "batch_size": 4, "steps": 30, "eval": {"at_start": False}}
+    steps = list(gw.train(name="run", objective="sft", model=str(folder), data=answered("a", "b", "a", "b"), **settings))
+    assert steps[-1].metrics["loss"] < 0.1
+    assert (Path("runs/run/final") / "preprocessor_config.json").exists()
+
+
+def test_sft_on_the_whole_text_of_a_picture_is_refused(folder: Path) -> None:
+    data = {"path": answered("a", "b"), "train_on": "all"}
+    with pytest.raises(ConfigError, match=r"data\.train_on: prompts have images, whose placeholders are not learnt"):
+        list(gw.train(name="run", objective="sft", model=str(folder), data=data, steps=1, batch_size=2))
+
+
 def test_a_run_resumes_to_the_bit(folder: Path) -> None:
     train(folder, name="whole", save={"every": 1})
     training = gw.train(

@@ -277,6 +277,9 @@ class EngineTraits:
     """Decodes with a copy of the weights that is laid out for it."""
     beside: bool = False
     """Samples while training goes on."""
+    sends_images: bool = False
+    """Sends a prompt's images beside its ids, where its family has as many embeddings as the size
+    of an image asks."""
     takes: tuple[str, ...] = ()
     """Keys of `rollout.engine` that are for it alone."""
 
@@ -286,6 +289,7 @@ ENGINE_TRAITS: Mapping[str, EngineTraits] = {
     "transformers": EngineTraits(own_weights=True),
     "vllm": EngineTraits(
         beside=True,
+        sends_images=True,
         takes=(
             "servers",
             "patience",

@@ -15,6 +15,7 @@ from typing import Generic, Literal, TypeVar
 
 import numpy as np
 
+from groupwise.data.images import PromptImages
 from groupwise.data.messages import is_blank, unwritten
 from groupwise.data.preference_formats import as_pairs
 from groupwise.data.rendering import Refusal, unmentioned
@@ -57,6 +58,8 @@ class Demonstration:
     """int64 (m,), m >= 1."""
     completion: np.ndarray
     """int64 (n,), n >= 1; EOS last."""
+    images: PromptImages | None = None
+    """The images of the prompt."""
 
     def __post_init__(self) -> None:
         assert self.prompt.dtype == self.completion.dtype == np.int64
@@ -160,7 +163,9 @@ def read_plain_pairs(rows: SourceRows, wording: Wording) -> SourceRows[ReadRow]:
 
 def demonstration(id: str, question: Question, answer: EncodedAnswer) -> Demonstration:
     """Make the record of a question and its answer; of a text alone all tokens are learnt."""
-    made = Demonstration(id=id, prompt=question.tokens, completion=answer.tokens)
+    made = Demonstration(
+        id=id, prompt=question.tokens, completion=answer.tokens, images=question.images
+    )
     if question.example.text_alone:
         return made.whole
     return made

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 from groupwise.config.settings import DataSettings
 from groupwise.data.encoding import (
@@ -120,12 +120,13 @@ def load_records(
     eos_ids: Sequence[int],
     seed: int = 0,
     tools: Tools | None = None,
+    images: ImageEncoder | NoImages = NO_MODEL,
 ) -> Data[Item]:
     """Records that an objective learns from: `DEMONSTRATIONS`, `PAIRS` or `SOLUTIONS` of
     `data.encoding`.
 
     Each answer ends with `eos_ids[0]`, or with another of them where the chat template writes it.
-    tools: that a row's prompt shows.
+    tools: that a row's prompt shows.   images: writes the images of rows into prompts.
     A built-in task holds out prompts without demonstrations: they are judged by sampling, so
     `held_out` is empty then.
     Raises DataError or ConfigError as `load_data`, and for a task without such records.
@@ -134,10 +135,18 @@ def load_records(
     limited_by = "the model's context"
     if limit == settings.max_tokens:
         limited_by = "data.max_tokens"
-    template = Template.build(settings, tokenizer, tools)
+    template = Template.build(settings, tokenizer, tools, images)
     return _load(
         settings, template, kind, seed, limit=limit, limited_by=limited_by, eos_ids=eos_ids
     )
+
+
+def holds_images(data: Data[Any]) -> bool:
+    """True if a prompt of some record has images; pairs and solutions have none."""
+    for record in (*data.train, *data.held_out, *data.validation):
+        if getattr(record, "images", None) is not None:
+            return True
+    return False
 
 
 def load_texts(settings: DataSettings, seed: int) -> Iterator[str]:

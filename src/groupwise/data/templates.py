@@ -243,14 +243,20 @@ class Template(Wording):
             turns.append(spoken)
             chats.append(self._answered(question, spoken))
         whole = self._complete_ones(questions, turns, self._rendered(chats))
-        joint = self._ids(whole, [question.plain for question in questions])
+        written: list[str | Refusal] = []
+        for question, text in zip(questions, whole, strict=True):
+            written.append(self._with_placeholders(question.example, text))
+        joint = self._ids(written, [question.plain for question in questions])
         completions: list[EncodedAnswer | Refusal] = []
-        for question, spoken, rendered, ids in zip(questions, turns, whole, joint, strict=True):
+        columns = zip(questions, turns, whole, written, joint, strict=True)
+        for question, spoken, rendered, with_images, ids in columns:
             if isinstance(rendered, Refusal):
                 completions.append(rendered)
+            elif isinstance(with_images, Refusal):
+                completions.append(with_images)
             else:
-                written = unmarked(rendered)
-                completions.append(self._completion(question, spoken, written, ids, eos_ids))
+                text = unmarked(rendered)
+                completions.append(self._completion(question, spoken, text, ids, eos_ids))
         return completions
 
     def _completion(

@@ -167,12 +167,20 @@ class Wording:
     def unopened_content(self, row: Row, where: str = "row") -> Content:
         """`content` without the system message of the settings.
 
-        Raises BadRow for a row with images, which stand in prompts of online objectives alone.
+        Where images are read, their parts stay in the messages.  Raises BadRow for a row with
+        images where none is read.
         """
+        if self.reads_images:
+            return self._in_chat(self._bare_content(row, where, images=True))
         if holds_images(row):
-            remedy = "images are read where the policy samples (grpo and its relatives)"
-            raise BadRow(NO_READER, f"{where}: the row has images: {remedy}")
+            assert isinstance(self.images, NoImages)
+            raise BadRow(NO_READER, f"{where}: the row has images, and {self.images.reason}")
         return self._in_chat(self._bare_content(row, where))
+
+    @property
+    def reads_images(self) -> bool:
+        """True if images are written into prompts."""
+        return isinstance(self.images, ImageEncoder)
 
     def column_of(self, row: Row) -> str | None:
         """The column that a row asks in; None if it has none, or if `format` says what it asks."""
@@ -253,10 +261,11 @@ class Wording:
         return instruction
 
 
-def checked_turns(value: object, column: str, where: str) -> Content:
+def checked_turns(value: object, column: str, where: str, *, images: bool = False) -> Content:
     """`value` if it ends with an answer: a string, or messages of which the last is the
     assistant's.
 
+    images: see `checked`; the answer has none.
     Raises DataError otherwise.
     """
     if not isinstance(value, str | list) or (
@@ -266,7 +275,7 @@ def checked_turns(value: object, column: str, where: str) -> Content:
             f"{where}: {column} is {value!r:.60} ({type(value).__name__}): expected a string or"
             " messages"
         )
-    turns = checked(value, column, where)
+    turns = checked(value, column, where, images=images)
     if isinstance(value, list) and (isinstance(turns, str) or turns[-1]["role"] != "assistant"):
         raise DataError(f"{where}: {column} must end with a message of the assistant")
     if isinstance(turns, str):
@@ -278,7 +287,8 @@ def checked_turns(value: object, column: str, where: str) -> Content:
                 f"{where}: a message of {column} has mask {turn['mask']!r:.40}, which may mean"
                 " trained or left out: write train, true or false, in its place",
             )
-    last = turns[-1]
+    (last,) = checked(turns[-1:], column, where)
+    assert isinstance(last, dict)
     for key, trained in TRAINED.items():
         if last.get(key) is not None and _switch(last[key]) != trained:
             reason = WEIGHT if key in WEIGHTS else SWITCHED_OFF
@@ -326,7 +336,7 @@ def read_demonstration(row: Row, where: str, wording: Wording) -> ReadRow:
     if column is None:
         raise DataError(missing_column("completion", row, where))
     variables = variables_in(row, where)
-    answer = checked_turns(row[column], column, where)
+    answer = checked_turns(row[column], column, where, images=wording.reads_images)
     notes: tuple[str, ...] = ()
     if isinstance(answer, str):
         prompt = wording.unopened_content(row, where)
@@ -341,12 +351,15 @@ def read_demonstration(row: Row, where: str, wording: Wording) -> ReadRow:
                 notes = (UNSAID,)
             elif before and column == "completion":
                 notes = (EARLIER,)
+    pictures: tuple[Picture, ...] = ()
+    if wording.reads_images:
+        prompt, pictures, row = read_images(row, prompt, where)
     content = wording.opened(prompt)
     if not isinstance(content, str):
         earlier = [turn for turn in content if turn["role"] == "assistant"]
         if any(map(_is_to_be_trained, earlier)):
             notes += (UNTRAINED,)
-    return ReadRow(row, where, content, (answer,), variables, notes=notes)
+    return ReadRow(row, where, content, (answer,), variables, notes=notes, pictures=pictures)
 
 
 def _is_text_alone(row: Row, wording: Wording) -> bool:

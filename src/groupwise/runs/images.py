@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import Any
 
 from groupwise.config.settings import Recipe, engine_traits
 from groupwise.data.images import FixedEncoder, ImageEncoder, NoImages
-from groupwise.data.load import Data
+from groupwise.data.load import Data, holds_images
 from groupwise.errors import ConfigError
 from groupwise.models.policy import Policy
-from groupwise.records import Prompt
 
 
 def images_needed(
-    images: ImageEncoder | NoImages, prompts: Data[Prompt] | None
+    images: ImageEncoder | NoImages, *data: Data[Any] | None
 ) -> ImageEncoder | NoImages:
     """The encoder of a model, if some prompt has images: a run without them reads none."""
-    if prompts is None or not any(prompt.images is not None for prompt in _all(prompts)):
-        return NoImages("no prompt has any", images.files)
-    return images
-
-
-def _all(prompts: Data[Prompt]) -> Iterable[Prompt]:
-    """Every prompt of the data."""
-    return (*prompts.train, *prompts.held_out, *prompts.validation)
+    for records in data:
+        if records is not None and holds_images(records):
+            return images
+    return NoImages("no prompt has any", images.files)
 
 
 def check_settings(
@@ -36,13 +31,14 @@ def check_settings(
     if isinstance(images, NoImages):
         return
     engine = recipe.rollout.engine
-    if engine.name == "vllm" and isinstance(images, FixedEncoder):
+    traits = engine_traits(engine.name)
+    if traits.sends_images and isinstance(images, FixedEncoder):
         raise ConfigError(
             "rollout.engine: prompts have images, and vLLM writes those of Gemma 3 into a prompt in"
             " its own way: leave the engine out, or take a model of Qwen's",
             key="rollout.engine",
         )
-    if engine.name != "vllm" and not engine_traits(engine.name).own_weights:
+    if not traits.sends_images and not traits.own_weights:
         raise ConfigError(
             f"rollout.engine: prompts have images, and {engine.name} is sent the ids of prompts"
             " alone: it would sample from placeholders without their images; leave the engine out",

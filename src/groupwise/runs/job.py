@@ -564,6 +564,7 @@ def _proven(
 def _dataset_job(prepared: Prepared, reference: Path | None, resume: Path | None) -> Job:
     recipe, kind = prepared.recipe, OBJECTIVES[prepared.recipe.objective]
     policy = hold(recipe, prepared.blueprint, kind.model, resume)
+    check_models(prepared.blueprint.images, model=policy)
     rows, held_out, watched = prepared.rows.train, prepared.rows.held_out, prepared.rows.watched
     anchor = None
     if kind.anchor is not None:

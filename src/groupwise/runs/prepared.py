@@ -217,7 +217,7 @@ class Prepared:
                 rows, steps = prompts, recipe.steps or 0
             else:
                 rows, prompts, plan, steps = _read_dataset(recipe, blueprint, runtime, kind)
-            blueprint = replace(blueprint, images=images_needed(blueprint.images, prompts))
+            blueprint = replace(blueprint, images=images_needed(blueprint.images, rows, prompts))
             check_settings(recipe, blueprint.images, answered=runtime is not None)
             others = [blueprint_of(scorer, None) for scorer in scorers]
             load = load_of(recipe, blueprint, algorithm, rows, others)

@@ -13,8 +13,10 @@ from typing import Any
 
 from groupwise.config.settings import Recipe, positions_of
 from groupwise.data.encoding import DEMONSTRATIONS, PAIRS, PLAIN_PAIRS, SOLUTIONS, RecordKind
-from groupwise.data.load import Data, load_records
+from groupwise.data.images import ImageEncoder, NoImages
+from groupwise.data.load import Data, holds_images, load_records
 from groupwise.data.templates import Tools
+from groupwise.errors import ConfigError
 from groupwise.models.gguf import checkpoint_folder
 from groupwise.models.loading import Blueprint, make_policy
 from groupwise.models.lora import adapt
@@ -28,6 +30,9 @@ from groupwise.training.preferences import (
     reward_objective,
     with_replay,
 )
+
+TEXT_ALONE = NoImages("they are read by sft and where the policy samples (grpo and its relatives)")
+"""Says why pairs and solutions have no images."""
 
 
 def language_model(recipe: Recipe, blueprint: Blueprint) -> Policy:
@@ -68,7 +73,11 @@ class Kind:
 
 
 def _records(
-    kind: RecordKind[Any], recipe: Recipe, blueprint: Blueprint, tools: Tools | None = None
+    kind: RecordKind[Any],
+    recipe: Recipe,
+    blueprint: Blueprint,
+    tools: Tools | None = None,
+    images: ImageEncoder | NoImages = TEXT_ALONE,
 ) -> Data[Any]:
     context, eos_ids = blueprint.context, blueprint.eos_ids
     return load_records(
@@ -79,13 +88,20 @@ def _records(
         eos_ids=eos_ids,
         seed=recipe.seed,
         tools=tools,
+        images=images,
     )
 
 
 def _demonstrations(recipe: Recipe, blueprint: Blueprint, tools: Tools | None = None) -> Data[Any]:
-    rows = _records(DEMONSTRATIONS, recipe, blueprint, tools)
+    rows = _records(DEMONSTRATIONS, recipe, blueprint, tools, blueprint.images)
     if recipe.data.train_on != "all":
         return rows
+    if holds_images(rows):
+        raise ConfigError(
+            "data.train_on: prompts have images, whose placeholders are not learnt: leave train_on"
+            " out, and completions are learnt",
+            key="data.train_on",
+        )
     return replace(
         rows,
         train=tuple(row.whole for row in rows.train),

@@ -164,6 +164,7 @@ def demonstration_samples(rows: Sequence[Demonstration]) -> list[Sample]:
         samples.append(
             Sample(
                 group=f"{row.id}#{i}",
+                images=row.images,
                 prompt=row.prompt,
                 completion=row.completion,
                 weight=np.full(row.completion.size, weight),

@@ -109,6 +109,14 @@ def test_demonstrators_see_nothing_and_answer_in_form(scenes: str) -> None:
     assert {row["completion"] for row in shown} >= {"red", "circle", "yes", "2"}
 
 
+def test_demonstrators_that_see_show_the_picture_and_its_answer(scenes: str) -> None:
+    task = make_task("shapes", {"scenes": scenes, "demonstrators": "seeing"})
+    shown = task.demonstrations(200, seed=0)
+    assert all(row["completion"] == row["answer"] and row["images"] for row in shown)
+    held_out = {row["scene"] for row in task.held_out(600)}
+    assert not held_out & {row["scene"] for row in shown}
+
+
 def test_larger_pictures_have_more_and_larger_cells() -> None:
     (row,) = make_task("shapes", {"side": 4, "cell": 28}).held_out(1)
     assert pixels(row["images"][0]).shape == (112, 112, 3)

@@ -59,8 +59,10 @@ class Shapes(Generated):
     asked in `kind`.  The reward is `exact`.  Rows are asked as chat messages (`data.chat: true`).
 
     All questions about a picture are on one side of the split: no picture of a held-out row is
-    trained on.  Demonstrators do not see the picture: their rows have none, and any answer to the
-    question.  What they show is how answers look.
+    trained on.
+    demonstrators: `blind` ones do not see the picture: their rows have none, and any answer to the
+        question.  What they show is how answers look.  Rows of `seeing` ones have the picture, and
+        the right answer.
 
     >>> (row,) = Shapes(side=2).held_out(1)
     >>> row["prompt"], row["answer"], row["scene"]
@@ -69,9 +71,10 @@ class Shapes(Generated):
 
     breakdown: ClassVar = ("kind",)
     ranges: ClassVar = {"side": (2, 8), "cell": (8, 128)}
-    choices: ClassVar = {"scenes": ("mixed", "alike")}
+    choices: ClassVar = {"scenes": ("mixed", "alike"), "demonstrators": ("blind", "seeing")}
 
     scenes: str = "mixed"
+    demonstrators: str = "blind"
     side: int = 3
     """Cells in a row of the picture, and rows."""
     cell: int = 8
@@ -98,14 +101,17 @@ class Shapes(Generated):
         return row["scene"]
 
     def demonstrations(self, n: int, seed: int) -> list[Row]:
-        """Draw `n` questions without their pictures, answered blindly."""
+        """Draw `n` questions, answered as `demonstrators` says."""
         rows = super().demonstrations(n, seed)
-        for row in rows:
-            del row["images"]
+        if self.demonstrators == "blind":
+            for row in rows:
+                del row["images"]
         return rows
 
     def completion(self, row: Row, rng: random.Random) -> str:
-        """Return any answer that the question may have."""
+        """Return the answer, or for blind demonstrators any that the question may have."""
+        if self.demonstrators == "seeing":
+            return row["answer"]
         match row["prompt"].split():
             case ["how", "many?"]:
                 return str(rng.randint(1, MOST_ALIKE))

@@ -50,6 +50,7 @@ from groupwise.rollout.vllm.publisher import FULL_EVERY
 from groupwise.rollout.vllm.request_pool import RequestPool
 from groupwise.rollout.vllm.server import MODEL, START_SECONDS, OwnServer, cache_bytes
 from groupwise.rollout.vllm.server_fitness import meet
+from groupwise.utils.files import write
 from groupwise.utils.spelling import counted
 
 EXACT, ROUNDED = 0.01, 0.1
@@ -177,7 +178,7 @@ class VllmEngine:
         self.policy.tokenizer.save_pretrained(folder)
         if self.policy.vision is not None:
             for name, content in self.policy.image_files.items():
-                (folder / name).write_bytes(content)
+                write(folder / name, content)
 
     def _cache(self, rows: int, dtype: str) -> int:
         """Bytes of keys and values that so many rows need on average, and one of the longest at
