@@ -28,6 +28,7 @@ from groupwise.data.templates import Template
 from groupwise.data.wording import ReadRow
 from groupwise.errors import ConfigError, DataError, EngineError, RunError
 from groupwise.models import loading
+from groupwise.models.fp8_blocks import in_fp8
 from groupwise.models.gguf import checkpoint_folder
 from groupwise.models.policy import Policy
 from groupwise.models.saving import save
@@ -415,6 +416,7 @@ def make_policy(
     policy = loading.make_policy(model, tokenizer, settings)
     again = settings.gradient_checkpointing
     prove(policy, longest=longest, recompute=again)
+    policy = in_fp8(policy, settings.fp8)
     policy, _ = with_blocks(policy, settings.compile, longest=longest, recompute=again)
     return policy
 
@@ -422,7 +424,7 @@ def make_policy(
 def settings_of(model: ModelSettings, folder: str) -> ModelSettings:
     """How to load what a run has written: it is whole, and has its chat template."""
     return dataclasses.replace(
-        model, path=folder, scratch=None, lora=None, quantize=None, chat_template=None
+        model, path=folder, scratch=None, lora=None, quantize=None, fp8=None, chat_template=None
     )
 
 

@@ -136,6 +136,10 @@ class ModelSettings:
     quantize: Literal["nf4", "int8"] | None = None
     """Hold the linear layers under an adapter in 4 (`nf4`, QLoRA) or 8 bits a number.  nf4 needs
     the package bitsandbytes."""
+    fp8: Literal["rowwise", "rowwise_with_gw_hp"] | None = None
+    """Multiply the linear layers of the blocks in FP8 in updates and scores, by one of torchao's
+    recipes (`rowwise_with_gw_hp`: but for the gradients of weights).  It needs the package torchao.
+    Weights, sampling and checkpoints stay as they are."""
     chat_template: str | None = None
     """A Jinja string or a `.jinja` file that replaces the tokenizer's chat template."""
     trust_remote_code: bool = False

@@ -233,6 +233,8 @@ def _model(recipe: Recipe, earlier: Sequence[str]) -> Findings:
         )
     if model.quantize is not None:
         yield from _quantized(recipe)
+    if model.fp8 is not None:
+        yield from _in_fp8(recipe)
     if model.lora is not None and recipe.group.reference_refresh:
         yield (
             "model.lora: the reference is what lies under the adapter and cannot move: leave"
@@ -257,6 +259,35 @@ def _quantized(recipe: Recipe) -> Findings:
             ("model.quantize", "model.path"),
             "model.quantize: the numbers of a GGUF file are rounded to few bits already, and would"
             " be rounded again: name the model's safetensors folder, or leave model.quantize out",
+        )
+
+
+def _in_fp8(recipe: Recipe) -> Findings:
+    """What does not go together with products in FP8."""
+    model, parallel = recipe.model, recipe.parallel
+    if model.lora is not None:
+        yield (
+            ("model.fp8", "model.lora"),
+            "model.fp8: the weights under an adapter are frozen: leave model.lora out, or model.fp8"
+            " (model.quantize holds them in few bits)",
+        )
+    if model.compile != "off":
+        yield (
+            ("model.fp8", "model.compile"),
+            "model.fp8: compiled blocks do not run in FP8: set model.compile to off",
+        )
+    if model.attention == "single":
+        yield (
+            ("model.fp8", "model.attention"),
+            "model.fp8: model.attention 'single' runs no packed streams, which FP8 is for: leave"
+            " model.fp8 out",
+        )
+    split = parallel.tensor > 1 or parallel.expert > 1 or parallel.context > 1
+    if parallel.name in ("zero2", "zero3") or split:
+        yield (
+            ("model.fp8", "parallel"),
+            "model.fp8: weights and streams that are spread over processes do not run in FP8: set"
+            " parallel to ddp, or leave model.fp8 out",
         )
 
 
@@ -1038,6 +1069,10 @@ def _rollout(recipe: Recipe, _: Sequence[str]) -> Findings:
         yield f"{at}.name {wrong}"
         return
     yield from _engine(engine, at)
+    exact = engine_traits(engine.name).own_weights and recipe.model.fp8 is None
+    if exact and engine.correct != EngineSettings().correct and not engine.ahead:
+        trained = f"{engine.name} samples with the weights that are trained"
+        yield f"{at}.correct: {trained}: there is nothing to correct, unless it is ahead of them"
     asking = recipe.environment.named((*ANSWERING, *ASKING))
     if engine.tensor_parallel > 1 and asking:
         message = (
@@ -1071,9 +1106,6 @@ def _engine(engine: EngineSettings, at: str) -> Findings:
             differs = getattr(engine, name) != getattr(plain, name)
             if name not in traits.takes and differs:
                 yield f"{at}.{name} is for {other}; {engine.name} does not take it"
-    if traits.own_weights and engine.correct != plain.correct and not engine.ahead:
-        trained = f"{engine.name} samples with the weights that are trained"
-        yield f"{at}.correct: {trained}: there is nothing to correct, unless it is ahead of them"
     yield from _servers(f"{at}.servers", engine.servers)
     if engine.patience != plain.patience and not engine.servers:
         yield (

@@ -21,6 +21,7 @@ In: a folder or hub name.  Out: a `policy.Policy` that takes packed `Batch`es.
   `compiled_blocks` as torch.compile makes them.
 - `lora`, `lora_dropout`, `moe`, `sharded`: adapters, the balance of experts, sharded weights.
 - `quantized`: frozen bases in 4 or 8 bits, under an adapter.
+- `fp8_blocks`: blocks whose products run in FP8.
 - `splitting`: which models can be split over processes.
 - `scratch`, `shape`: small models with random weights, and the numbers of a model.
 

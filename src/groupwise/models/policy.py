@@ -138,7 +138,8 @@ class Policy:
     image_files: Mapping[str, bytes] = field(default_factory=dict)
     """Files that say how images are prepared for the model: they are saved with it."""
     blocks: Any = None
-    """`compiled_blocks.CompiledBlocks`: runs the blocks of packed passes; None: they run fused."""
+    """`compiled_blocks.CompiledBlocks` or `fp8_blocks.Fp8Blocks`: runs the blocks of packed passes;
+    None: they run fused."""
 
     @property
     def device(self) -> torch.device:

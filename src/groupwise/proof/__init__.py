@@ -5,6 +5,7 @@ In: the policy that is there, on its device and in its type.  Out: a `ModelProof
 ConfigError with the remedy.
 
 - `prove`: compares the two ways, and says which one is wrong.
+- `fp8`: compares blocks in FP8 with torchao's layers, and with blocks without FP8.
 - `passes`: the model's own way, and that of a run.
 - `texts`: the texts that are compared.
 """

@@ -8,7 +8,7 @@ model.
 - `plan`: prompts, updates and memory of a run, in numbers.
 - `step_time`, `measured_speeds`: seconds of a step, by what was measured on such a device.
 - `job`: policy, engine, optimizer and loop; what a checkpoint holds.
-- `compiling`: whether the policy's blocks are compiled.
+- `compiling`: whether the policy's blocks are compiled, or run in FP8.
 - `run_models`, `engines`, `environments`: the models, the sampler and the environment of a recipe.
 - `images`: what a run of prompts with images asks of its parts.
 - `checkpoint`: checkpoints that are whole or are not there.

@@ -19,6 +19,7 @@ from groupwise.errors import ConfigError
 from groupwise.models.backbone import checkpointing
 from groupwise.models.compiled_blocks import CompiledBlocks, refusal_of
 from groupwise.models.policy import Policy
+from groupwise.proof.fp8 import prove_fp8
 from groupwise.proof.passes import run_pass
 from groupwise.proof.prove import prove
 from groupwise.proof.texts import FULL, written
@@ -35,9 +36,12 @@ def with_blocks(
 ) -> tuple[Policy, Lines]:
     """Return the policy as it is trained, and what the plan says of it.
 
-    The policy is proven without compiled blocks before.   longest, recompute: see `prove`.
-    Raises ConfigError if `on` cannot be.
+    The policy is proven without compiled blocks before, and without FP8; blocks in FP8 are proven
+    here.   longest, recompute: see `prove`.
+    Raises ConfigError if `on` cannot be, and for FP8 that is not proven.
     """
+    if policy.blocks is not None:
+        return policy, [prove_fp8(policy, longest=longest)]
     if choice == "off":
         return policy, []
     compiled = policy

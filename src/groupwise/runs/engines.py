@@ -17,6 +17,7 @@ from groupwise.errors import ConfigError, EngineError
 from groupwise.models.policy import Policy
 from groupwise.models.shape import Shape
 from groupwise.models.sharded import whole_policy
+from groupwise.proof.fp8 import DRIFT
 from groupwise.proof.texts import NATIVE, TRANSFORMERS, ProvenSampler
 from groupwise.records import Prompt, Step
 from groupwise.rollout.engine import Engine
@@ -148,12 +149,16 @@ def sampler_of(settings: RolloutSettings, *, conversations: bool = False) -> Pro
     return replace(known, make=make, conversations=conversations)
 
 
-def sampled_elsewhere(algorithm: Algorithm, settings: RolloutSettings) -> Algorithm:
+def sampled_elsewhere(
+    algorithm: Algorithm, settings: RolloutSettings, *, fp8: bool = False
+) -> Algorithm:
     """The algorithm, corrected where the recipe's engine computes other probabilities than the
     trainer, or samples ahead of it.
+
+    fp8: the trainer rounds products, which no engine does (`model.fp8`).
     """
     engine = settings.engine
-    trained = engine_traits(engine.name).own_weights and not engine.ahead
+    trained = engine_traits(engine.name).own_weights and not engine.ahead and not fp8
     return algorithm if trained else replace(algorithm, correction=engine.correct)
 
 
@@ -171,14 +176,21 @@ def make_ahead(settings: RolloutSettings, prompts: Sequence[Prompt]) -> Prefetch
     return PrefetchedRollouts(engine.ahead, beside=engine_traits(engine.name).beside, find=find)
 
 
-def check_agreement(step: Step, engine: Engine) -> None:
+def check_agreement(step: Step, engine: Engine, *, fp8: bool = False) -> None:
     """Compare what the engine sampled with what the trainer scored, in a step that it has trained.
 
     Raises EngineError for a mean difference that no rounding explains: the servers sample with
     other weights, another temperature or old keys and values.  The step is then not saved.
+    fp8: the trainer rounds products (`model.fp8`), which may have drifted too far.
     """
     gap = step.metrics.get("mismatch/mean", 0.0)
-    if not gap <= engine.tolerance:
+    if fp8 and not gap <= DRIFT:
+        raise EngineError(
+            f"step {step.number}: sampled and scored log-probs differ by {gap:.2g} nats on"
+            f" average, more than FP8 may drift ({DRIFT:g}). The step is thrown away; go on"
+            " without model.fp8"
+        )
+    if not fp8 and not gap <= engine.tolerance:
         raise EngineError(
             f"step {step.number}: sampled and scored log-probs differ by {gap:.2g} nats on"
             f" average, more than rounding explains ({engine.tolerance:g}): the vLLM servers"

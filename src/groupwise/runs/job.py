@@ -309,7 +309,7 @@ class OnlineJob(Job):
 
     def _finish(self, step: Step) -> Step:
         """Check a step, and add its work and what was sampled for it and thrown away."""
-        check_agreement(step, self.sampler)
+        check_agreement(step, self.sampler, fp8=self.recipe.model.fp8 is not None)
         measured = self.meter.read(step)
         added = self.visits.account(step.groups) | engine_metrics(self.sampler)
         return replace(measured, metrics={**measured.metrics, **added})
@@ -546,7 +546,8 @@ def _proven(
     assert prepared.prompts is not None
     longest, again = longest_of(recipe, prepared.prompts), recipe.model.gradient_checkpointing
     sampler = sampler_of(recipe.rollout, conversations=prepared.environment is not None)
-    proofs = [("policy", prove(policy, longest=longest, sampler=sampler, recompute=again))]
+    exact = replace(policy, blocks=None)
+    proofs = [("policy", prove(exact, longest=longest, sampler=sampler, recompute=again))]
     if critic is not None and not critic.shared:
         proofs.append(("critic", prove(critic.policy, longest=longest, recompute=again)))
     if teacher is not None and recipe.teacher.path is not None:
@@ -578,7 +579,8 @@ def _dataset_job(prepared: Prepared, reference: Path | None, resume: Path | None
         sampler = sampler_of(recipe.rollout, conversations=prepared.environment is not None)
         longest = max(longest, longest_of(recipe, prepared.prompts))
     again = recipe.model.gradient_checkpointing
-    proof = prove(policy, longest=longest, sampler=sampler, recompute=again)
+    exact = replace(policy, blocks=None)
+    proof = prove(exact, longest=longest, sampler=sampler, recompute=again)
     policy, compiling = with_blocks(policy, recipe.model.compile, longest=longest, recompute=again)
     return DatasetJob(
         recipe=recipe,

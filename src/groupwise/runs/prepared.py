@@ -319,7 +319,7 @@ def _start_environment(
 def algorithm_of(recipe: Recipe) -> Algorithm:
     """The algorithm of an online recipe, as its engine's samples need it.  Raises ConfigError."""
     algorithm = resolve(recipe.objective, recipe.group, recipe.rollout.max_new_tokens)
-    return sampled_elsewhere(algorithm, recipe.rollout)
+    return sampled_elsewhere(algorithm, recipe.rollout, fp8=recipe.model.fp8 is not None)
 
 
 def load_prompts(

@@ -25,6 +25,7 @@ from groupwise.data.tokenizers import (
 from groupwise.data.wording import formatted
 from groupwise.distributed import comm, layout
 from groupwise.errors import ConfigError, DataError
+from groupwise.models.fp8_blocks import in_fp8
 from groupwise.models.loading import (
     UNBUILDABLE,
     Blueprint,
@@ -170,7 +171,7 @@ def hold(
     layout.use(parallel, device)
     policy = _held(recipe, blueprint, make, resume, parallel)
     policy = replace(policy, image_files=blueprint.images.files)
-    return in_context(policy, parallel, device)
+    return in_fp8(in_context(policy, parallel, device), recipe.model.fp8)
 
 
 def demand_parts(blueprint: Blueprint, parallel: ParallelSettings) -> None:
@@ -239,7 +240,9 @@ def critic_of(recipe: Recipe, policy: Policy, updates: int) -> Critic:
                 " give the critic a backbone of its own (critic.path), or set parallel: ddp"
             )
         return Critic.on(policy, settings, recipe.optimizer, updates)
-    model = replace(recipe.model, path=settings.path, scratch=None, lora=None, quantize=None)
+    model = replace(
+        recipe.model, path=settings.path, scratch=None, lora=None, quantize=None, fp8=None
+    )
     blueprint = read_blueprint(model)
     check_same_tokens(
         policy.tokenizer, blueprint.tokenizer, f"critic.path: {settings.path}", further=True
@@ -263,7 +266,9 @@ def teacher_of(recipe: Recipe, policy: Policy) -> Teacher:
     Raises ConfigError or DataError, for a model with other tokens than the policy too.
     """
     settings, servers = recipe.teacher, None
-    model = replace(recipe.model, path=settings.path, scratch=None, lora=None, quantize=None)
+    model = replace(
+        recipe.model, path=settings.path, scratch=None, lora=None, quantize=None, fp8=None
+    )
     if settings.path is not None:
         blueprint = read_blueprint(model)
         check_same_tokens(policy.tokenizer, blueprint.tokenizer, f"teacher.path: {settings.path}")
