@@ -282,15 +282,20 @@ def recipe_of(folder: Path, **keys: Any) -> str:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("torchao")
-def test_a_run_samples_without_fp8_and_corrects_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "autocast", "bfloat16"])
+def test_a_run_samples_without_fp8_and_corrects_for_it(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mismatch is that of rounding, the weights of tokens are bounded, and the reference is rounded as the policy is."""
     monkeypatch.chdir(tmp_path)
-    job = make_job(load_recipe(recipe_of(tmp_path)))
-    assert "fp8" in dict(job.plan) and job.algorithm.correction is not None  # type: ignore[attr-defined]
-    step = next(job.loop(0))
-    assert 1e-5 < step.metrics["mismatch/mean"] < fp8.DRIFT and "mismatch/bounded" in step.metrics
-    assert step.metrics["kl"] == 0.0
-    job.close()
+    norms = []
+    for again in (False, True):
+        job = make_job(load_recipe(recipe_of(tmp_path, model={"dtype": dtype, "gradient_checkpointing": again})))
+        assert "fp8" in dict(job.plan) and job.algorithm.correction is not None  # type: ignore[attr-defined]
+        step = next(job.loop(0))
+        assert 1e-5 < step.metrics["mismatch/mean"] < fp8.DRIFT and "mismatch/bounded" in step.metrics
+        assert step.metrics["kl"] == 0.0
+        norms.append(step.metrics["grad_norm"])
+        job.close()
+    np.testing.assert_allclose(*norms, rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from groupwise.errors import ConfigError
 from groupwise.models.fp8_blocks import Fp8Blocks, converted, emulates
 from groupwise.models.policy import Policy
 from groupwise.proof.passes import run_pass, some_gradients
+from groupwise.proof.prove import kept_gradients
 from groupwise.proof.texts import NATIVE, Size, drawn
 
 DRIFT = 0.1
@@ -112,7 +113,7 @@ def measured_drift(policy: Policy, longest: int) -> Drift:
     """
     plain = replace(policy, blocks=None)
     texts = drawn(plain, NATIVE, TEXTS, max(min(policy.context, longest), 4))
-    with some_gradients(policy):
+    with some_gradients(policy), kept_gradients(policy):
         exact = run_pass(plain, texts, gradients=True)
         rounded = run_pass(policy, texts, gradients=True)
     gap_N = np.abs(np.concatenate(rounded.values) - np.concatenate(exact.values))

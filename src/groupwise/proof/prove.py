@@ -134,7 +134,7 @@ def prove(
         size, blocks = SMALL, shortened(policy)
     case = _Case(policy, size, longest, sampler, train, recompute)
     try:
-        with blocks, _filled_adapter(policy), _kept_gradients(policy):
+        with blocks, _filled_adapter(policy), kept_gradients(policy):
             policy.model.eval().zero_grad(set_to_none=True)
             return case.proven()
     finally:
@@ -488,7 +488,7 @@ def _has_room(policy: Policy) -> bool:
 
 
 @contextmanager
-def _kept_gradients(policy: Policy) -> Iterator[None]:
+def kept_gradients(policy: Policy) -> Iterator[None]:
     """Inside, gradients stay with their parameters: an optimizer of a lower type would take them
     away to its masters, and nothing would be left to compare.
     """
