@@ -15,9 +15,11 @@ import pytest
 import torch
 import yaml
 from torch import nn
+from transformers import Qwen3MoeConfig
 
 from groupwise.config.recipes import load_recipe
-from groupwise.config.settings import LoraSettings
+from groupwise.config.settings import LoraSettings, ParallelSettings
+from groupwise.distributed import comm
 from groupwise.errors import ConfigError, EngineError
 from groupwise.models import fp8_blocks
 from groupwise.models.fp8_blocks import converted, emulates, in_fp8
@@ -32,6 +34,7 @@ from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.compiling import with_blocks
 from groupwise.runs.engines import check_agreement
 from groupwise.runs.job import make_job
+from groupwise.runs.prepared import modelled, plan_of
 
 RECIPES = ["rowwise", "rowwise_with_gw_hp"]
 MISSING = "FP8 is computed by torchao, which is not installed"
@@ -201,6 +204,27 @@ def test_a_step_that_fp8_drifted_too_far_in_is_thrown_away(tiny_policy: Callable
     check_agreement(replace(step, metrics={"mismatch/mean": 0.09}), exact, fp8=True)
 
 
+def recipe_of(folder: Path, **keys: Any) -> str:
+    rows = [{"prompt": f"{i}+1=", "completion": f"{i + 1}", "answer": f"{i + 1}"} for i in range(6)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / "rule.py").write_text("def first(completion): return float(ord(completion[:1] or ' ') % 2)\n", encoding="utf-8")
+    tree: dict[str, Any] = {
+        "objective": "grpo",
+        "name": "r",
+        "runs": str(folder / "runs"),
+        "steps": 2,
+        "data": {"path": str(folder / "rows.jsonl")},
+        "model": {"scratch": {"hidden": 32, "layers": 2, "heads": 2, "context": 64, "tokenizer": "arithmetic"}, "fp8": "rowwise"},
+    }
+    if keys.get("objective", "grpo") == "grpo":
+        tree |= {"rewards": [{"function": "rule.py:first"}], "rollout": {"max_new_tokens": 8}}
+        tree |= {"group": {"prompts_per_step": 2, "group_size": 4, "beta": 0.1}}
+    for key, value in keys.items():
+        tree[key] = tree[key] | value if isinstance(value, dict) and key in tree else value
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    return str(folder / "recipe.yaml")
+
+
 def adapted(make: Callable[..., Policy]) -> Policy:
     return adapt(make("llama"), LoraSettings(rank=2), base="x", seed=0)
 
@@ -242,11 +266,16 @@ def test_a_model_without_a_layer_that_fits_is_refused(family: str, tiny_policy: 
         in_fp8(policy, "rowwise")
 
 
-def test_without_torchao_the_remedy_is_named(tiny_policy: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchao_the_remedy_is_named_in_the_plan_too(
+    tiny_policy: Callable[..., Policy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fp8_blocks.torchao.cache_clear()
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(ConfigError, match="pip install torchao"):
         in_fp8(tiny_policy("llama"), "rowwise")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="pip install torchao"):
+        plan_of(load_recipe(recipe_of(tmp_path)))
     fp8_blocks.torchao.cache_clear()
 
 
@@ -257,27 +286,6 @@ def test_only_gpus_with_units_for_rows_multiply_in_fp8(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert emulates(torch.device("cuda")) == emulated
     assert emulates(torch.device("cpu"))
-
-
-def recipe_of(folder: Path, **keys: Any) -> str:
-    rows = [{"prompt": f"{i}+1=", "completion": f"{i + 1}", "answer": f"{i + 1}"} for i in range(6)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    (folder / "rule.py").write_text("def first(completion): return float(ord(completion[:1] or ' ') % 2)\n", encoding="utf-8")
-    tree: dict[str, Any] = {
-        "objective": "grpo",
-        "name": "r",
-        "runs": str(folder / "runs"),
-        "steps": 2,
-        "data": {"path": str(folder / "rows.jsonl")},
-        "model": {"scratch": {"hidden": 32, "layers": 2, "heads": 2, "context": 64, "tokenizer": "arithmetic"}, "fp8": "rowwise"},
-    }
-    if keys.get("objective", "grpo") == "grpo":
-        tree |= {"rewards": [{"function": "rule.py:first"}], "rollout": {"max_new_tokens": 8}}
-        tree |= {"group": {"prompts_per_step": 2, "group_size": 4, "beta": 0.1}}
-    for key, value in keys.items():
-        tree[key] = tree[key] | value if isinstance(value, dict) and key in tree else value
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
-    return str(folder / "recipe.yaml")
 
 
 @pytest.mark.slow
@@ -328,6 +336,16 @@ def test_what_does_not_go_with_fp8_is_refused_before_a_model_is_loaded(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=f"(?s)model.fp8: .*{named}"):
         load_recipe(recipe_of(tmp_path, **TOGETHER[named]))
+
+
+def test_a_mixture_and_a_sharded_model_are_refused_in_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = load_recipe(recipe_of(tmp_path))
+    with pytest.raises(ConfigError, match="experts are no linear layers"):
+        plan_of(recipe, config=Qwen3MoeConfig().to_dict())
+    monkeypatch.setattr(comm, "world", lambda: comm.World(rank=0, size=2))
+    with pytest.raises(ConfigError, match="spread over processes"):
+        modelled(replace(recipe, parallel=ParallelSettings(name="zero3")))
 
 
 def test_a_correction_is_taken_of_the_native_engine_with_fp8_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

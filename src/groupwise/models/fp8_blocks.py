@@ -10,7 +10,7 @@ whole tensors are not used.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -68,10 +68,12 @@ class Fp8Blocks:
 
     def __init__(self, policy: Policy, recipe: str) -> None:
         """recipe: torchao's name, `model.fp8`.  Raises ConfigError for what cannot run in FP8."""
-        reason = refusal_of(policy)
-        if reason is not None:
-            raise ConfigError(f"model.fp8: {reason}; leave model.fp8 out")
-        torchao()
+        if policy.adapter is not None:
+            raise refusal("the weights under an adapter (model.lora) are frozen")
+        if policy.attention == "single":
+            raise refusal("model.attention is 'single', which runs no packed streams")
+        spread = policy.sharded or policy.context_group is not None
+        demand_fp8(policy.model.config.to_dict(), spread=spread)
         self.recipe = recipe
         self.names: list[str] = []
         """The layers that run in FP8."""
@@ -91,10 +93,9 @@ class Fp8Blocks:
             else:
                 self.names.append(name)
         if not self.names:
-            raise ConfigError(
-                f"model.fp8: no block of {type(policy.model).__name__} has a linear layer whose"
-                f" sides are multiples of {SIDE}; leave model.fp8 out"
-            )
+            name = type(policy.model).__name__
+            sides = f"a linear layer whose sides are multiples of {SIDE}"
+            raise refusal(f"no block of {name} has {sides}")
 
     def layers(self, policy: Policy) -> dict[str, nn.Linear]:
         """Return the layers of a policy that run in FP8, by name."""
@@ -129,17 +130,23 @@ class Fp8Blocks:
                 del layer.forward
 
 
-def refusal_of(policy: Policy) -> str | None:
-    """Return why a policy's blocks cannot run in FP8; None if they may."""
-    if policy.sharded or policy.context_group is not None:
-        return "weights or streams are spread over processes (parallel)"
-    if policy.adapter is not None:
-        return "the weights under an adapter (model.lora) are frozen"
-    if policy.attention == "single":
-        return "model.attention is 'single', which runs no packed streams"
-    if names_experts(policy.model.config.to_dict()):
-        return "the matrices of experts are no linear layers"
-    return None
+def demand_fp8(config: Mapping[str, Any], *, spread: bool) -> None:
+    """Refuse a model that cannot run in FP8, as far as it is known before its weights are read.
+    Raises ConfigError, also without torchao.
+
+    config: transformers', as a dictionary.   spread: several processes hold the weights or the
+    streams together.
+    """
+    if spread:
+        raise refusal("weights or streams are spread over processes (parallel)")
+    if names_experts(config):
+        raise refusal("the matrices of experts are no linear layers")
+    torchao()
+
+
+def refusal(reason: str) -> ConfigError:
+    """Return the error for what cannot run in FP8."""
+    return ConfigError(f"model.fp8: {reason}; leave model.fp8 out", key="model.fp8")
 
 
 def in_fp8(policy: Policy, recipe: str | None) -> Policy:

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from groupwise.errors import ConfigError
-from groupwise.models.fp8_blocks import Fp8Blocks, converted, emulates
+from groupwise.models.fp8_blocks import Fp8Blocks, converted, emulates, refusal
 from groupwise.models.policy import Policy
 from groupwise.proof.passes import run_pass, some_gradients
 from groupwise.proof.prove import kept_gradients
@@ -54,16 +53,15 @@ def prove_fp8(policy: Policy, *, longest: int) -> tuple[str, str]:
         compare_layer(name, blocks.twin(layer), layer, blocks.recipe)
     drift = measured_drift(policy, longest)
     if not drift.mean <= DRIFT:
-        raise ConfigError(
-            f"model.fp8: log-probs of sampled tokens differ by {drift.mean:.2g} nats on average"
-            f" from those without FP8 (one by {drift.largest:.2g}), more than {DRIFT:g}: this model"
-            " cannot be trained in FP8; leave model.fp8 out"
+        raise refusal(
+            f"log-probs of sampled tokens differ by {drift.mean:.2g} nats on average from those"
+            f" without FP8 (one by {drift.largest:.2g}), more than {DRIFT:g}: this model cannot be"
+            " trained in FP8"
         )
     if not drift.gradient <= GRADIENT_DRIFT:
-        raise ConfigError(
-            f"model.fp8: the gradient differs by {drift.gradient:.2g} of its norm from that without"
-            f" FP8, more than {GRADIENT_DRIFT:g}: this model cannot be trained in FP8; leave"
-            " model.fp8 out"
+        raise refusal(
+            f"the gradient differs by {drift.gradient:.2g} of its norm from that without FP8, more"
+            f" than {GRADIENT_DRIFT:g}: this model cannot be trained in FP8"
         )
     units = "in FP8"
     if emulates(policy.device):
@@ -92,9 +90,9 @@ def compare_layer(name: str, twin: nn.Linear, layer: nn.Linear, recipe: str) -> 
     kinds = ("products", "gradients of inputs", "gradients of weights")
     for kind, one, other in zip(kinds, ours, theirs, strict=True):
         if not torch.equal(one, other):
-            raise ConfigError(
-                f"model.fp8: {kind} of {name} are not those of torchao's own layer: this is a fault"
-                " of Groupwise or of torchao's version; leave model.fp8 out"
+            raise refusal(
+                f"{kind} of {name} are not those of torchao's own layer: this is a fault of"
+                " Groupwise or of torchao's version"
             )
 
 

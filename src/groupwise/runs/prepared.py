@@ -32,6 +32,7 @@ from groupwise.distributed import comm, layout
 from groupwise.environments.conversation import Environment
 from groupwise.environments.runtime import ToolRuntime
 from groupwise.errors import ConfigError, DataError
+from groupwise.models.fp8_blocks import demand_fp8
 from groupwise.models.loading import Blueprint, context_length, resolve_device
 from groupwise.records import Prompt, Sampling
 from groupwise.rewards.compose import Rewards, build_rewards, no_rewards
@@ -107,6 +108,9 @@ def modelled(
     demand_parts(blueprint, recipe.parallel)
     recipe = shared_out(recipe, blueprint) if shared else recipe
     demand_state(recipe)
+    if recipe.model.fp8 is not None:
+        several = shared and comm.world().size > 1
+        demand_fp8(blueprint.config, spread=several and layout.spreads(recipe.parallel))
     shape = shape_of(blueprint, recipe.model.dtype)
     return fitted(recipe, shape, planned_quantization(recipe, blueprint)), blueprint
 
