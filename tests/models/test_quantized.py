@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from block_models import block_checkpoint
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
@@ -21,6 +22,7 @@ from groupwise import train
 from groupwise.config.recipes import parse_stages
 from groupwise.config.settings import LoraSettings, ModelSettings, RolloutSettings
 from groupwise.errors import ConfigError
+from groupwise.inspection.replay import RecordedRun
 from groupwise.models import quantized
 from groupwise.models.loading import load_policy, read_blueprint
 from groupwise.models.lora import adapt, restore_adapter
@@ -32,8 +34,10 @@ from groupwise.proof.prove import prove
 from groupwise.records import Sample
 from groupwise.rollout.vllm.weight_ranges import own_ranges
 from groupwise.runs.engines import make_engine, sampler_of
+from groupwise.runs.inputs import resolved
 from groupwise.runs.prepared import plan_of
 from groupwise.runs.run_models import weightless
+from groupwise.training.objectives import language_model
 from groupwise.training.passes import score
 
 LORA = LoraSettings(rank=4, alpha=8.0)
@@ -353,3 +357,72 @@ def test_what_a_quantised_base_cannot_do_is_refused_by_name(
     with pytest.raises(ConfigError, match="pip install bitsandbytes"):
         load_policy(ModelSettings(path=str(base()), quantize="nf4"))
     quantized.bitsandbytes.cache_clear()
+
+
+STAGES = """
+name: chained
+model: {{path: {base}, quantize: {quantize}, lora: {{rank: 4, alpha: 8}}}}
+data: {{path: {data}, template: "{{question}}="}}
+runs: {runs}
+save: {{every: 1}}
+optimizer: {{lr: 1.0e-2}}
+stages:
+  sft: {{objective: sft, steps: 2, batch_size: 4}}
+  grpo:
+    objective: grpo
+    steps: 1
+    model: {model}
+    rewards: [{{function: repetition, args: {{n: 1}}}}]
+    group: {{prompts_per_step: 2, group_size: 2}}
+    rollout: {{max_new_tokens: 6}}
+"""
+
+
+@pytest.fixture
+def chained(base: Callable[..., Path], tmp_path: Path) -> Any:
+    """Trains the first of two stages; returns a function that gives the recipe of the second."""
+    (tmp_path / "rows.json").write_text(json.dumps([{"question": f"{i}+1", "completion": f"{i + 1}"} for i in range(8)]))
+
+    def stages(quantize: str, model: str) -> Any:
+        text = STAGES.format(base=base(), quantize=quantize, data=tmp_path / "rows.json", runs=tmp_path / "runs", model=model)
+        return parse_stages(text, "recipe", [])
+
+    def make(quantize: str) -> Callable[..., Any]:
+        list(train(stages(quantize, "{}")["sft"]))
+        return lambda model, then=quantize: stages(then, model)["grpo"]
+
+    return make
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantize", ["int8", "null"])
+def test_a_stage_goes_on_with_the_adapter_of_an_earlier_one(quantize: str, chained: Any, tmp_path: Path) -> None:
+    recipe = chained(quantize)("{lora: {start: 'stage:sft'}}")
+    run = tmp_path / "runs/chained"
+    policy = language_model(resolved(recipe), read_blueprint(recipe.model))
+    saved = load_file(run / "sft/final/adapter/adapter_model.safetensors")
+    trained = [policy.model.get_parameter(name).detach() for name in policy.adapter.trained]  # type: ignore[union-attr]
+    assert sum(float(tensor.double().square().sum()) for tensor in trained) == pytest.approx(
+        sum(float(tensor.double().square().sum()) for tensor in saved.values())
+    )
+    sample = [Sample(group="", prompt=np.arange(3, 9), completion=np.arange(9, 14), weight=np.ones(5))]
+    merged = load_policy(ModelSettings(path=str(run / "sft/final")))
+    np.testing.assert_allclose(logp_of(policy, sample), logp_of(merged, sample), rtol=0, atol=1e-4)
+    (step,) = train(recipe)
+    assert np.isfinite(step.metrics["loss"])
+    assert RecordedRun.of(run / "grpo").learner(0).policy.adapter is not None
+
+
+@pytest.mark.slow
+def test_an_adapter_that_a_stage_cannot_go_on_with_is_refused_by_name(chained: Any) -> None:
+    """Also the merged model of a quantised base: to round it again undoes what the adapter learnt."""
+    make = chained("int8")
+    for model, quantize, says in (
+        ("{path: 'stage:sft'}", "int8", r"leave model\.path at the base.*model\.lora\.start=stage:sft"),
+        ("{lora: {start: 'stage:sft', rank: 3}}", "int8", "other layers, ranks or alphas"),
+        ("{lora: {start: 'stage:sft', alpha: 3}}", "int8", "other layers, ranks or alphas"),
+        ("{lora: {start: 'stage:sft'}}", "null", r"quantised as int8, here it is None: set model\.quantize to int8"),
+        ("{lora: {start: 'stage:other'}}", "int8", "no stage 'other' runs before this one"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            list(train(make(model, quantize)))

@@ -232,6 +232,18 @@ def test_a_chat_model_learns_from_programs(checkpoint: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+def test_a_chat_model_learns_on_a_base_in_few_bits(checkpoint: Path, tmp_path: Path) -> None:
+    """smollm2-nf4 with another model in its place, whose rows are too short for NF4; the second stage goes on with the adapter."""
+    few = [f"stages.{stage}.steps=2" for stage in ("sft", "grpo")]
+    few += ["stages.grpo.group.prompts_per_step=2", "stages.grpo.group.group_size=3"]
+    small = [f"model.path={checkpoint}", "model.quantize=int8", "data.eval_limit=4", *few]
+    run(ROOT / "recipes/smollm2-nf4.yaml", tmp_path, small)
+    sft, grpo = (steps_of(tmp_path / "runs/smollm2-nf4" / stage) for stage in ("sft", "grpo"))
+    assert sft[-1]["step"] == grpo[-1]["step"] == 2
+    assert {"eval/greedy", "eval/pass@4"} <= set(grpo[-1])
+
+
+@pytest.mark.slow
 def test_a_chat_model_learns_through_an_agent(checkpoint: Path, tmp_path: Path) -> None:
     """SFT and GRPO of smollm2-agent with another model in its place, and a program that talks as the agent does."""
     isolation = "bubblewrap"

@@ -104,6 +104,11 @@ class LoraSettings:
     """Embeddings and linear layers that are trained whole, beside their originals, e.g.
     `[embed_tokens, lm_head]`.  Where embedding and head are one matrix, they become two.
     """
+    start: str | None = None
+    """An adapter of the same form to go on with, on the same base: a folder in peft's format, or
+    `stage:NAME`.  The reference is still the base without it.  null: a new adapter, which changes
+    nothing at first.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

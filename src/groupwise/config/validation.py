@@ -235,6 +235,10 @@ def _model(recipe: Recipe, earlier: Sequence[str]) -> Findings:
         yield from _quantized(recipe)
     if model.fp8 is not None:
         yield from _in_fp8(recipe)
+    if model.lora is not None and model.lora.start is not None:
+        start = model.lora.start
+        if wrong := wrong_model(start, earlier):
+            yield f"model.lora.start: {wrong}"
     if model.lora is not None and recipe.group.reference_refresh:
         yield (
             "model.lora: the reference is what lies under the adapter and cannot move: leave"

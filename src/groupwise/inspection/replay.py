@@ -33,6 +33,7 @@ from groupwise.rewards.compose import combine
 from groupwise.runs import checkpoint
 from groupwise.runs.final_model import check_reference
 from groupwise.runs.folder import FINAL, REFERENCE
+from groupwise.runs.inputs import with_start
 from groupwise.runs.job import Learner, make_learner
 from groupwise.runs.origin import overridden, run_of
 from groupwise.runs.prepared import algorithm_of, modelled
@@ -288,6 +289,7 @@ class RecordedRun:
             # The stages of a run lie side by side, wherever the run was moved.
             path = str(folder.parent / path.removeprefix(STAGE) / FINAL)
             recipe = replace(recipe, model=replace(recipe.model, path=path))
+        recipe = replace(recipe, model=with_start(recipe.model, folder.parent))
         algorithm = algorithm_of(recipe)
         if algorithm.needs.critic or algorithm.needs.teacher:
             source = "a critic" if algorithm.needs.critic else "a teacher"

@@ -33,7 +33,12 @@ from groupwise.errors import ConfigError
 from groupwise.models.lora_dropout import DroppingLoss, put_dropout
 from groupwise.models.moe import BALANCE, router_coefficient
 from groupwise.models.policy import Adapter, Policy
-from groupwise.models.quantized import QuantizedLinear, note_format, quantized_layers
+from groupwise.models.quantized import (
+    QuantizedLinear,
+    note_format,
+    quantized_layers,
+    quantized_name,
+)
 from groupwise.records import Sample
 from groupwise.utils.spelling import nearest
 from groupwise.utils.terminal import logger
@@ -54,6 +59,8 @@ ADAPTABLE = (*LINEAR, QuantizedLinear)
 """Layers that an adapter can lie on."""
 ADAPTER_CONFIG = "adapter_config.json"
 """Marks a folder as a low-rank adapter in peft's format."""
+SCALES = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+"""Keys of peft's file that say what an adapter's product is multiplied by."""
 
 
 def keep_adapter(policy: Policy, folder: Path, parameters: Mapping[str, Tensor]) -> None:
@@ -87,6 +94,40 @@ def restore_adapter(policy: Policy, folder: Path) -> None:
         for name, parameter in policy.model.named_parameters():
             if name in policy.adapter.trained:
                 parameter.copy_(saved[_file_name(name)])
+
+
+def take_over_adapter(policy: Policy, folder: Path) -> None:
+    """Give a policy's adapter the numbers of one in peft's format.
+
+    Raises ConfigError if there is none, or one of another form or for a base that was quantised
+    otherwise.
+    """
+    assert policy.adapter is not None
+    if not (folder / FILE).is_file():
+        raise ConfigError(
+            f"model.lora.start: there is no {FILE} in {folder}: name an adapter's folder"
+        )
+    layers = list(quantized_layers(policy.model).values())
+    base = layers[0].format.name if layers else None
+    start_base = quantized_name(folder)
+    if start_base != base:
+        raise ConfigError(
+            f"model.lora.start: the base under {folder} was quantised as {start_base}, here it is"
+            f" {base}: set model.quantize to {start_base or 'null'}"
+        )
+    saved = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    start_shapes = {name: tensor.shape for name, tensor in load_file(folder / FILE).items()}
+    shapes: dict[str, torch.Size] = {}
+    for name, parameter in policy.model.named_parameters():
+        if name in policy.adapter.trained:
+            shapes[_file_name(name)] = parameter.shape
+    factors = [saved.get(key) == getattr(policy.adapter.config, key) for key in SCALES]
+    if start_shapes != shapes or not all(factors):
+        raise ConfigError(
+            f"model.lora.start: the adapter in {folder} has other layers, ranks or alphas: give"
+            f" model.lora its settings ({folder / ADAPTER_CONFIG})"
+        )
+    restore_adapter(policy, folder)
 
 
 def adapt(policy: Policy, lora: LoraSettings, *, base: str, seed: int = 0) -> Policy:

@@ -25,13 +25,14 @@ from typing import Any
 
 from groupwise.config.live_objects import Live
 from groupwise.config.recipes import run_folder
-from groupwise.config.settings import Recipe
+from groupwise.config.settings import ModelSettings, Recipe
 from groupwise.config.validation import STAGE
 from groupwise.data.sources import fingerprint
 from groupwise.distributed import comm
 from groupwise.errors import ConfigError, DataError, RunError
 from groupwise.models.gguf import checkpoint_folder
-from groupwise.models.lora import ADAPTER_CONFIG, read_adapter
+from groupwise.models.lora import ADAPTER_CONFIG, FOLDER, read_adapter
+from groupwise.models.quantized import quantized_name
 from groupwise.rewards.registry import MODEL
 from groupwise.runs.final_model import model_digest
 from groupwise.runs.folder import FINAL
@@ -307,7 +308,9 @@ def resolved(recipe: Recipe) -> Recipe:
     path, data = recipe.model.path, recipe.data.path
     if path is not None:
         model = replace(recipe.model, path=_folder_of(path, recipe, "model.path"))
-        recipe = replace(recipe, model=model)
+        if path.startswith(STAGE):
+            _demand_exact(model)
+        recipe = replace(recipe, model=with_start(model, run_folder(recipe).parent))
     if data is not None and data.startswith(STAGE):
         stage, _, judge = data.removeprefix(STAGE).partition(":")
         folder = Path(_folder_of(f"{STAGE}{stage}", recipe, "data.path")).parent
@@ -322,6 +325,31 @@ def resolved(recipe: Recipe) -> Recipe:
         rewards.append(replace(reward, args=args))
     teacher = replace(recipe.teacher, path=_folder_of(recipe.teacher.path, recipe, "teacher.path"))
     return replace(recipe, rewards=tuple(rewards), critic=critic, teacher=teacher)
+
+
+def _demand_exact(model: ModelSettings) -> None:
+    """Refuse to round a stage's final model again.  Raises ConfigError."""
+    if model.quantize is None:
+        return
+    folder = Path(str(model.path))
+    if quantized_name(folder / FOLDER) == model.quantize:
+        raise ConfigError(
+            f"model.path: in {folder} an adapter is merged into a base that was {model.quantize},"
+            " and to round it again undoes what the adapter learnt: leave model.path at the base,"
+            f" and go on with the adapter, model.lora.start=stage:{folder.parent.name}"
+        )
+
+
+def with_start(model: ModelSettings, stages: Path) -> ModelSettings:
+    """The settings with the folder of the adapter that an earlier stage has trained.
+
+    stages: the folder of the run folders of all stages.
+    """
+    lora = model.lora
+    if lora is None or lora.start is None or not lora.start.startswith(STAGE):
+        return model
+    folder = stages / lora.start.removeprefix(STAGE) / FINAL / FOLDER
+    return replace(model, lora=replace(lora, start=str(folder)))
 
 
 def _folder_of(value: Any, recipe: Recipe, key: str) -> Any:

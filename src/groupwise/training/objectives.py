@@ -19,7 +19,7 @@ from groupwise.data.templates import Tools
 from groupwise.errors import ConfigError
 from groupwise.models.gguf import checkpoint_folder
 from groupwise.models.loading import Blueprint, make_policy
-from groupwise.models.lora import adapt
+from groupwise.models.lora import adapt, take_over_adapter
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import Pooling, make_scorer
 from groupwise.training.offline import SFT, Objective
@@ -30,6 +30,7 @@ from groupwise.training.preferences import (
     reward_objective,
     with_replay,
 )
+from groupwise.utils.files import expanded
 
 TEXT_ALONE = NoImages("they are read by sft and where the policy samples (grpo and its relatives)")
 """Says why pairs and solutions have no images."""
@@ -50,11 +51,14 @@ def scorer(recipe: Recipe, blueprint: Blueprint, pooling: Pooling) -> Policy:
 def with_adapter(recipe: Recipe, policy: Policy) -> Policy:
     """The policy with its adapter, where the recipe asks for one."""
     settings = recipe.model
-    if settings.lora is None:
+    lora = settings.lora
+    if lora is None:
         return policy
-    return adapt(
-        policy, settings.lora, base=checkpoint_folder(str(settings.path)), seed=recipe.seed
-    )
+    base = checkpoint_folder(str(settings.path))
+    policy = adapt(policy, lora, base=base, seed=recipe.seed)
+    if lora.start is not None:
+        take_over_adapter(policy, expanded(lora.start))
+    return policy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
