@@ -56,6 +56,7 @@ FORMS = {
     "text alone, as in TRL": {"prompt": [{"role": "user", "content": "what?"}], "images": [PNG]},
     "in the part": {"prompt": user({"type": "image", "image": PNG}, WHAT)},
     "of OpenAI": {"prompt": user({"type": "image_url", "image_url": {"url": URL}}, WHAT)},
+    "columnar, without a type": {"prompt": user(HERE, {"type": None, "text": "what?"}), "images": [PNG]},
     "columnar": {"prompt": user({"type": "image", "text": None}, {**WHAT, "image": None}), "images": [{"bytes": PNG}]},
 }
 
@@ -146,6 +147,10 @@ REFUSED = {
         {"prompt": user({"type": "image", "image": 3.5}, WHAT)},
         "image 1 of the messages: an image cannot be read: an object of",
     ),
+    "a type that is no text": (
+        {"prompt": user(HERE, {"type": ["text"], "text": "what?"}), "images": [PNG]},
+        "holds a part of content of type ['text']: only text can be read here",
+    ),
     "two for one part": (
         {"images": [PNG, PNG]},
         "2 images, and its messages have 1 part of type image: give an image for each",
@@ -188,6 +193,16 @@ def test_a_message_that_writes_a_placeholder_itself_is_refused(encoder: ImageEnc
         read(encoder, row)
     (prompt,) = read(encoder, row, control_tokens="plain")
     assert (prompt.tokens == tokenizer().convert_tokens_to_ids("<|image_pad|>")).sum() == COUNT
+
+
+def test_images_side_by_side_are_refused(encoder: ImageEncoder) -> None:
+    """The model's function of positions would take the placeholders of both for one image."""
+    tokens = tokenizer()
+    tokens.chat_template = "{% for part in messages[0].content %}{{ part.text or '<|image_pad|>' }}{% endfor %}"
+    template = Template(tokenizer=tokens, images=encoder)
+    row = {"prompt": user(HERE, HERE, WHAT), "images": [PNG, png(1)]}
+    with pytest.raises(DataError, match=r"two images with nothing between them: set model\.chat_template"):
+        encode(PROMPTS.read(SourceRows("t.jsonl", [row]), template), template, PROMPTS, limit=200, limited_by="a limit")
 
 
 def test_a_text_prompt_needs_a_chat(encoder: ImageEncoder) -> None:

@@ -43,6 +43,7 @@ DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,")
 UNREAD = "with an image that cannot be read"
 UNCOUNTED = "with other numbers of images and of image parts"
 NO_PLACE = "with images and a prompt that is a text alone"
+NO_GAP = "with images that no text parts"
 NO_READER = "with images, which the model does not read"
 
 
@@ -136,6 +137,12 @@ class ImageEncoder:
                 f"{where}: the prompt has {len(pictures)} images, and its text holds"
                 f" {len(parts) - 1} times {self.mark!r}: leave that out of the messages, or set"
                 " model.chat_template to one that writes images",
+            )
+        if not self.begin + self.end and "" in parts[1:-1]:
+            raise BadRow(
+                NO_GAP,
+                f"{where}: the chat template writes two images with nothing between them: set"
+                " model.chat_template to one that marks where each begins",
             )
         whole = [parts[0]]
         for picture, part in zip(pictures, parts[1:], strict=True):

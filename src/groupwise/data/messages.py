@@ -113,15 +113,16 @@ def _parts(content: list[Any], column: str, where: str) -> list[Any]:
 
 
 def _part(part: object, column: str, where: str) -> str:
-    if isinstance(part, Mapping) and part.get("type", "text") in TEXTS:
-        text = part.get("text")
-        if isinstance(text, str):
-            return text
     kind = f"{part!r:.40}"
-    if isinstance(part, Mapping) and "type" in part:
-        kind = f"of type {escaped(part['type'])!r:.40}"
+    if isinstance(part, Mapping):
+        named, text = part.get("type"), part.get("text")
+        if (named is None or named in TEXTS) and isinstance(text, str):
+            return text
+        if named is not None:
+            kind = f"of type {named!r:.40}"
     raise BadRow(
-        NO_TEXT, f"{where}: {column} holds a part of content {kind}: only text can be read here"
+        NO_TEXT,
+        f"{where}: {column} holds a part of content {escaped(kind)}: only text can be read here",
     )
 
 
