@@ -519,6 +519,64 @@ def test_the_planned_peak_is_what_a_step_takes(dtype: str, vocabulary: int, fork
     raise AssertionError(f"planned {planned:,} bytes, and it takes {peaks}")
 
 
+QUANTIZED = """
+import sys
+import numpy as np, torch
+from pathlib import Path
+from groupwise.config.settings import LoraSettings, ModelSettings, OptimizerSettings, ScratchSettings
+from groupwise.data.tokenizers import byte_tokenizer
+from groupwise.models.loading import load_policy, read_blueprint
+from groupwise.models.lora import adapt, adapter_size
+from groupwise.models.quantized import quantized_size
+from groupwise.models.scratch import scratch_model
+from groupwise.records import Sample
+from groupwise.runs.plan import Load, process_memory
+from groupwise.runs.run_models import shape_of, weightless
+from groupwise.training.offline import SFT
+from groupwise.training.optimizer import Optimizer
+from groupwise.training.passes import update
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+torch.set_num_threads(1)
+folder, tokenizer = sys.argv[1], byte_tokenizer()
+scratch = ScratchSettings(family="llama", hidden=512, layers=8, heads=8, context=128)
+scratch_model(scratch, vocabulary=len(tokenizer), eos_ids=(0,), pad_id=1).save_pretrained(folder)
+tokenizer.save_pretrained(folder)
+settings, lora = ModelSettings(path=folder, quantize="int8"), LoraSettings(rank=16)
+blueprint = read_blueprint(settings)
+quantized, adapter = quantized_size(weightless(blueprint), "int8"), adapter_size(weightless(blueprint), lora)
+policy = adapt(load_policy(settings), lora, base=folder)
+load = Load(
+    prompts=32, group=1, prompt_tokens=96, completion_tokens=0, max_tokens_per_microbatch=3072,
+    adapter=adapter.parameters, quantized=quantized,
+)
+planned = process_memory(shape_of(blueprint), load, prompts=32).above
+draw = np.random.default_rng(0)
+samples = [
+    Sample(group=str(i), prompt=draw.integers(2, 200, 32), completion=draw.integers(2, 200, 64), weight=np.full(64, 1 / 2048))
+    for i in range(32)
+]
+optimizer = Optimizer(policy.model, OptimizerSettings(lr=1e-7), 10)
+Path("/proc/self/clear_refs").write_text("5")
+base = resident()
+for step in range(2):
+    update(policy, SFT.loss, samples, optimizer, max_tokens_per_microbatch=3072)
+peak = next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+print(planned, peak - base)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
+def test_an_update_on_a_quantised_base_takes_what_is_planned(forked: Any, tmp_path: Path) -> None:
+    process = forked.start(str(tmp_path / "model"), code=QUANTIZED, OMP_NUM_THREADS="1")
+    assert process.wait(600) == 0, process.said
+    planned, peak = map(int, process.said.split()[-2:])
+    assert 0.85 * planned < peak < 1.15 * planned
+
+
 def test_a_recipe_whose_model_is_not_at_hand_is_planned_by_a_config_alone(
     planned: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

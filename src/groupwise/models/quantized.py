@@ -10,6 +10,7 @@ O, I sides of a matrix
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 from abc import ABC, abstractmethod
@@ -35,6 +36,8 @@ BLOCK = 64
 """Numbers of a row that share a scale in NF4, as in the paper and in bitsandbytes."""
 LARGEST_INT8 = 127
 SCALE_BYTES = 4
+MMAP_THRESHOLD, PAGED = -3, 1 << 20
+"""glibc's `M_MMAP_THRESHOLD`, and the bytes from which a block of memory has pages of its own."""
 
 
 class Format(ABC):
@@ -198,6 +201,7 @@ def quantize(model: PreTrainedModel, format: Format, device: torch.device) -> Pr
 
     device: where it is quantised, and the matrices stay.
     """
+    give_memory_back(device)
     for name, layer in quantizable(model, format).items():
         put(model, name, QuantizedLinear(layer, layer.weight.to(device), format))
     return model
@@ -211,6 +215,7 @@ def read_quantized(
 
     A matrix is quantised before the next one is read: the whole weights are never in memory.
     """
+    give_memory_back(device)
     names = {id(tensor): name for name, tensor in saved_names(model).items()}
     layers = quantizable(model, format)
     filled: dict[int, nn.Parameter] = {}
@@ -236,6 +241,17 @@ def read_quantized(
         put(model, name, QuantizedLinear(layer, read(layer.weight), format))
     reader.close()
     return model
+
+
+def give_memory_back(device: torch.device) -> None:
+    """Have glibc give freed memory back at once, in blocks of `PAGED` bytes and more.
+
+    Otherwise matrices that are made for one product leave holes which later ones do not fit, and a
+    process keeps twice what it holds.  It costs an update a tenth to a fifth of its time.
+    """
+    libc = ctypes.CDLL(None)
+    if device.type == "cpu" and hasattr(libc, "mallopt"):
+        libc.mallopt(MMAP_THRESHOLD, PAGED)
 
 
 def quantizable(model: PreTrainedModel, format: Format) -> dict[str, nn.Linear]:

@@ -400,7 +400,9 @@ def memory(
     fragmentation = 0
     if load.cpu:
         fragmentation = PIECES + keys + min(blocks, PIECES_OF_BLOCKS)
-        if adapter:
+        if quantized.numbers:  # its memory is given back (`models.quantized.give_memory_back`)
+            fragmentation = PIECES
+        elif adapter:
             fragmentation += int(PIECES_UNDER_ADAPTER * activations)
     moments, piece = 8 * trained, 0
     if load.moments is not None:
