@@ -10,7 +10,7 @@ whole tensors are not used.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from groupwise.errors import ConfigError
-from groupwise.models.backbone import layers
+from groupwise.models.backbone import layers, replaced_forwards
 from groupwise.models.policy import Policy
 from groupwise.models.shape import names_experts
 from groupwise.ops.operations import operations
@@ -118,16 +118,12 @@ class Fp8Blocks:
 
         Backward passes must be inside too.
         """
-        changed = list(self.layers(policy).values())
-        for layer in changed:
-            layer.forward = self.twin(layer).forward
-        try:
-            # Fused forms call a module that has a `forward` of its own.
-            with operations().fused_modules(policy.model):
-                yield
-        finally:
-            for layer in changed:
-                del layer.forward
+        forwards = dict[nn.Module, Callable[..., Any]]()
+        for layer in self.layers(policy).values():
+            forwards[layer] = self.twin(layer).forward
+        # Fused forms call a module that has a `forward` of its own.
+        with replaced_forwards(forwards), operations().fused_modules(policy.model):
+            yield
 
 
 def demand_fp8(config: Mapping[str, Any], *, spread: bool) -> None:
