@@ -84,7 +84,7 @@ def prove_fp8(
     text = (
         f"{blocks.recipe}: {len(blocks.names)} linear layers{stay} {units}, each equal to"
         f" torchao's; log-probs drift by {drift.mean:.2g} nats on average, by"
-        f" {drift.largest:.2g} at most, the gradient by an angle of cosine {drift.cosine:.2g}"
+        f" {drift.largest:.2g} at most, the gradient by a cosine of {drift.cosine:.3f}"
     )
     return "fp8", text
 
