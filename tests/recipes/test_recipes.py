@@ -94,7 +94,7 @@ def test_demo(objective: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_shapes(tmp_path: Path) -> None:
-    """SFT without pictures, then GRPO with them; accuracies are told apart by the kind of the question."""
+    """SFT, then GRPO, on pictures; accuracies are told apart by the kind of the question."""
     overrides = [*SFT_AND_GRPO, "model.scratch.hidden=32", "stages.sft.data.limit=2000", "stages.sft.data.eval_limit=6", "eval.k=2"]
     overrides += ["stages.grpo.data.limit=40", "stages.grpo.data.eval_limit=30", "stages.grpo.eval.prompts=6"]
     printed = run(ROOT / "recipes/shapes.yaml", tmp_path, overrides)

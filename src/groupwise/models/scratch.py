@@ -105,6 +105,9 @@ def image_encoder() -> ImageEncoder:
 
 PATCH, MERGE, FRAMES = 4, 2, 2
 """Pixels of a patch's side, patches of a square's side, and frames of a patch."""
+TOWER_RANGE = 0.08
+"""Deviation of the tower's random weights, which it keeps.  With transformers' 0.02 a model of the
+task `shapes` had learnt to count in 0.3 of the cases after 200 steps of SFT, not in 0.8."""
 MOST_SQUARES = 64
 """Squares of an image, each of which is an embedding; larger ones are made smaller."""
 
@@ -162,6 +165,7 @@ def _config(
             tower |= {"patch_size": PATCH, "spatial_merge_size": MERGE}
             tower |= {"temporal_patch_size": FRAMES, "num_position_embeddings": MOST_SQUARES}
             tower |= {"depth": 1, "deepstack_visual_indexes": []}
+            tower |= {"initializer_range": TOWER_RANGE}
             parts = {"text_config": text, "vision_config": tower, "tie_word_embeddings": True}
             return AutoConfig.for_model(family, **parts, **image_ids)
     return AutoConfig.for_model(
