@@ -64,6 +64,7 @@ STAGE = "stage:"
 """Prefix of a path that means the final model of an earlier stage."""
 
 PAIRED = ("reward", "dpo")
+SCORING = ("reward", "prm")
 """Objectives that learn from pairs, which an earlier stage can have sampled."""
 
 
@@ -274,6 +275,12 @@ def _in_fp8(recipe: Recipe) -> Findings:
             ("model.fp8", "model.lora"),
             "model.fp8: the weights under an adapter are frozen: leave model.lora out, or model.fp8"
             " (model.quantize holds them in few bits)",
+        )
+    if recipe.objective in SCORING:
+        yield (
+            ("model.fp8", "objective"),
+            f"model.fp8: {recipe.objective!r} trains a scoring model, which does not run in FP8:"
+            " leave model.fp8 out",
         )
     if model.compile != "off":
         yield (

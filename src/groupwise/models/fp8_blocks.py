@@ -72,6 +72,8 @@ class Fp8Blocks:
             raise refusal("the weights under an adapter (model.lora) are frozen")
         if policy.attention == "single":
             raise refusal("model.attention is 'single', which runs no packed streams")
+        if policy.vision is not None:
+            raise refusal("the model reads images")
         spread = policy.sharded or policy.context_group is not None
         demand_fp8(policy.model.config.to_dict(), spread=spread)
         self.recipe = recipe

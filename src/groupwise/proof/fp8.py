@@ -6,6 +6,8 @@ Equality with the model's own pass cannot be asked: FP8 keeps three bits behind 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,15 +18,21 @@ from groupwise.models.fp8_blocks import Fp8Blocks, converted, emulates, refusal
 from groupwise.models.policy import Policy
 from groupwise.proof.passes import run_pass, some_gradients
 from groupwise.proof.prove import kept_gradients
-from groupwise.proof.texts import NATIVE, Size, drawn
+from groupwise.proof.texts import Size, prompts_of
+from groupwise.records import Prompt, Sample, Sampling
+from groupwise.rollout.native.engine import NativeEngine
 
 DRIFT = 0.1
 """Largest mean difference, in nats, of the log-probs of sampled tokens with FP8 and without: the
 bound of a step's mismatch too."""
-GRADIENT_DRIFT = 0.35
-"""Largest difference of the gradient with FP8, relative to the norm of that without."""
-TEXTS = Size(prompts=(8,) * 8, group=2, rows=8, tokens=12, far=0)
-"""What is sampled to measure the drift."""
+DIRECTION = 0.8
+"""Smallest cosine of the angle between the gradients with FP8 and without."""
+PROMPTS = 8
+"""Prompts that the drift is measured on."""
+SAMPLED = 24
+"""Tokens that are sampled of each."""
+UNKNOWN = Size(prompts=(8,) * PROMPTS, group=1, rows=PROMPTS, tokens=SAMPLED, far=0)
+"""Random prompts, where a run's are not known."""
 TOKENS = 16
 """Rows of the input that each layer is given."""
 
@@ -37,31 +45,35 @@ class Drift:
     """The mean difference of a sampled token's log-prob, nats."""
     largest: float
     """The largest difference of one."""
-    gradient: float
-    """The norm of the gradient's difference, relative to the gradient's."""
+    cosine: float
+    """The cosine of the angle between the gradients."""
 
 
-def prove_fp8(policy: Policy, *, longest: int) -> tuple[str, str]:
+def prove_fp8(
+    policy: Policy, *, longest: int, prompts: Sequence[np.ndarray] = ()
+) -> tuple[str, str]:
     """Compare a policy's blocks in FP8 with torchao's layers, and with the blocks without FP8,
     which are proven before.  Return label and text for the plan.
 
-    longest: tokens of the run's longest text.  Raises ConfigError for a layer that differs and for
-    a drift beyond the bounds.
+    longest: tokens of the run's longest text.   prompts: token ids of the run's prompts; none:
+    random ones are taken.  Raises ConfigError for a layer that differs and for a drift beyond the
+    bounds.
     """
     blocks: Fp8Blocks = policy.blocks
     for name, layer in blocks.layers(policy).items():
         compare_layer(name, blocks.twin(layer), layer, blocks.recipe)
-    drift = measured_drift(policy, longest)
+    prompts = prompts[:PROMPTS] or prompts_of(policy, UNKNOWN, longest, seed=0)
+    drift = measured_drift(policy, prompts)
     if not drift.mean <= DRIFT:
         raise refusal(
             f"log-probs of sampled tokens differ by {drift.mean:.2g} nats on average from those"
             f" without FP8 (one by {drift.largest:.2g}), more than {DRIFT:g}: this model cannot be"
             " trained in FP8"
         )
-    if not drift.gradient <= GRADIENT_DRIFT:
+    if not drift.cosine >= DIRECTION:
         raise refusal(
-            f"the gradient differs by {drift.gradient:.2g} of its norm from that without FP8, more"
-            f" than {GRADIENT_DRIFT:g}: this model cannot be trained in FP8"
+            f"the cosine between the gradients with FP8 and without is {drift.cosine:.2g}, less"
+            f" than {DIRECTION:g}: this model cannot be trained in FP8"
         )
     units = "in FP8"
     if emulates(policy.device):
@@ -72,7 +84,7 @@ def prove_fp8(policy: Policy, *, longest: int) -> tuple[str, str]:
     text = (
         f"{blocks.recipe}: {len(blocks.names)} linear layers{stay} {units}, each equal to"
         f" torchao's; log-probs drift by {drift.mean:.2g} nats on average, by"
-        f" {drift.largest:.2g} at most, the gradient by {drift.gradient:.2g} of its norm"
+        f" {drift.largest:.2g} at most, the gradient by a cosine of {drift.cosine:.3f}"
     )
     return "fp8", text
 
@@ -105,18 +117,44 @@ def _products(layer: nn.Linear, x_TI: Tensor, gradient_TO: Tensor) -> tuple[Tens
     return out_TO.detach(), *gradients
 
 
-def measured_drift(policy: Policy, longest: int) -> Drift:
+def measured_drift(policy: Policy, prompts: Sequence[np.ndarray]) -> Drift:
     """Measure how far FP8 moves log-probs and gradients, of tokens that the policy samples without
     it.
+
+    prompts: their token ids.
     """
     plain = replace(policy, blocks=None)
-    texts = drawn(plain, NATIVE, TEXTS, max(min(policy.context, longest), 4))
+    texts = sampled(plain, prompts)
     with some_gradients(policy), kept_gradients(policy):
         exact = run_pass(plain, texts, gradients=True)
         rounded = run_pass(policy, texts, gradients=True)
     gap_N = np.abs(np.concatenate(rounded.values) - np.concatenate(exact.values))
-    distance, size = 0.0, 0.0
+    product, size, size_rounded = 0.0, 0.0, 0.0
     for name, gradient in exact.gradient.items():
-        distance += float((rounded.gradient[name] - gradient).float().norm()) ** 2
-        size += float(gradient.float().norm()) ** 2
-    return Drift(float(gap_N.mean()), float(gap_N.max()), (distance / size) ** 0.5)
+        one, other = gradient.double(), rounded.gradient[name].double()
+        product += float((one * other).sum())
+        size += float(one.square().sum())
+        size_rounded += float(other.square().sum())
+    cosine = product / math.sqrt(size * size_rounded)
+    return Drift(float(gap_N.mean()), float(gap_N.max()), cosine)
+
+
+def sampled(policy: Policy, prompts: Sequence[np.ndarray]) -> list[Sample]:
+    """Sample a completion of each prompt by the native engine; all of its tokens have a weight."""
+    asked = []
+    for place, ids in enumerate(prompts):
+        asked.append(Prompt(id=str(place), tokens=ids, text=""))
+    room = policy.context - max(ids.size for ids in prompts)
+    sampling = Sampling(max_new_tokens=min(SAMPLED, room))
+    engine = NativeEngine(policy, max_rows=len(asked))
+    texts = []
+    for (rollout,) in engine.generate(asked, group_size=1, sampling=sampling, seed=0):
+        texts.append(
+            Sample(
+                group=rollout.prompt.id,
+                prompt=rollout.prompt.tokens,
+                completion=rollout.tokens,
+                weight=np.ones(rollout.tokens.size),
+            )
+        )
+    return texts

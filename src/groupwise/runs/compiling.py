@@ -7,11 +7,13 @@ model's own pass and is faster here; otherwise the plan says why not.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from statistics import median
 from typing import Literal
 
+import numpy as np
 import torch
 
 from groupwise.distributed import comm
@@ -32,16 +34,21 @@ TIMES = 5
 
 
 def with_blocks(
-    policy: Policy, choice: Literal["auto", "on", "off"], *, longest: int, recompute: bool
+    policy: Policy,
+    choice: Literal["auto", "on", "off"],
+    *,
+    longest: int,
+    recompute: bool,
+    prompts: Sequence[np.ndarray] = (),
 ) -> tuple[Policy, Lines]:
     """Return the policy as it is trained, and what the plan says of it.
 
     The policy is proven without compiled blocks before, and without FP8; blocks in FP8 are proven
-    here.   longest, recompute: see `prove`.
+    here.   longest, recompute: see `prove`.   prompts: token ids of the run's prompts.
     Raises ConfigError if `on` cannot be, and for FP8 that is not proven.
     """
     if policy.blocks is not None:
-        return policy, [prove_fp8(policy, longest=longest)]
+        return policy, [prove_fp8(policy, longest=longest, prompts=prompts)]
     if choice == "off":
         return policy, []
     compiled = policy

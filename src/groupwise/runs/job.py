@@ -22,6 +22,7 @@ from groupwise.distributed import comm
 from groupwise.models.loading import Blueprint
 from groupwise.models.policy import Policy, without_adapter
 from groupwise.models.shape import Shape
+from groupwise.proof.fp8 import PROMPTS
 from groupwise.proof.prove import prove
 from groupwise.records import Prompt, Sampling, Step
 from groupwise.rewards.compose import Rewards
@@ -552,7 +553,10 @@ def _proven(
         proofs.append(("critic", prove(critic.policy, longest=longest, recompute=again)))
     if teacher is not None and recipe.teacher.path is not None:
         proofs.append(("teacher", prove(teacher.policy, longest=longest, train=False)))
-    policy, compiling = with_blocks(policy, recipe.model.compile, longest=longest, recompute=again)
+    prompts = [prompt.tokens for prompt in prepared.prompts.train[:PROMPTS]]
+    policy, compiling = with_blocks(
+        policy, recipe.model.compile, longest=longest, recompute=again, prompts=prompts
+    )
     if len(proofs) == 1:
         return policy, [proofs[0][1].line, *compiling]
     lines = Lines()
@@ -581,7 +585,10 @@ def _dataset_job(prepared: Prepared, reference: Path | None, resume: Path | None
     again = recipe.model.gradient_checkpointing
     exact = replace(policy, blocks=None)
     proof = prove(exact, longest=longest, sampler=sampler, recompute=again)
-    policy, compiling = with_blocks(policy, recipe.model.compile, longest=longest, recompute=again)
+    prompts = [row.prompt for row in prepared.rows.train[:PROMPTS]]
+    policy, compiling = with_blocks(
+        policy, recipe.model.compile, longest=longest, recompute=again, prompts=prompts
+    )
     return DatasetJob(
         recipe=recipe,
         prepared=prepared,
