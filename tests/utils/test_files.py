@@ -11,6 +11,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from groupwise.config.recipes import run_folder
 from groupwise.config.settings import ModelSettings, Recipe
@@ -19,7 +21,7 @@ from groupwise.errors import ConfigError, StorageError
 from groupwise.models.loading import read_blueprint
 from groupwise.models.saving import save
 from groupwise.utils import files
-from groupwise.utils.files import expanded, trouble
+from groupwise.utils.files import expanded, storing, trouble
 
 
 @pytest.fixture
@@ -112,3 +114,16 @@ def test_a_folder_whose_modes_cannot_be_set_is_brought_to_the_disk(tmp_path: Pat
 def test_a_disk_that_takes_no_file_says_so_in_its_own_words(number: int, named: str | None, said: str, tmp_path: Path) -> None:
     place = None if named is None else str(tmp_path / named)
     assert re.fullmatch(said, trouble(OSError(number, os.strerror(number), place), tmp_path / "run", "the run"))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_a_tokenizer_that_meets_a_full_disk_says_so(tmp_path: Path) -> None:
+    """It is written in Rust, and raises no OSError."""
+    whole = r"disk full while writing the final model to .*/final \(\d+ MB free\): make room there"
+    with pytest.raises(StorageError, match=whole), storing(tmp_path / "final", "the final model"):
+        Tokenizer(WordLevel({"a": 0}, unk_token="a")).save("/dev/full")
+
+
+def test_what_is_no_matter_of_the_disk_is_raised_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="WordLevel error"), storing(tmp_path / "final", "the final model"):
+        Tokenizer(WordLevel({"a": 0}, unk_token="b")).encode("c")

@@ -234,12 +234,26 @@ def storing(path: Path, what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(trouble(error, path, what)) from error
-    except SafetensorError as error:  # it tells the number in its text alone
-        match = re.search(r"os error (\d+)", str(error))
-        number = int(match[1]) if match is not None else 0
+    except SafetensorError as error:
         raise StorageError(
-            trouble(OSError(number, os.strerror(number) if number else str(error)), path, what)
+            trouble(told_in_text(error) or OSError(0, str(error)), path, what)
         ) from error
+    except Exception as error:  # tokenizers raise the bare class
+        told = told_in_text(error)
+        if told is None:
+            raise
+        raise StorageError(trouble(told, path, what)) from error
+
+
+def told_in_text(error: Exception) -> OSError | None:
+    """The operating system's error that an extension in Rust tells in its text alone; None if it
+    tells none.
+    """
+    match = re.search(r"os error (\d+)", str(error))
+    if match is None:
+        return None
+    number = int(match[1])
+    return OSError(number, os.strerror(number))
 
 
 def trouble(error: OSError, path: Path, what: str) -> str:
