@@ -411,10 +411,31 @@ def test_a_stage_goes_on_with_the_adapter_of_an_earlier_one(quantize: str, chain
     (step,) = train(recipe)
     assert np.isfinite(step.metrics["loss"])
     assert RecordedRun.of(run / "grpo").learner(0).policy.adapter is not None
+    adapter = run / "sft/final/adapter/adapter_model.safetensors"
+    adapter.write_bytes(adapter.read_bytes()[:-4] + bytes(4))
+    with pytest.raises(ConfigError, match=r"model\.lora\.start .*: its content has changed"):
+        list(train(recipe))
 
 
 @pytest.mark.slow
-def test_an_adapter_that_a_stage_cannot_go_on_with_is_refused_by_name(chained: Any) -> None:
+def test_the_file_of_an_adapter_may_be_an_older_pefts_and_names_its_base(
+    chained: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = resolved(chained("int8")("{lora: {start: 'stage:sft'}}"))
+    file = tmp_path / "runs/chained/sft/final/adapter/adapter_config.json"
+    saved = json.loads(file.read_text(encoding="utf-8"))
+    for key in ("use_rslora", "rank_pattern", "alpha_pattern"):
+        del saved[key]
+    file.write_text(json.dumps(saved), encoding="utf-8")
+    language_model(recipe, read_blueprint(recipe.model))
+    assert "was trained on" not in caplog.text
+    file.write_text(json.dumps(saved | {"base_model_name_or_path": "another"}), encoding="utf-8")
+    language_model(recipe, read_blueprint(recipe.model))
+    assert "was trained on another, and goes on here on" in caplog.text
+
+
+@pytest.mark.slow
+def test_an_adapter_that_a_stage_cannot_go_on_with_is_refused_by_name(chained: Any, tmp_path: Path) -> None:
     """Also the merged model of a quantised base: to round it again undoes what the adapter learnt."""
     make = chained("int8")
     for model, quantize, says in (
@@ -426,3 +447,10 @@ def test_an_adapter_that_a_stage_cannot_go_on_with_is_refused_by_name(chained: A
     ):
         with pytest.raises(ConfigError, match=says):
             list(train(make(model, quantize)))
+    final = tmp_path / "runs/chained/sft/final"
+    (final / "adapter/adapter_model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"or a stage that trains one \(model\.lora\)"):
+        list(train(make("{lora: {start: 'stage:sft'}}", "int8")))
+    (final / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"model\.lora\.start: the stage 'sft' has not finished"):
+        resolved(make("{lora: {start: 'stage:sft'}}", "int8"))

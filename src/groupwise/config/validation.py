@@ -64,8 +64,9 @@ STAGE = "stage:"
 """Prefix of a path that means the final model of an earlier stage."""
 
 PAIRED = ("reward", "dpo")
-SCORING = ("reward", "prm")
 """Objectives that learn from pairs, which an earlier stage can have sampled."""
+SCORING = ("reward", "prm")
+"""Objectives that train a scoring model."""
 
 
 def validate_recipe(recipe: Recipe, earlier: Sequence[str] = ()) -> list[Finding]:

@@ -105,7 +105,8 @@ def take_over_adapter(policy: Policy, folder: Path) -> None:
     assert policy.adapter is not None
     if not (folder / FILE).is_file():
         raise ConfigError(
-            f"model.lora.start: there is no {FILE} in {folder}: name an adapter's folder"
+            f"model.lora.start: there is no {FILE} in {folder}: name an adapter's folder, or a"
+            " stage that trains one (model.lora)"
         )
     layers = list(quantized_layers(policy.model).values())
     base = layers[0].format.name if layers else None
@@ -121,11 +122,23 @@ def take_over_adapter(policy: Policy, folder: Path) -> None:
     for name, parameter in policy.model.named_parameters():
         if name in policy.adapter.trained:
             shapes[_file_name(name)] = parameter.shape
-    factors = [saved.get(key) == getattr(policy.adapter.config, key) for key in SCALES]
-    if start_shapes != shapes or not all(factors):
+    config, plain = policy.adapter.config, _peft().LoraConfig()
+    alike = start_shapes == shapes
+    for key in SCALES:  # a file of an older peft has fewer keys
+        alike = alike and saved.get(key, getattr(plain, key)) == getattr(config, key)
+    if not alike:
         raise ConfigError(
             f"model.lora.start: the adapter in {folder} has other layers, ranks or alphas: give"
             f" model.lora its settings ({folder / ADAPTER_CONFIG})"
+        )
+    start_path, path = saved.get("base_model_name_or_path"), config.base_model_name_or_path
+    if start_path != path:
+        log.warning(
+            "model.lora.start: the adapter in %s was trained on %s, and goes on here on %s: set"
+            " model.path to its base",
+            folder,
+            start_path,
+            path,
         )
     restore_adapter(policy, folder)
 

@@ -4,10 +4,10 @@ A recipe names files, and a file can change while its name stays.  Digests of th
 written to the run folder (`inputs.json`) when a run begins; a resumed run whose inputs have changed
 is refused unless the changes are accepted.
 
-Inputs are data files, the file behind each name of code (`trust.named_code`), and weights that no
-checkpoint holds.  Of an object of the running program only the name counts, and what a file of code
-imports or reads is not looked at.  What an earlier stage leaves (`resolved`) is a folder or a file
-too.
+Inputs are data files, the file behind each name of code (`trust.named_code`), weights that no
+checkpoint holds, and an adapter that a run goes on with.  Of an object of the running program only
+the name counts, and what a file of code imports or reads is not looked at.  What an earlier stage
+leaves (`resolved`) is a folder or a file too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from groupwise.data.sources import fingerprint
 from groupwise.distributed import comm
 from groupwise.errors import ConfigError, DataError, RunError
 from groupwise.models.gguf import checkpoint_folder
-from groupwise.models.lora import ADAPTER_CONFIG, FOLDER, read_adapter
+from groupwise.models.lora import ADAPTER_CONFIG, FILE, FOLDER, read_adapter
 from groupwise.models.quantized import quantized_name
 from groupwise.rewards.registry import MODEL
 from groupwise.runs.final_model import model_digest
@@ -98,6 +98,9 @@ def _named(recipe: Recipe) -> Iterator[tuple[str, str, Callable[[], dict[str, An
         if isinstance(path, str) and not isinstance(path, Live):
             saved = key == "model" and recipe.model.lora is None
             yield f"{key}.path", path, partial(_stage if saved else _weights, path)
+    lora = recipe.model.lora
+    if lora is not None and lora.start is not None:
+        yield "model.lora.start", lora.start, partial(_file, f"{lora.start}/{FILE}")
     template = recipe.model.chat_template
     if template is not None:
         yield "model.chat_template", template, partial(_file, template)
@@ -310,6 +313,8 @@ def resolved(recipe: Recipe) -> Recipe:
         model = replace(recipe.model, path=_folder_of(path, recipe, "model.path"))
         if path.startswith(STAGE):
             _demand_exact(model)
+        if model.lora is not None:  # of a stage that has finished
+            _folder_of(model.lora.start, recipe, "model.lora.start")
         recipe = replace(recipe, model=with_start(model, run_folder(recipe).parent))
     if data is not None and data.startswith(STAGE):
         stage, _, judge = data.removeprefix(STAGE).partition(":")
