@@ -113,6 +113,8 @@ def test_the_proof_says_how_far_fp8_drifts(recipe: str, tiny_policy: Callable[..
     prompts = [2 + np.arange(size) % 12 for size in (3, 5, 90)]
     drift = measured_drift(policy, prompts)
     assert 0.0 < drift.mean < drift.largest and 0.9 < drift.cosine < 1.0
+    again = measured_drift(policy, prompts, recompute=True)
+    np.testing.assert_allclose([again.mean, again.cosine], [drift.mean, drift.cosine], rtol=1e-5)
     kept, ((label, text),) = with_blocks(policy, "off", longest=40, recompute=False, prompts=prompts)
     assert kept is policy and label == "fp8"
     assert f"{recipe}: 14 linear layers in emulated FP8" in text and f"drift by {drift.mean:.2g} nats" in text
@@ -191,6 +193,22 @@ def test_a_drift_beyond_a_bound_ends_the_run(
     monkeypatch.setattr(fp8, bound, value)
     with pytest.raises(ConfigError, match=match):
         prove_fp8(in_fp8(tiny_policy("llama"), "rowwise"), longest=40)
+
+
+def test_the_prompts_of_the_proof_fit_into_one_micro_batch() -> None:
+    prompts = [np.zeros(size, dtype=np.int64) for size in (100, 50, 70, *range(10, 20))]
+    for positions, sizes in ((10, [100]), (198, [100, 50]), (292, [100, 50, 70]), (10_000, [100, 50, 70, 10, 11, 12, 13, 14])):
+        assert [ids.size for ids in fp8.first_that_fit(prompts, positions)] == sizes
+    assert fp8.first_that_fit([], 10) == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("torchao")
+def test_the_drift_is_measured_behind_a_prompt_that_nearly_fills_the_context(tiny_policy: Callable[..., Policy]) -> None:
+    policy = in_fp8(tiny_policy("llama"), "rowwise")
+    prompts = [np.full(size, 5, dtype=np.int64) for size in (policy.context - 1, 4)]
+    lengths = [text.completion.size for text in fp8.sampled(replace(policy, blocks=None, eos_ids=()), prompts)]
+    assert lengths == [1, fp8.SAMPLED]
 
 
 def test_a_step_that_fp8_drifted_too_far_in_is_thrown_away(tiny_policy: Callable[..., Policy]) -> None:

@@ -7,13 +7,15 @@ Equality with the model's own pass cannot be asked: FP8 keeps three bits behind 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from groupwise.models.backbone import checkpointing
 from groupwise.models.fp8_blocks import Fp8Blocks, converted, emulates, refusal
 from groupwise.models.policy import Policy
 from groupwise.proof.passes import run_pass, some_gradients
@@ -50,20 +52,20 @@ class Drift:
 
 
 def prove_fp8(
-    policy: Policy, *, longest: int, prompts: Sequence[np.ndarray] = ()
+    policy: Policy, *, longest: int, recompute: bool = False, prompts: Sequence[np.ndarray] = ()
 ) -> tuple[str, str]:
     """Compare a policy's blocks in FP8 with torchao's layers, and with the blocks without FP8,
     which are proven before.  Return label and text for the plan.
 
-    longest: tokens of the run's longest text.   prompts: token ids of the run's prompts; none:
-    random ones are taken.  Raises ConfigError for a layer that differs and for a drift beyond the
+    longest, recompute: see `prove`.   prompts: token ids of the run's prompts; none: random ones
+    are taken.  Raises ConfigError for a layer that differs and for a drift beyond the
     bounds.
     """
     blocks: Fp8Blocks = policy.blocks
     for name, layer in blocks.layers(policy).items():
         compare_layer(name, blocks.twin(layer), layer, blocks.recipe)
-    prompts = prompts[:PROMPTS] or prompts_of(policy, UNKNOWN, longest, seed=0)
-    drift = measured_drift(policy, prompts)
+    prompts = prompts or prompts_of(policy, UNKNOWN, longest, seed=0)
+    drift = measured_drift(policy, prompts, recompute)
     if not drift.mean <= DRIFT:
         raise refusal(
             f"log-probs of sampled tokens differ by {drift.mean:.2g} nats on average from those"
@@ -117,15 +119,16 @@ def _products(layer: nn.Linear, x_TI: Tensor, gradient_TO: Tensor) -> tuple[Tens
     return out_TO.detach(), *gradients
 
 
-def measured_drift(policy: Policy, prompts: Sequence[np.ndarray]) -> Drift:
+def measured_drift(policy: Policy, prompts: Sequence[np.ndarray], recompute: bool = False) -> Drift:
     """Measure how far FP8 moves log-probs and gradients, of tokens that the policy samples without
     it.
 
-    prompts: their token ids.
+    prompts: their token ids.   recompute: as in updates.
     """
     plain = replace(policy, blocks=None)
     texts = sampled(plain, prompts)
-    with some_gradients(policy), kept_gradients(policy):
+    again = checkpointing(policy, True) if recompute else nullcontext()
+    with some_gradients(policy), kept_gradients(policy), again:
         exact = run_pass(plain, texts, gradients=True)
         rounded = run_pass(policy, texts, gradients=True)
     gap_N = np.abs(np.concatenate(rounded.values) - np.concatenate(exact.values))
@@ -139,13 +142,28 @@ def measured_drift(policy: Policy, prompts: Sequence[np.ndarray]) -> Drift:
     return Drift(float(gap_N.mean()), float(gap_N.max()), cosine)
 
 
+def first_that_fit(prompts: Iterable[np.ndarray], positions: int) -> list[np.ndarray]:
+    """Return the first `PROMPTS` prompts, fewer where they and their answers are more than
+    `positions` together, and at least one.
+    """
+    chosen: list[np.ndarray] = []
+    size = 0
+    for ids in prompts:
+        size += ids.size + SAMPLED
+        if chosen and size > positions:
+            break
+        chosen.append(ids)
+        if len(chosen) == PROMPTS:
+            break
+    return chosen
+
+
 def sampled(policy: Policy, prompts: Sequence[np.ndarray]) -> list[Sample]:
     """Sample a completion of each prompt by the native engine; all of its tokens have a weight."""
     asked = []
     for place, ids in enumerate(prompts):
         asked.append(Prompt(id=str(place), tokens=ids, text=""))
-    room = policy.context - max(ids.size for ids in prompts)
-    sampling = Sampling(max_new_tokens=min(SAMPLED, room))
+    sampling = Sampling(max_new_tokens=SAMPLED)
     engine = NativeEngine(policy, max_rows=len(asked))
     texts = []
     for (rollout,) in engine.generate(asked, group_size=1, sampling=sampling, seed=0):

@@ -48,7 +48,8 @@ def with_blocks(
     Raises ConfigError if `on` cannot be, and for FP8 that is not proven.
     """
     if policy.blocks is not None:
-        return policy, [prove_fp8(policy, longest=longest, prompts=prompts)]
+        line = prove_fp8(policy, longest=longest, recompute=recompute, prompts=prompts)
+        return policy, [line]
     if choice == "off":
         return policy, []
     compiled = policy

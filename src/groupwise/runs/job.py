@@ -22,7 +22,7 @@ from groupwise.distributed import comm
 from groupwise.models.loading import Blueprint
 from groupwise.models.policy import Policy, without_adapter
 from groupwise.models.shape import Shape
-from groupwise.proof.fp8 import PROMPTS
+from groupwise.proof.fp8 import first_that_fit
 from groupwise.proof.prove import prove
 from groupwise.records import Prompt, Sampling, Step
 from groupwise.rewards.compose import Rewards
@@ -553,7 +553,8 @@ def _proven(
         proofs.append(("critic", prove(critic.policy, longest=longest, recompute=again)))
     if teacher is not None and recipe.teacher.path is not None:
         proofs.append(("teacher", prove(teacher.policy, longest=longest, train=False)))
-    prompts = [prompt.tokens for prompt in prepared.prompts.train[:PROMPTS]]
+    asked = (prompt.tokens for prompt in prepared.prompts.train)
+    prompts = first_that_fit(asked, positions_of(recipe))
     policy, compiling = with_blocks(
         policy, recipe.model.compile, longest=longest, recompute=again, prompts=prompts
     )
@@ -585,7 +586,8 @@ def _dataset_job(prepared: Prepared, reference: Path | None, resume: Path | None
     again = recipe.model.gradient_checkpointing
     exact = replace(policy, blocks=None)
     proof = prove(exact, longest=longest, sampler=sampler, recompute=again)
-    prompts = [row.prompt for row in prepared.rows.train[:PROMPTS]]
+    asked = (row.prompt for row in prepared.rows.train)
+    prompts = first_that_fit(asked, positions_of(recipe))
     policy, compiling = with_blocks(
         policy, recipe.model.compile, longest=longest, recompute=again, prompts=prompts
     )
