@@ -6,9 +6,11 @@ import io
 import json
 import re
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +23,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from groupwise.api import stages
 from groupwise.api.stages import closing_table, train_recipe
 from groupwise.config.recipes import load_recipe, load_stages
 from groupwise.data.vocabulary import from_table
@@ -104,6 +107,34 @@ def test_stages_follow_one_another_and_the_final_model_is_a_plain_folder(recipe:
     before = (folder / "model.safetensors").stat().st_mtime_ns
     assert train_recipe(path, quiet=True) == 0
     assert (folder / "model.safetensors").stat().st_mtime_ns == before
+
+
+@pytest.mark.slow
+def test_the_models_of_a_stage_are_freed_before_the_next_one_loads_its_own(
+    recipe: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[weakref.ref] = []
+    alive_at_start: list[int] = []
+
+    class Watched(Run):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            alive_at_start.append(sum(model() is not None for model in trained))
+            super().__init__(*arguments, **options)
+            trained.append(weakref.ref(self.job.policy.model))
+
+    monkeypatch.setattr(stages, "Run", Watched)
+    lora = {"scratch": None, "lora": {"rank": 2}}
+    path = recipe(
+        name="freed",
+        stages={
+            "sft": {"objective": "sft", "steps": 1, "batch_size": 8, "rewards": [], "verdict": None},
+            "first": GRPO | {"steps": 1, "model": {"path": "stage:sft", "scratch": None}},
+            "second": GRPO | {"steps": 1, "model": {"path": "stage:first", **lora}},
+            "third": GRPO | {"steps": 1, "model": {"path": "stage:second", "scratch": None}},
+        },
+    )
+    assert train_recipe(path, quiet=True) == 0
+    assert alive_at_start == [0, 0, 0, 0]
 
 
 def test_p65_rollouts_are_on_disk_with_every_number(recipe: Callable, tmp_path: Path) -> None:

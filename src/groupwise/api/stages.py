@@ -5,6 +5,7 @@ progress line and closing table.
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import shlex
 import signal
@@ -83,9 +84,13 @@ def train_recipe(
             if more is None:
                 continue
         with with_lines(path, overrides, name):
-            begun = Run(recipe, folder, accept_changes=accept_changes)
-        with begun as run, comm.peers():
+            run = Run(recipe, folder, accept_changes=accept_changes)
+        with run, comm.peers():
             outcomes[name] = train_stage(run, title, console, quiet)
+        # The models of a stage are freed before the next one loads its own: their modules name one
+        # another.
+        del run
+        gc.collect()
         if report is not None and here.first:
             try:
                 report(folder)
