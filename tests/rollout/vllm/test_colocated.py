@@ -53,7 +53,7 @@ class FakeLLM:
             completions.append(
                 SimpleNamespace(index=index, token_ids=tokens, logprobs=logprobs, finish_reason=reason, stop_reason="x")
             )
-        return [SimpleNamespace(finished=True, request_id=name, outputs=completions)]
+        return [SimpleNamespace(finished=True, request_id=name, prompt_token_ids=ids, outputs=completions)]
 
     def sleep(self, level: int) -> None:
         self.calls.append(f"sleep {level}")
