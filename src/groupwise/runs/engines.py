@@ -187,8 +187,8 @@ def check_agreement(step: Step, engine: Engine, *, fp8: bool = False) -> None:
     if fp8 and not gap <= DRIFT:
         raise EngineError(
             f"step {step.number}: sampled and scored log-probs differ by {gap:.2g} nats on"
-            f" average, more than FP8 may drift ({DRIFT:g}). The step is thrown away; go on"
-            " without model.fp8"
+            f" average, more than FP8 may drift ({DRIFT:g}). The step is thrown away; start"
+            " another run without model.fp8"
         )
     if not fp8 and not gap <= engine.tolerance:
         raise EngineError(
