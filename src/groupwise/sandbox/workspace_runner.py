@@ -46,6 +46,8 @@ class Call:
         self._printed = 0
         self._spent = _spent_by_ended()
         self._own_disk: bool = self._limits["own_disk"]
+        self._forks = -1
+        """The file on which calls that make processes wait."""
         if self._own_disk:
             self._most_files = max(ENTRIES, _files_on_disk(folder))
         else:
@@ -66,11 +68,15 @@ class Call:
         there.close()
         os.set_blocking(reading, False)
         ended = self._watch(child, reading, here)
-        here.close()
         if not ended:
             _, status = os.waitpid(child, 0)
             ended = runner.how_it_ended(status)
         end_all()
+        # Not before: where nobody can answer any more, what is left would be told, and would print,
+        # that the system knows no fork.
+        here.close()
+        if self._forks != -1:
+            os.close(self._forks)
         while self._read(reading):
             pass
         os.close(reading)
@@ -86,8 +92,6 @@ class Call:
         watched.register(end, select.POLLIN)
         watched.register(reading, select.POLLIN)
         watched.register(socket_of_child, select.POLLIN)
-        forks = -1
-        """The file on which calls that make processes wait."""
         next_look = time.monotonic()
         try:
             while True:
@@ -99,10 +103,10 @@ class Call:
                 if socket_of_child.fileno() in events:
                     watched.unregister(socket_of_child)
                     _, files, _, _ = socket.recv_fds(socket_of_child, 1, 1)
-                    for forks in files:
-                        watched.register(forks, select.POLLIN)
-                if forks in events:
-                    runner.answer_fork(forks, len(_processes()) < self._limits["processes"])
+                    for self._forks in files:
+                        watched.register(self._forks, select.POLLIN)
+                if self._forks in events:
+                    runner.answer_fork(self._forks, len(_processes()) < self._limits["processes"])
                 if runner.REQUESTS in events:
                     return "gone"
                 if self._printed > BOMB * self._limits["output"]:
@@ -118,8 +122,6 @@ class Call:
                 next_look = now + runner.LOOK
         finally:
             os.close(end)
-            if forks != -1:
-                os.close(forks)
 
     def _read(self, pipe: int) -> bool:
         """Read what was printed, and keep its beginning; return False where there is no more."""
