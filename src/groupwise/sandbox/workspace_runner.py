@@ -103,7 +103,8 @@ class Call:
                 if socket_of_child.fileno() in events:
                     watched.unregister(socket_of_child)
                     _, files, _, _ = socket.recv_fds(socket_of_child, 1, 1)
-                    for self._forks in files:
+                    if files:
+                        self._forks = files[0]
                         watched.register(self._forks, select.POLLIN)
                 if self._forks in events:
                     runner.answer_fork(self._forks, len(_processes()) < self._limits["processes"])
