@@ -24,7 +24,7 @@ from groupwise.config.settings import LoraSettings, ModelSettings, RolloutSettin
 from groupwise.errors import ConfigError
 from groupwise.inspection.replay import RecordedRun
 from groupwise.models import quantized
-from groupwise.models.loading import load_policy, read_blueprint
+from groupwise.models.loading import live_model, load_policy, read_blueprint
 from groupwise.models.lora import adapt, restore_adapter
 from groupwise.models.policy import Policy, without_adapter
 from groupwise.models.quantized import FORMATS, QuantizedLinear, count_numbers, quantized_layers, quantized_size
@@ -253,6 +253,27 @@ def test_what_is_saved_is_merged_into_the_dequantised_base(
     np.testing.assert_array_equal(logp_of(again, samples), ours)
 
 
+def test_merged_weights_are_not_rounded_again(kind: str, base: Callable[..., Path], tmp_path: Path) -> None:
+    """That would undo what the adapter learnt; however the merged model is named, and by no other format."""
+    policy = adapted(base(), kind)
+    save(policy, tmp_path / "final")
+    save_to_resume(policy, tmp_path / "kept")
+    loaded = live_model(AutoModelForCausalLM.from_pretrained(tmp_path / "final"), policy.tokenizer)
+    for path, start in (
+        (str(tmp_path / "final"), "final/adapter"),
+        (str(tmp_path / "final/adapter"), "final/adapter"),
+        (str(tmp_path / "kept"), "kept"),
+        (loaded, "final/adapter"),
+    ):
+        remedy = rf"model\.path={base()} model\.lora\.start={tmp_path / start}, or"
+        with pytest.raises(ConfigError, match=remedy):
+            read_blueprint(ModelSettings(path=path, quantize=kind))  # type: ignore[arg-type]
+    other = "int8" if kind == "nf4" else "nf4"
+    read_blueprint(ModelSettings(path=str(tmp_path / "final"), quantize=other))
+    save(adapted(base(), None), tmp_path / "plain")
+    read_blueprint(ModelSettings(path=str(tmp_path / "plain"), quantize=kind))  # type: ignore[arg-type]
+
+
 def test_modules_without_an_adapter_are_exported_too(
     base: Callable[..., Path], random_samples: Callable[..., list[Sample]], tmp_path: Path
 ) -> None:
@@ -400,6 +421,10 @@ def test_a_stage_goes_on_with_the_adapter_of_an_earlier_one(quantize: str, chain
     recipe = chained(quantize)("{lora: {start: 'stage:sft'}}")
     run = tmp_path / "runs/chained"
     policy = language_model(resolved(recipe), read_blueprint(recipe.model))
+    assert recipe.model.lora is not None
+    for start in ("sft/final", "sft/final/adapter"):
+        by_path = replace(recipe.model, lora=replace(recipe.model.lora, start=str(run / start)))
+        assert resolved(replace(recipe, model=by_path)) == resolved(recipe)
     saved = load_file(run / "sft/final/adapter/adapter_model.safetensors")
     trained = [policy.model.get_parameter(name).detach() for name in policy.adapter.trained]  # type: ignore[union-attr]
     assert sum(float(tensor.double().square().sum()) for tensor in trained) == pytest.approx(
@@ -439,7 +464,7 @@ def test_an_adapter_that_a_stage_cannot_go_on_with_is_refused_by_name(chained: A
     """Also the merged model of a quantised base: to round it again undoes what the adapter learnt."""
     make = chained("int8")
     for model, quantize, says in (
-        ("{path: 'stage:sft'}", "int8", r"leave model\.path at the base.*model\.lora\.start=stage:sft"),
+        ("{path: 'stage:sft'}", "int8", r"on its base, model\.path=.* model\.lora\.start=.*sft/final/adapter"),
         ("{lora: {start: 'stage:sft', rank: 3}}", "int8", "other layers, ranks or alphas"),
         ("{lora: {start: 'stage:sft', alpha: 3}}", "int8", "other layers, ranks or alphas"),
         ("{lora: {start: 'stage:sft'}}", "null", r"quantised as int8, here it is None: set model\.quantize to int8"),

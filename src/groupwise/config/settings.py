@@ -105,9 +105,9 @@ class LoraSettings:
     `[embed_tokens, lm_head]`.  Where embedding and head are one matrix, they become two.
     """
     start: str | None = None
-    """An adapter of the same form to go on with, on the same base: a folder in peft's format, or
-    `stage:NAME`.  The reference is still the base without it.  null: a new adapter, which changes
-    nothing at first.
+    """An adapter of the same form to go on with, on the same base: a folder in peft's format, a
+    folder of a run's merged model (`final/`), beside which its adapter lies, or `stage:NAME`.  The
+    reference is still the base without it.  null: a new adapter, which changes nothing at first.
     """
 
 

@@ -9,6 +9,7 @@ computes with it what the model's own forward pass gives is proven by whoever ru
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -49,7 +50,7 @@ from groupwise.models.attention import plain_attention
 from groupwise.models.config_checks import check_config, check_vocabulary
 from groupwise.models.gguf import checkpoint_folder
 from groupwise.models.head_form import form_of, has_deep_head
-from groupwise.models.lora import ADAPTER_CONFIG, merge_adapter, read_adapter
+from groupwise.models.lora import ADAPTER_CONFIG, adapter_folder, merge_adapter, read_adapter
 from groupwise.models.masks import use_packed_attention
 from groupwise.models.policy import Policy
 from groupwise.models.quantized import (
@@ -176,8 +177,27 @@ def read_blueprint(
     blueprint = _exact_blueprint(settings, settings.path, tokenizer)
     if settings.quantize is None:
         return blueprint
+    _demand_exact_base(settings.path, settings.quantize)
     format, device = FORMATS[settings.quantize], resolve_device(settings)
     return replace(blueprint, source=QuantizedModel(blueprint.source, format, device))
+
+
+def _demand_exact_base(path: str, quantize: str) -> None:
+    """Refuse to round weights again that an adapter was merged into.  Raises ConfigError."""
+    loaded = object_of(path, "model.path")
+    origin = path if loaded is None else getattr(loaded[0].config, "name_or_path", "")
+    folder = adapter_folder(expanded(origin))
+    if quantized_name(folder) != quantize:
+        return
+    saved = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    raise ConfigError(
+        f"model.path: the weights of {origin} are a base that was rounded to {quantize}, with an"
+        f" adapter merged into it; model.quantize={quantize} would round them again, which undoes"
+        " what the adapter learnt: go on with the adapter on its base,"
+        f" model.path={saved['base_model_name_or_path']} model.lora.start={folder}, or leave"
+        " model.quantize out",
+        key="model.path",
+    )
 
 
 def _exact_blueprint(

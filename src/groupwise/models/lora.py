@@ -96,6 +96,12 @@ def restore_adapter(policy: Policy, folder: Path) -> None:
                 parameter.copy_(saved[_file_name(name)])
 
 
+def adapter_folder(folder: Path) -> Path:
+    """Return the folder of the adapter beside a merged model, or the folder itself."""
+    beside = folder / FOLDER
+    return beside if beside.is_dir() else folder
+
+
 def take_over_adapter(policy: Policy, folder: Path) -> None:
     """Give a policy's adapter the numbers of one in peft's format.
 

@@ -31,8 +31,7 @@ from groupwise.data.sources import fingerprint
 from groupwise.distributed import comm
 from groupwise.errors import ConfigError, DataError, RunError
 from groupwise.models.gguf import checkpoint_folder
-from groupwise.models.lora import ADAPTER_CONFIG, FILE, FOLDER, read_adapter
-from groupwise.models.quantized import quantized_name
+from groupwise.models.lora import ADAPTER_CONFIG, FILE, FOLDER, adapter_folder, read_adapter
 from groupwise.rewards.registry import MODEL
 from groupwise.runs.final_model import model_digest
 from groupwise.runs.folder import FINAL
@@ -311,8 +310,6 @@ def resolved(recipe: Recipe) -> Recipe:
     path, data = recipe.model.path, recipe.data.path
     if path is not None:
         model = replace(recipe.model, path=_folder_of(path, recipe, "model.path"))
-        if path.startswith(STAGE):
-            _demand_exact(model)
         if model.lora is not None:  # of a stage that has finished
             _folder_of(model.lora.start, recipe, "model.lora.start")
         recipe = replace(recipe, model=with_start(model, run_folder(recipe).parent))
@@ -332,28 +329,19 @@ def resolved(recipe: Recipe) -> Recipe:
     return replace(recipe, rewards=tuple(rewards), critic=critic, teacher=teacher)
 
 
-def _demand_exact(model: ModelSettings) -> None:
-    """Refuse to round a stage's final model again.  Raises ConfigError."""
-    if model.quantize is None:
-        return
-    folder = Path(str(model.path))
-    if quantized_name(folder / FOLDER) == model.quantize:
-        raise ConfigError(
-            f"model.path: in {folder} an adapter is merged into a base that was {model.quantize},"
-            " and to round it again undoes what the adapter learnt: leave model.path at the base,"
-            f" and go on with the adapter, model.lora.start=stage:{folder.parent.name}"
-        )
-
-
 def with_start(model: ModelSettings, stages: Path) -> ModelSettings:
-    """The settings with the folder of the adapter that an earlier stage has trained.
+    """The settings with the folder of the adapter that `model.lora.start` means: of an earlier
+    stage, beside a merged model, or the folder itself.
 
     stages: the folder of the run folders of all stages.
     """
     lora = model.lora
-    if lora is None or lora.start is None or not lora.start.startswith(STAGE):
+    if lora is None or lora.start is None:
         return model
-    folder = stages / lora.start.removeprefix(STAGE) / FINAL / FOLDER
+    if lora.start.startswith(STAGE):
+        folder = stages / lora.start.removeprefix(STAGE) / FINAL / FOLDER
+    else:
+        folder = adapter_folder(expanded(lora.start))
     return replace(model, lora=replace(lora, start=str(folder)))
 
 
