@@ -57,14 +57,14 @@ def test_two_calls_are_one_softmax_over_what_each_token_sees(groups: Any, filler
 
 @given(groups=GROUPS, filler=st.sampled_from([0, 3]))
 def test_the_lists_of_both_calls_ascend_to_the_end_of_the_stream(groups: Any, filler: int) -> None:
-    """Otherwise the kernel reads memory that is not the stream's."""
+    """Otherwise the kernel reads memory that is not the stream's, or leaves some of its results unwritten."""
     layout = layout_of(groups, filler)
     ends = varlen.SequenceEnds.of(layout)
-    for query, key, longest_query, longest_key in (ends.causal_call, ends.prefix_call):
-        both = (query.diff() > 0) & (key.diff() > 0)
+    for query, key, longest_query, longest_key in (ends.causal_call, ends.prefix_call)[: 2 if ends.longest_key else 1]:
         assert query[0] == key[0] == 0 and query[-1] == key[-1] == layout.total
         assert int(query.diff().min()) >= 0 and int(key.diff().min()) >= 0
-        assert int((query.diff() * both).max()) <= longest_query and int((key.diff() * both).max()) <= longest_key
+        assert int(query.diff().max()) <= longest_query and int(key.diff().max()) <= longest_key
+        assert longest_query > 1
 
 
 def test_no_second_call_where_nobody_shares_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,11 @@ def test_gpus_that_cannot_run_the_kernel_are_not_asked_for_it(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("groups", [[(5, [4, 1]), (0, [7]), (3, [6])], [(40, [30, 20, 25]), (33, [9, 8])], [(0, [300])]], ids=str)
+@pytest.mark.parametrize(
+    "groups",
+    [[(5, [4, 1]), (0, [7]), (3, [6])], [(40, [30, 20, 25]), (33, [9, 8])], [(0, [300])], [(700, [300, 20, 400]), (30, [500, 9])]],
+    ids=str,
+)
 def test_the_kernel_computes_what_its_definition_says(groups: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for sequences without keys or without queries, and for heads that share keys."""
     layout = layout_of(groups)

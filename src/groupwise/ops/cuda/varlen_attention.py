@@ -52,24 +52,23 @@ class SequenceEnds:
     longest_own: int
     longest_query: int
     longest_key: int
-    """Tokens of the longest sequence, and of the longest queries and keys of the second call; 0:
-    nobody shares a prompt, and there is no second call.
+    """Tokens of the longest sequence of the first call, and of the longest queries and keys of the
+    second, those without the other included: behind them the kernel writes nothing.  0: nobody
+    shares a prompt, and there is no second call.
     """
 
     @classmethod
     def of(cls, layout: Layout) -> SequenceEnds:
         """Read the sequences off the families of a stream; filler behind them sees itself."""
         own, query, key = [0], [0], [0]
-        longest_query = longest_key = 0
+        shared = False
         for family in families_of(layout):
             own += [end for _, end in family.causal]
             (prefix_start, prefix_end), (rest_start, rest_end) = family.prefix, family.rest
             # Queries without keys; the other completions over the prompt; keys without queries.
             query += [rest_start, rest_end, rest_end]
             key += [prefix_start, prefix_end, rest_end]
-            if rest_end > rest_start:
-                longest_query = max(longest_query, rest_end - rest_start)
-                longest_key = max(longest_key, prefix_end - prefix_start)
+            shared = shared or rest_end > rest_start
         key.append(key[-1])  # filler, as queries without keys, then as keys without queries
         query.append(layout.total)
         for ends in (own, query, key):
@@ -78,8 +77,8 @@ class SequenceEnds:
             ends=torch.tensor([*own, *query, *key], dtype=torch.int32),
             own=len(own),
             longest_own=_longest(own),
-            longest_query=longest_query,
-            longest_key=longest_key,
+            longest_query=_longest(query) if shared else 0,
+            longest_key=_longest(key) if shared else 0,
         )
 
     def to(self, device: torch.device | str) -> SequenceEnds:
@@ -103,8 +102,11 @@ class SequenceEnds:
 
 
 def _longest(ends: Sequence[int]) -> int:
-    """The most tokens between two ends."""
-    longest = 0
+    """The most tokens between two ends.
+
+    At least 2: told of 1, the kernel takes every sequence for one query, also those without any.
+    """
+    longest = 2
     for start, end in pairwise(ends):
         longest = max(longest, end - start)
     return longest
