@@ -176,9 +176,14 @@ def look(color: str) -> str:
     return color
 
 
+def solve(row: dict[str, object], base_url: str) -> float:
+    return 0.0
+
+
 REFUSED = {
     "sampled ahead": ({"rollout": {"engine": {"name": "native", "ahead": 1}}}, "rollout.engine.ahead: prompts have images"),
     "tools": ({"environment": {"tools": [look]}}, "prompts have images, which are read in single turns alone"),
+    "a harness": ({"environment": {"harness": solve}}, "prompts have images, which are read in single turns alone"),
     "streams over processes": ({"parallel": {"context": 2}}, "parallel.context: prompts have images, whose tokens are not split"),
     "one by one": ({"attention": "single"}, "model.attention 'single' reads no images"),
 }

@@ -21,13 +21,8 @@ def images_needed(
     return NoImages("no prompt has any", images.files)
 
 
-def check_settings(
-    recipe: Recipe, images: ImageEncoder | NoImages, *, answered: bool = False
-) -> None:
-    """Raises ConfigError for settings under which no images are read.
-
-    answered: an environment answers the policy's turns.
-    """
+def check_settings(recipe: Recipe, images: ImageEncoder | NoImages) -> None:
+    """Raises ConfigError for settings under which no images are read."""
     if isinstance(images, NoImages):
         return
     engine = recipe.rollout.engine
@@ -55,7 +50,7 @@ def check_settings(
             " leave context out",
             key="parallel.context",
         )
-    if answered:
+    if recipe.environment.talks or recipe.environment.asks:
         raise ConfigError(
             "environment: prompts have images, which are read in single turns alone: leave the"
             " environment out",

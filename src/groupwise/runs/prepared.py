@@ -222,7 +222,7 @@ class Prepared:
             else:
                 rows, prompts, plan, steps = _read_dataset(recipe, blueprint, runtime, kind)
             blueprint = replace(blueprint, images=images_needed(blueprint.images, rows, prompts))
-            check_settings(recipe, blueprint.images, answered=runtime is not None)
+            check_settings(recipe, blueprint.images)
             others = [blueprint_of(scorer, None) for scorer in scorers]
             load = load_of(recipe, blueprint, algorithm, rows, others)
             if prompts is not None:
@@ -279,7 +279,7 @@ class PreparedEvaluation:
             runtime = _start_runtime(recipe, started)
             prompts = load_prompts(recipe, blueprint, runtime, train=False)
             blueprint = replace(blueprint, images=images_needed(blueprint.images, prompts))
-            check_settings(recipe, blueprint.images, answered=runtime is not None)
+            check_settings(recipe, blueprint.images)
             recipe = _with_judge(with_own_reward(recipe, runtime), prompts)
             rewards = build_rewards(
                 recipe.rewards,
