@@ -96,7 +96,7 @@ def test_the_command_explains_a_name_of_trls(capsys: pytest.CaptureFixture[str])
         ("epsilon", "{name: clipped, low: ..., high: ...}"),
         ("push_to_hub", "groupwise push"),
         ("seed", "seed"),
-        ("async_training", "see rollout.ahead"),
+        ("async_training", "see rollout.engine.ahead"),
     ):
         assert main(["config", name]) == 0
         assert text in capsys.readouterr().out

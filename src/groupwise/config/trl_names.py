@@ -6,7 +6,7 @@ TRL_NAMES = {
     "objective": "loss_type",
     "name": "output_dir run_name",
     "seed": "seed",
-    "parallel": "accelerate_config config_file deepspeed fsdp fsdp_config parallelism_config",
+    "parallel": "accelerate_config config_file deepspeed fsdp fsdp_config",
     "steps": "max_steps",
     "epochs": "num_train_epochs",
     "model.path": "model_name_or_path",

@@ -49,7 +49,9 @@ def write_optimizer(trl: Configuration) -> None:
     kind = str(trl.arguments.get("optim", "adamw_torch"))
     if kind not in ADAMW:
         related = kind.startswith(("adamw", "paged_adamw"))
-        replaced = f"{kind}: AdamW with float32 state takes its place"
+        replaced = f"{kind}: AdamW takes its place"
+        if kind.endswith("8bit"):
+            replaced += "; optimizer.state: 8bit keeps its moments in 8 bits"
         trl.note("optim", "changed" if related else "missing", replaced)
 
 

@@ -82,7 +82,6 @@ CHANGED = {
     "deepspeed": "zero2 or zero3 (FSDP2), {name: zero3, offload: true}; default: auto",
     "fsdp": "zero2 or zero3 (FSDP2); default: auto",
     "fsdp_config": "{name: zero3, shards: ..., offload: ...}",
-    "parallelism_config": "ddp, zero2, zero3 or auto",
     "use_cpu": "cpu",
     "bf16": "autocast",
     "dtype": "float32 or bfloat16; with bf16 and float32 weights autocast",
@@ -207,8 +206,8 @@ UNNEEDED = (
     "precompute_ref_batch_size precompute_ref_log_probs prediction_loss_only "
     "preprocessing_num_workers processing_class remove_unused_columns "
     "restore_callback_states_from_checkpoint resume_from_checkpoint reward_processing_classes "
-    "save_on_each_node skip_memory_metrics torch_compile torch_compile_backend "
-    "torch_compile_mode torch_empty_cache_steps transformers_continuous_batching_config "
+    "save_on_each_node skip_memory_metrics torch_empty_cache_steps "
+    "transformers_continuous_batching_config "
     "use_cache use_liger use_liger_kernel use_transformers_continuous_batching "
     "use_transformers_paged vllm_enable_sleep_mode vllm_group_port vllm_max_model_len "
     "vllm_max_model_length vllm_model_impl vllm_server_timeout "
@@ -218,7 +217,7 @@ LACKING = {
     "activations stay on the device: model.gradient_checkpointing keeps fewer of them": (
         "activation_offloading"
     ),
-    "weights are float32 or bfloat16": (
+    "model.quantize, nf4 or int8, holds the base of model.lora in few bits: set it in the recipe": (
         "bnb_4bit_quant_storage bnb_4bit_quant_type load_in_4bit load_in_8bit "
         "quantization_config use_bnb_nested_quant"
     ),
@@ -244,8 +243,14 @@ LACKING = {
     "pairs.loss is one loss": "loss_weights",
     "the newest revision is loaded; download another one and give its folder": "model_revision",
     "embeddings are trained without noise": "neftune_noise_alpha",
-    "the optimizer is AdamW with float32 state": "optim_target_modules optimizer_cls_and_kwargs",
-    "the optimizer is AdamW with float32 state, and its schedule optimizer.schedule": "optimizers",
+    "model.compile: on compiles the blocks of updates: set it in the recipe": (
+        "torch_compile torch_compile_backend torch_compile_mode"
+    ),
+    "parallel has tensor for tp_size and context for cp_size: set them in the recipe": (
+        "parallelism_config"
+    ),
+    "the optimizer is AdamW": "optim_target_modules optimizer_cls_and_kwargs",
+    "the optimizer is AdamW, and its schedule optimizer.schedule": "optimizers",
     "the reference is the policy as it was before its first step": "ref_model",
     "the scorer cannot reproduce a penalty: use the reward `repetition`": "repetition_penalty",
     "rewards are taken as they are: clip in the reward function": "reward_clip_range",
@@ -291,7 +296,7 @@ OTHER_VERSIONS = {
         "use_num_logits_to_keep vllm_enable_prefix_caching vllm_guided_decoding_regex "
         "wandb_log_unique_prompts whiten_rewards"
     ),
-    "an argument of TRL's asynchronous trainer: see rollout.ahead": (
+    "an argument of TRL's asynchronous trainer: see rollout.engine.ahead": (
         "async_training fork_threshold_tokens heartbeat_stale_after_s max_inflight_tasks "
         "max_staleness queue_maxsize request_timeout token_budget weight_sync_steps "
         "weight_sync_timeout"
