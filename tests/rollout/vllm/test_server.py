@@ -14,12 +14,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 from process_states import gone
 
 from groupwise.cli import commands
+from groupwise.config.packaged_models import packaged_folder
 from groupwise.errors import ConfigError, PeerError
 from groupwise.rollout.vllm import server as serving
-from groupwise.rollout.vllm.server import ENVIRONMENT, LOCK, PLUGIN, OwnServer, command, environment, find_python, stored_dtype
+from groupwise.rollout.vllm.server import (
+    ENVIRONMENT,
+    LOCK,
+    PLUGIN,
+    OwnServer,
+    command,
+    environment,
+    find_python,
+    stored_dtype,
+    takes_adapters,
+)
 
 
 @pytest.fixture
@@ -126,23 +138,51 @@ def test_options_of_adapters_that_contradict_each_other_are_refused_before_vllm_
         command("m", **LINE, lora_rank=rank, more=more)  # type: ignore[arg-type]
 
 
+@pytest.fixture(params=["folder", "hub", "package"])
+def configured(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """`configured(model_type=...)`: the folder, hub name or packaged name of a model with this config.json."""
+    name, folder = str(tmp_path / "model"), tmp_path / "model"
+    if request.param == "hub":
+        name, cached = "owner/name", tmp_path / "hub/models--owner--name"
+        folder = cached / "snapshots/c0ffee"
+        (cached / "refs").mkdir(parents=True)
+        (cached / "refs/main").write_text("c0ffee")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    if request.param == "package":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        name = "smollm2"
+        folder = packaged_folder(name)
+    folder.mkdir(parents=True)
+
+    def write(**config: Any) -> str:
+        (folder / "config.json").write_text(json.dumps(config))
+        return name
+
+    return write
+
+
+def test_what_is_known_of_a_model_is_known_by_each_of_its_names(configured: Callable[..., str]) -> None:
+    model = configured(model_type="gpt2", dtype="float32")
+    assert stored_dtype(model) == "float32" and not takes_adapters(model)
+    assert takes_adapters(configured(model_type="llama"))
+
+
 @pytest.mark.parametrize("tower", [True, False], ids=["reads images", "text alone"])
 @pytest.mark.parametrize("status", [0, 1], ids=["there", "missing"])
-def test_a_model_that_reads_images_needs_torchvision_beside_vllm(status: int, tower: bool, tmp_path: Path) -> None:
+def test_a_model_that_reads_images_needs_torchvision_beside_vllm(
+    status: int, tower: bool, configured: Callable[..., str], tmp_path: Path
+) -> None:
     """vLLM would start its processes first, and end with another message."""
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\nexit {status}\n")
     python.chmod(0o755)
-    config: dict[str, Any] = {"model_type": "qwen3_vl"}
-    if tower:
-        config["vision_config"] = {}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = configured(model_type="qwen3_vl", **({"vision_config": {}} if tower else {}))
     line = LINE | {"python": python}
     if status and tower:
         with pytest.raises(ConfigError, match=f"{python} -m pip install --no-deps torchvision=="):
-            command(str(tmp_path), **line)  # type: ignore[arg-type]
+            command(model, **line)  # type: ignore[arg-type]
     else:
-        assert command(str(tmp_path), **line)[0] == str(python)  # type: ignore[arg-type]
+        assert command(model, **line)[0] == str(python)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from groupwise.config.packaged_models import is_packaged, packaged_folder
 from groupwise.config.validation import wrong_model
 from groupwise.data.tokenizers import has_tokenizer
 from groupwise.errors import ConfigError, PeerError
@@ -277,17 +278,36 @@ def _wrong_folder(folder: Path) -> str | None:
 
 
 def stored_dtype(model: str) -> str:
-    """The type of a checkpoint's weights, where it is a folder that says so.  vLLM's `auto` would
-    round float32 to bfloat16.
+    """The type of a checkpoint's weights, where it is on this machine and says so.  vLLM's `auto`
+    would round float32 to bfloat16.
     """
     known = _config(model)
     return str(known.get("dtype") or known.get("torch_dtype") or "auto")
 
 
 def _config(model: str) -> dict[str, Any]:
-    """Return the config.json of a model in a folder; empty for another one."""
-    config = expanded(model) / "config.json"
-    return json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
+    """Return the config.json of a model: a folder, a packaged model, or a hub name whose file lies
+    in Hugging Face's cache; empty for one that is not on this machine.
+    """
+    folder = packaged_folder(model) if is_packaged(model) else expanded(model)
+    config = folder / "config.json"
+    if not folder.exists():
+        config = _cached_config(model)
+    if config is None or not config.is_file():
+        return {}
+    return json.loads(config.read_text(encoding="utf-8"))
+
+
+def _cached_config(name: str) -> Path | None:
+    """Return the config.json of a hub name in Hugging Face's cache, where it is."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        file = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:  # a path of which nothing is here
+        return None
+    return Path(file) if isinstance(file, str) else None
 
 
 class OwnServer:
