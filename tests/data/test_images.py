@@ -14,7 +14,7 @@ from image_models import checkpoint, png, tokenizer
 from PIL import Image
 
 from groupwise.data import images
-from groupwise.data.encoding import DEMONSTRATIONS, PAIRS, PROMPTS, Demonstration, RecordKind, encode
+from groupwise.data.encoding import DEMONSTRATIONS, PAIRS, PLAIN_PAIRS, PROMPTS, Demonstration, Pair, RecordKind, encode
 from groupwise.data.images import ImageEncoder, NoImages, PatchEncoder, pictures_of
 from groupwise.data.sources import BadRow, SourceRows
 from groupwise.data.templates import Template
@@ -265,6 +265,56 @@ def test_a_demonstration_without_images_has_none(encoder: ImageEncoder) -> None:
 def test_an_answer_has_no_images(answer: Any, reason: str, encoder: ImageEncoder) -> None:
     with pytest.raises(DataError, match=re.escape(reason)):
         demonstrations(encoder, FORMS["images"] | {"completion": answer})
+
+
+BETTER = {"chosen": [{"role": "assistant", "content": [{"type": "text", "text": "red"}]}], "rejected": "blue"}
+ASKED = user(HERE, WHAT)
+COMPARED = {
+    "texts": FORMS["images"] | {"chosen": "red", "rejected": "blue"},
+    "messages, as in TRL": FORMS["images"] | BETTER,
+    "words alone": FORMS["text alone, as in TRL"] | BETTER,
+    "in the part": FORMS["in the part"] | BETTER,
+    "the prompt repeated in both": {
+        "images": [PNG],
+        "chosen": [*ASKED, *SAID],
+        "rejected": [*ASKED, {"role": "assistant", "content": "blue"}],
+    },
+    "the prompt in its column too": FORMS["images"] | {"chosen": [*ASKED, *SAID], "rejected": "blue"},
+}
+
+
+def pairs(images: ImageEncoder | NoImages, *rows: Any) -> list[Pair]:
+    template = Template(tokenizer=tokenizer(), images=images)
+    read = PLAIN_PAIRS.read(SourceRows("t.jsonl", rows), template)
+    eos = [int(tokenizer().eos_token_id)]
+    return encode(read, template, PLAIN_PAIRS, limit=200, limited_by="a limit", eos_ids=eos)[0]
+
+
+@pytest.mark.parametrize("form", COMPARED)
+def test_both_sides_of_a_pair_stand_behind_the_images_of_their_prompt(form: str, encoder: ImageEncoder) -> None:
+    (compared,) = pairs(encoder, COMPARED[form])
+    (asked,) = read(encoder, FORMS["images"])
+    assert np.array_equal(compared.prompt, asked.tokens)
+    assert compared.images is not None
+    assert compared.images.key == asked.images.key
+    assert np.array_equal(compared.images.tokens, compared.prompt)
+    sides = [tokenizer().decode(side, skip_special_tokens=True) for side in (compared.chosen, compared.rejected)]
+    assert sides == ["red", "blue"]
+
+
+def test_the_sides_of_a_pair_have_no_images(encoder: ImageEncoder) -> None:
+    seen = [{"role": "assistant", "content": [{"type": "image", "image": PNG}]}]
+    for side in ("chosen", "rejected"):
+        with pytest.raises(DataError, match="part of content of type 'image'"):
+            pairs(encoder, COMPARED["texts"] | {side: seen})
+
+
+def test_sides_about_different_images_are_no_pair(encoder: ImageEncoder) -> None:
+    sides = {}
+    for side, seed in (("chosen", 1), ("rejected", 2)):
+        sides[side] = [*user({"type": "image", "image": png(seed)}, WHAT), {"role": "assistant", "content": side}]
+    with pytest.raises(DataError, match="whose conversations differ before the last turn"):
+        pairs(encoder, sides)
 
 
 @pytest.mark.parametrize("kind", [PAIRS, DEMONSTRATIONS], ids=["pairs", "demonstrations"])

@@ -6,6 +6,7 @@ from encoders import encode_pairs
 
 from groupwise.config.settings import DataSettings
 from groupwise.data.encoding import Pair
+from groupwise.data.images import NO_MODEL
 from groupwise.data.sources import SourceRows
 from groupwise.data.templates import Template
 from groupwise.errors import ConfigError, DataError
@@ -76,7 +77,7 @@ def test_a_pair_cannot_be_built_wrong():
 def test_a_margin_is_used_or_named_as_not_read(tokenizer, write, objective, noted):
     rows = [{"prompt": "1", "chosen": "2", "rejected": "3", "margin": 2.0}, {"prompt": "2", "chosen": "2", "rejected": "3"}]
     recipe = SimpleNamespace(data=DataSettings(path=write(rows)), seed=0, reward_model=SimpleNamespace(replay=None))
-    blueprint = SimpleNamespace(context=64, eos_ids=(tokenizer.eos_token_id,), tokenizer=tokenizer)
+    blueprint = SimpleNamespace(context=64, eos_ids=(tokenizer.eos_token_id,), tokenizer=tokenizer, images=NO_MODEL)
     loaded = OBJECTIVES[objective].load(recipe, blueprint)
     assert loaded.report.noted["with a margin, which only reward models read"] == noted
     assert [pair.margin for pair in loaded.train] == [2.0, 0.0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,44 @@ def test_sft_learns_what_only_the_images_tell(folder: Path) -> None:
     steps = list(gw.train(name="run", objective="sft", model=str(folder), data=answered("a", "b", "a", "b"), **settings))
     assert steps[-1].metrics["loss"] < 0.1
     assert (Path("runs/run/final") / "preprocessor_config.json").exists()
+
+
+def compared(*colours: str) -> list[dict[str, Any]]:
+    """One question about as many images, each with the answer that is preferred and the other one."""
+    pairs = []
+    for row in answered(*colours):
+        chosen = row.pop("completion")
+        pairs.append(row | {"chosen": chosen, "rejected": "b" if chosen == "a" else "a"})
+    return pairs
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 8}], ids=["whole", "adapter"])
+def test_dpo_learns_what_only_the_images_tell(lora: dict[str, int] | None, folder: Path) -> None:
+    """Blindly no more than half of the pairs are in the right order, and the loss stays log 2 = 0.69 at least."""
+    settings = {"optimizer": {"lr": 0.01}, "batch_size": 4, "steps": 30, "eval": {"at_start": False}}
+    model = {"path": str(folder), "lora": lora}
+    steps = list(gw.train(name="run", objective="dpo", model=model, data=compared("a", "b", "a", "b"), **settings))
+    assert steps[0].metrics["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert steps[-1].metrics["loss"] < (0.3 if lora is None else 0.6)
+    assert steps[-1].metrics["accuracy"] > 0.5
+    assert (Path("runs/run/final") / "preprocessor_config.json").exists()
+
+
+def test_dpo_on_images_resumes_to_the_bit(folder: Path) -> None:
+    settings = {"objective": "dpo", "model": str(folder), "data": compared("a", "b", "a", "b"), "optimizer": {"lr": 0.01}}
+    settings |= {"batch_size": 2, "steps": 3, "eval": {"at_start": False}, "save": {"every": 1}}
+    list(gw.train(name="whole", **settings))
+    steps = iter(gw.train(name="cut", **settings))
+    next(steps)
+    steps.close()
+    list(gw.train(name="cut", **settings))
+    whole, cut = (Path(f"runs/{name}/final/model.safetensors").read_bytes() for name in ("whole", "cut"))
+    assert whole == cut
+
+
+def test_a_reward_model_reads_no_images(folder: Path) -> None:
+    with pytest.raises(GroupwiseError, match="the row has images, and they are read by sft, by dpo and where the policy samples"):
+        list(gw.train(name="run", objective="reward", model=str(folder), data=compared("a", "b"), steps=1, batch_size=2))
 
 
 def test_sft_on_the_whole_text_of_a_picture_is_refused(folder: Path) -> None:

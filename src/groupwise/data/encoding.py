@@ -93,6 +93,8 @@ class Pair:
     """The amount by which the score of the chosen completion should exceed the other's; from the
     column `margin`, if the data have it.
     """
+    images: PromptImages | None = None
+    """The images of the prompt."""
 
     def __post_init__(self) -> None:
         assert self.prompt.dtype == self.chosen.dtype == self.rejected.dtype == np.int64
@@ -211,6 +213,7 @@ def pair(id: str, question: Question, chosen: EncodedAnswer, rejected: EncodedAn
         chosen=chosen.tokens,
         rejected=rejected.tokens,
         margin=question.example.extra,
+        images=question.images,
     )
 
 

@@ -142,7 +142,7 @@ def load_records(
 
 
 def holds_images(data: Data[Any]) -> bool:
-    """True if a prompt of some record has images; pairs and solutions have none."""
+    """True if a prompt of some record has images; solutions have none."""
     for record in (*data.train, *data.held_out, *data.validation):
         if getattr(record, "images", None) is not None:
             return True

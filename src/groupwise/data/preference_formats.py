@@ -134,7 +134,11 @@ def _with_one_prompt(row: Row, where: str, wording: Wording) -> Row:
     """
     if not any(isinstance(row[side], list) and len(row[side]) > 1 for side in SIDES):
         return row
-    chosen, rejected = (_as_messages(checked_turns(row[side], side, where)) for side in SIDES)
+    sides: list[Messages] = []
+    for side in SIDES:
+        turns = checked_turns(row[side], side, where, images=wording.reads_images)
+        sides.append(_as_messages(turns))
+    chosen, rejected = sides
     before_chosen = before_the_answer(chosen, "chosen", where)
     before_rejected = before_the_answer(rejected, "rejected", where)
     if wording.format is None:

@@ -416,6 +416,9 @@ def read_pair(row: Row, where: str, wording: Wording) -> ReadRow:
     prompt = wording.unopened_content(row, where)
     if not isinstance(prompt, str):
         prompt = [*system, *prompt]
+    pictures: tuple[Picture, ...] = ()
+    if wording.reads_images:
+        prompt, pictures, row = read_images(row, prompt, where)
     content = wording.opened(prompt)
     answers = []
     for side in ("chosen", "rejected"):
@@ -435,6 +438,7 @@ def read_pair(row: Row, where: str, wording: Wording) -> ReadRow:
         variables_in(row, where),
         notes=notes,
         extra=float(margin or 0.0),
+        pictures=pictures,
     )
 
 

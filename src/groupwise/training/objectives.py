@@ -32,8 +32,10 @@ from groupwise.training.preferences import (
 )
 from groupwise.utils.files import expanded
 
-TEXT_ALONE = NoImages("they are read by sft and where the policy samples (grpo and its relatives)")
-"""Says why pairs and solutions have no images."""
+TEXT_ALONE = NoImages(
+    "they are read by sft, by dpo and where the policy samples (grpo and its relatives)"
+)
+"""Says why what scoring models learn from has no images."""
 
 
 def language_model(recipe: Recipe, blueprint: Blueprint) -> Policy:
@@ -114,6 +116,10 @@ def _demonstrations(recipe: Recipe, blueprint: Blueprint, tools: Tools | None = 
     )
 
 
+def _plain_pairs(recipe: Recipe, blueprint: Blueprint, tools: Tools | None = None) -> Data[Any]:
+    return _records(PLAIN_PAIRS, recipe, blueprint, tools, blueprint.images)
+
+
 def _replayed(recipe: Recipe, blueprint: Blueprint, tools: Tools | None = None) -> Data[Any]:
     pairs, settings = _records(PAIRS, recipe, blueprint), recipe.reward_model
     if settings.replay is None:
@@ -175,7 +181,7 @@ OBJECTIVES: dict[str, Kind] = {
     ),
     "dpo": Kind(
         title="direct preference optimisation",
-        load=partial(_records, PLAIN_PAIRS),
+        load=_plain_pairs,
         objective=_dpo,
         anchor=_anchored,
     ),

@@ -141,7 +141,7 @@ def anchored(
     samples = []
     for i, pair in enumerate(pairs):
         for completion in (pair.chosen, pair.rejected):
-            samples.append(_spoken(f"{i}", pair.prompt, completion, 1.0))
+            samples.append(_spoken(f"{i}", pair, completion, 1.0))
     logp = score(reference, samples, max_tokens_per_microbatch=max_tokens_per_microbatch).logp
     return list(map(Anchored, pairs, logp[0::2], logp[1::2]))
 
@@ -169,8 +169,8 @@ def dpo_samples(rows: Sequence[Anchored]) -> list[Sample]:
     for i, row in enumerate(rows):
         pair, weight = row.pair, 1.0 / len(rows)
         group = f"{pair.id}#{i}"
-        samples.append(_spoken(group, pair.prompt, pair.chosen, weight, row.chosen_logp))
-        samples.append(_spoken(group, pair.prompt, pair.rejected, weight, row.rejected_logp))
+        samples.append(_spoken(group, pair, pair.chosen, weight, row.chosen_logp))
+        samples.append(_spoken(group, pair, pair.rejected, weight, row.rejected_logp))
     return samples
 
 
@@ -368,15 +368,17 @@ def with_replay(new: Sequence[Pair], old: Sequence[Pair], share: float, seed: in
 
 def _spoken(
     group: str,
-    prompt: np.ndarray,
+    pair: Pair,
     completion: np.ndarray,
     weight: float,
     reference_logp: np.ndarray | None = None,
 ) -> Sample:
+    """Return one side of a pair, with every token weighed alike."""
     weight_n = np.full(completion.size, weight)
     return Sample(
         group=group,
-        prompt=prompt,
+        images=pair.images,
+        prompt=pair.prompt,
         completion=completion,
         weight=weight_n,
         reference_logp=reference_logp,
