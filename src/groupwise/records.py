@@ -710,7 +710,8 @@ class Step:
     columns: Mapping[str, Sequence[Sequence[np.ndarray]]] = field(default_factory=dict)
     """What the step's updates did, by name, per group and completion (n_i,); empty where nothing
     was computed: `weight` (of the loss, first update), `entropy` (nats, first update), `last_logp`
-    (nats, last update), `clipped` (share of the updates that cut it)."""
+    (nats, last update), `clipped` (share of the updates that cut it), `gradient` (size of the
+    loss's gradient by the log-prob, last update)."""
     evaluation: Mapping[str, float] | None = None
     """Metrics on the held-out set, at the steps where it was evaluated."""
 

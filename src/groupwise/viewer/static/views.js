@@ -594,7 +594,7 @@ function quantityBar(group) {
                 title: scales[one.id]
                   ? one.says
                   : one.id === "gradient"
-                    ? "this run's loss has another gradient than weight × advantage × ratio: replay the step to see it"
+                    ? "not recorded in this run; a replay of the step shows it, unless the run has a teacher"
                     : "not recorded in this run",
                 onclick: () => colourBy(one.id),
               },
