@@ -185,6 +185,15 @@ def test_a_model_that_reads_images_needs_torchvision_beside_vllm(
         assert command(model, **line)[0] == str(python)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("more", [["--load-format", "dummy"], ["--load_format=dummy"], ["--load-format", "auto"], []], ids=" ".join)
+def test_random_weights_leave_the_mean_and_the_deviation_of_pixels_alone(more: list[str], configured: Callable[..., str]) -> None:
+    """vLLM gives them random numbers, no checkpoint holds them, and log-probs were off by 1.8 nats."""
+    switch, random = "--no-mm-device-do-normalize", "dummy" in " ".join(more)
+    text = command(configured(model_type="llama"), **LINE, more=more)  # type: ignore[arg-type]
+    reads_images = command(configured(model_type="gemma3", vision_config={}), **LINE, more=more)  # type: ignore[arg-type]
+    assert (switch in text, switch in reads_images) == (False, random)
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_a_model_of_which_vllm_computes_no_adapters_is_refused_before_it_loads(kind: str, stand_in, tmp_path: Path, capsys) -> None:
     stand_in('echo "$@"')

@@ -158,8 +158,6 @@ class VllmEngine:
         more = ["--load-format", "dummy", "--max-model-len", str(self.policy.context)]
         if self.policy.vision is not None:
             more += ["--limit-mm-per-prompt", json.dumps(MEDIA)]
-            # As in `Colocated`.
-            more += ["--no-mm-device-do-normalize"]
         cache = f"{self._cache(rows, dtype) >> 20}M"
         self._own = OwnServer(self._describe, rows=rows, dtype=dtype, cache=cache, more=more)
         return self._own.url

@@ -20,6 +20,7 @@ import tempfile
 import time
 import venv
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -68,6 +69,9 @@ without its compiled part."""
 ADAPTER_OPTIONS = ("--enable-lora", "--max-lora-rank", "--max-loras", "--max-cpu-loras")
 """Options of vLLM that follow from the rank of the adapters."""
 NO_ADAPTERS = "--no-enable-lora"
+PIXELS_BEFORE = "--no-mm-device-do-normalize"
+"""Has pixels normalised before they reach the model.  Inside of it `--load-format dummy` gives the
+mean and the deviation random numbers, which no run replaces: they are in no checkpoint."""
 START_SECONDS = 600.0
 """A server that has not answered by then does not start."""
 END_SECONDS = 10.0
@@ -183,7 +187,16 @@ def command(
     switches = ["--enable-prefix-caching", "--enable-scale-out", "--disable-uvicorn-access-log"]
     if lora_rank:
         switches.append("--enable-lora")
+    if "vision_config" in _config(model) and _begins_with_random(more):
+        switches.append(PIXELS_BEFORE)
     return [str(python), str(PLUGIN / "groupwise_vllm.py"), model, *options, *switches, *more]
+
+
+def _begins_with_random(more: Sequence[str]) -> bool:
+    """Return True if options of vLLM ask for random weights, for which a run sends its own."""
+    words = " ".join(more).replace("=", " ").split()
+    names = [word.replace("_", "-") for word in words]
+    return ("--load-format", "dummy") in pairwise(names)
 
 
 def _check_adapters(model: str, lora_rank: int, more: Sequence[str]) -> None:
