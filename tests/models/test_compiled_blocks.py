@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from planted import TOKENIZER
+from sample_texts import groups_of_texts
 from torch._dynamo.utils import counters
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
@@ -36,7 +37,6 @@ from groupwise.ops.operations import AttentionCall
 from groupwise.ops.query import EVERYTHING, Query, Reach
 from groupwise.ops.stream_operation import OpenStream
 from groupwise.proof.passes import PassResults, run_pass
-from groupwise.records import Sample
 from groupwise.runs import compiling
 from groupwise.runs.compiling import with_blocks
 from groupwise.runs.job import make_job
@@ -63,18 +63,6 @@ def policy_of(dtype: Any = "float32", *, rank: int = 0, layers: int = 2) -> Poli
     return policy
 
 
-def texts(seed: int) -> list[Sample]:
-    """Two groups of three completions, of lengths of their own for every seed."""
-    rng, made = np.random.default_rng(seed), []
-    for group in range(2):
-        prompt = rng.integers(2, 20, int(rng.integers(3, 20)))
-        for _ in range(3):
-            count = int(rng.integers(2, 24))
-            columns = {"completion": rng.integers(2, 20, count), "weight": rng.random(count) + 0.1}
-            made.append(Sample(group=str(group), prompt=prompt, behavior_logp=-np.ones(count), **columns))
-    return made
-
-
 def differences(ours: PassResults, expected: PassResults) -> tuple[float, float]:
     """The largest of a log-prob, and of a gradient relative to its norm."""
     assert ours.gradient.keys() == expected.gradient.keys()
@@ -89,7 +77,7 @@ def differences(ours: PassResults, expected: PassResults) -> tuple[float, float]
 def compared(policy: Policy, compiled: Policy, seed: int, *, recompute: bool = False, learn: bool = True) -> tuple[float, float]:
     """`differences` of one pass, with compiled blocks and without."""
     with checkpointing(policy, True) if recompute else nullcontext():
-        ours, expected = (run_pass(one, texts(seed), gradients=learn) for one in (compiled, policy))
+        ours, expected = (run_pass(one, groups_of_texts(seed), gradients=learn) for one in (compiled, policy))
     return differences(ours, expected)
 
 

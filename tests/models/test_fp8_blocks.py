@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from sample_texts import groups_of_texts
 from torch import nn
 from transformers import AutoConfig
 
@@ -29,7 +30,7 @@ from groupwise.models.sharded import frozen_copy
 from groupwise.proof import fp8
 from groupwise.proof.fp8 import measured_drift, prove_fp8
 from groupwise.proof.passes import model_pass, run_pass
-from groupwise.records import Sample, Step
+from groupwise.records import Step
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.compiling import with_blocks
 from groupwise.runs.engines import check_agreement
@@ -43,18 +44,6 @@ MISSING = "FP8 is computed by torchao, which is not installed"
 @pytest.fixture
 def torchao() -> None:
     pytest.importorskip("torchao.float8", reason=MISSING)
-
-
-def texts(seed: int = 0) -> list[Sample]:
-    """Two groups of three completions."""
-    rng, made = np.random.default_rng(seed), []
-    for group in range(2):
-        prompt = rng.integers(2, 14, int(rng.integers(3, 9)))
-        for _ in range(3):
-            count = int(rng.integers(2, 12))
-            columns = {"completion": rng.integers(2, 14, count), "weight": rng.random(count) + 0.1}
-            made.append(Sample(group=str(group), prompt=prompt, behavior_logp=-np.ones(count), **columns))
-    return made
 
 
 @contextmanager
@@ -80,18 +69,18 @@ def test_a_packed_pass_gives_what_the_model_gives_with_torchaos_layers(
     """Of a text alone also the gradients, whose rounding depends on the tokens of the stream; its own pass stays as it is."""
     policy = tiny_policy(family)
     rounded = in_fp8(policy, recipe)
-    plain = model_pass(policy, texts(), gradients=False).values
+    plain = model_pass(policy, groups_of_texts(), gradients=False).values
     with torchaos_layers(policy, recipe):
-        expected = model_pass(policy, texts(), gradients=False).values
-        alone = model_pass(policy, texts()[:1], gradients=True)
-    ours = run_pass(rounded, texts(), gradients=False).values
+        expected = model_pass(policy, groups_of_texts(), gradients=False).values
+        alone = model_pass(policy, groups_of_texts()[:1], gradients=True)
+    ours = run_pass(rounded, groups_of_texts(), gradients=False).values
     np.testing.assert_allclose(np.concatenate(ours), np.concatenate(expected), atol=2e-5)
     assert np.abs(np.concatenate(ours) - np.concatenate(plain)).max() > 1e-3, "it is rounded"
-    learnt = run_pass(rounded, texts()[:1], gradients=True).gradient
+    learnt = run_pass(rounded, groups_of_texts()[:1], gradients=True).gradient
     assert learnt.keys() == alone.gradient.keys()
     for name, gradient in learnt.items():
         torch.testing.assert_close(gradient, alone.gradient[name], rtol=1e-3, atol=1e-4)
-    again = model_pass(rounded, texts(), gradients=False).values
+    again = model_pass(rounded, groups_of_texts(), gradients=False).values
     np.testing.assert_array_equal(np.concatenate(again), np.concatenate(plain))
     assert all("forward" not in vars(module) for module in policy.model.modules())
 
@@ -101,8 +90,10 @@ def test_a_packed_pass_gives_what_the_model_gives_with_torchaos_layers(
 def test_the_head_and_the_embedding_are_not_rounded_and_a_copy_is_rounded_alike(tiny_policy: Callable[..., Policy]) -> None:
     policy = in_fp8(tiny_policy("llama"), "rowwise")
     assert len(policy.blocks.names) == 14 and all(".layers." in name for name in policy.blocks.names)
-    copied = run_pass(frozen_copy(policy), texts(), gradients=False).values
-    np.testing.assert_array_equal(np.concatenate(copied), np.concatenate(run_pass(policy, texts(), gradients=False).values))
+    copied = run_pass(frozen_copy(policy), groups_of_texts(), gradients=False).values
+    np.testing.assert_array_equal(
+        np.concatenate(copied), np.concatenate(run_pass(policy, groups_of_texts(), gradients=False).values)
+    )
 
 
 @pytest.mark.slow
@@ -365,11 +356,16 @@ def test_what_does_not_go_with_fp8_is_refused_before_a_model_is_loaded(
         load_recipe(recipe_of(tmp_path, **TOGETHER[named]))
 
 
-def test_a_mixture_and_a_sharded_model_are_refused_in_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_run_in_fp8_is_refused_in_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     recipe = load_recipe(recipe_of(tmp_path))
     with pytest.raises(ConfigError, match="experts are no linear layers"):
         plan_of(recipe, config=AutoConfig.for_model("qwen3_moe").to_dict())
+    odd = {"hidden_size": 40, "intermediate_size": 40, "num_attention_heads": 4}
+    for family, sizes in (("gpt2", {}), ("llama", odd)):
+        config = AutoConfig.for_model(family, **sizes).to_dict()
+        with pytest.raises(ConfigError, match="has a linear layer whose sides are multiples of 16"):
+            plan_of(recipe, config=config)
     monkeypatch.setattr(comm, "world", lambda: comm.World(rank=0, size=2))
     with pytest.raises(ConfigError, match="spread over processes"):
         modelled(replace(recipe, parallel=ParallelSettings(name="zero3")))

@@ -224,15 +224,19 @@ REFUSED = {
     "tools": ({"environment": {"tools": [look]}}, "prompts have images, which are read in single turns alone"),
     "a harness": ({"environment": {"harness": solve}}, "prompts have images, which are read in single turns alone"),
     "streams over processes": ({"parallel": {"context": 2}}, "parallel.context: prompts have images, whose tokens are not split"),
-    "one by one": ({"attention": "single"}, "model.attention 'single' reads no images"),
+    "in FP8": ({"model": {"fp8": "rowwise"}}, "model.fp8: prompts have images, which no blocks in FP8 read; leave model.fp8 out"),
+    "one by one": (
+        {"model": {"attention": "single"}, "rollout": {"engine": "transformers"}},
+        "model.attention 'single' reads no images",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_does_not_read_images_is_refused(case: str, folder: Path) -> None:
     changes, reason = REFUSED[case]
-    if "attention" in changes:
-        changes = {"model": {"path": str(folder), **changes}, "rollout": {"engine": "transformers"}}
+    if "model" in changes:
+        changes = changes | {"model": {"path": str(folder), **changes["model"]}}
     with pytest.raises(ConfigError, match=reason):
         train(folder, **changes)
 

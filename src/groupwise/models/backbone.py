@@ -70,12 +70,13 @@ def computing(policy: Policy) -> Iterator[None]:
 
 
 def layers(policy: Policy) -> list[GradientCheckpointingLayer]:
-    """The model's blocks that can be computed again."""
-    return [
-        module
-        for module in policy.model.modules()
-        if isinstance(module, GradientCheckpointingLayer)
-    ]
+    """The blocks of a policy's model that can be computed again."""
+    return blocks(policy.model)
+
+
+def blocks(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    """The blocks of a model that can be computed again."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def can_recompute(policy: Policy) -> bool:

@@ -10,7 +10,7 @@ whole tensors are not used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from groupwise.errors import ConfigError
-from groupwise.models.backbone import layers, replaced_forwards
+from groupwise.models.backbone import blocks, replaced_forwards
 from groupwise.models.policy import Policy
 from groupwise.models.shape import names_experts
 from groupwise.ops.operations import operations
@@ -75,29 +76,14 @@ class Fp8Blocks:
         if policy.vision is not None:
             raise refusal("the model reads images")
         spread = policy.sharded or policy.context_group is not None
-        demand_fp8(policy.model.config.to_dict(), spread=spread)
+        demand_fp8(policy.model, spread=spread)
         self.recipe = recipe
-        self.names: list[str] = []
+        names, others = linear_layers(policy.model)
+        self.names = names
         """The layers that run in FP8."""
-        self.others: list[str] = []
+        self.others = others
         """Linear layers of blocks with sides that FP8 units do not take."""
         self._twins: dict[nn.Linear, nn.Linear] = {}
-        inside = set[nn.Module]()
-        for block in layers(policy):
-            inside.update(block.modules())
-        for name, layer in policy.model.named_modules():
-            if type(layer) is not nn.Linear or layer not in inside:
-                continue
-            if not layer.weight.requires_grad:  # of a part that reads images
-                continue
-            if layer.in_features % SIDE or layer.out_features % SIDE:
-                self.others.append(name)
-            else:
-                self.names.append(name)
-        if not self.names:
-            name = type(policy.model).__name__
-            sides = f"a linear layer whose sides are multiples of {SIDE}"
-            raise refusal(f"no block of {name} has {sides}")
 
     def layers(self, policy: Policy) -> dict[str, nn.Linear]:
         """Return the layers of a policy that run in FP8, by name."""
@@ -128,17 +114,43 @@ class Fp8Blocks:
             yield
 
 
-def demand_fp8(config: Mapping[str, Any], *, spread: bool) -> None:
+def linear_layers(model: PreTrainedModel) -> tuple[list[str], list[str]]:
+    """Return the names of linear layers of a model's blocks: those that can run in FP8, and those
+    with sides that FP8 units do not take.
+
+    The model may be without weights.
+    """
+    inside = set[nn.Module]()
+    for block in blocks(model):
+        inside.update(block.modules())
+    fit, others = list[str](), list[str]()
+    for name, layer in model.named_modules():
+        if type(layer) is not nn.Linear or layer not in inside:
+            continue
+        if not layer.weight.requires_grad:  # of a part that reads images
+            continue
+        if layer.in_features % SIDE or layer.out_features % SIDE:
+            others.append(name)
+        else:
+            fit.append(name)
+    return fit, others
+
+
+def demand_fp8(model: PreTrainedModel, *, spread: bool) -> None:
     """Refuse a model that cannot run in FP8, as far as it is known before its weights are read.
     Raises ConfigError, also without torchao.
 
-    config: transformers', as a dictionary.   spread: several processes hold the weights or the
-    streams together.
+    model: it may be without weights.   spread: several processes hold the weights or the streams
+    together.
     """
     if spread:
         raise refusal("weights or streams are spread over processes (parallel)")
-    if names_experts(config):
+    if names_experts(model.config.to_dict()):
         raise refusal("the matrices of experts are no linear layers")
+    fit, _ = linear_layers(model)
+    if not fit:
+        name = type(model).__name__
+        raise refusal(f"no block of {name} has a linear layer whose sides are multiples of {SIDE}")
     torchao()
 
 

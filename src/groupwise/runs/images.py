@@ -8,6 +8,7 @@ from groupwise.config.settings import Recipe, engine_traits
 from groupwise.data.images import FixedEncoder, ImageEncoder, NoImages
 from groupwise.data.load import Data, holds_images
 from groupwise.errors import ConfigError
+from groupwise.models.fp8_blocks import refusal
 from groupwise.models.policy import Policy
 
 
@@ -44,6 +45,8 @@ def check_settings(recipe: Recipe, images: ImageEncoder | NoImages) -> None:
             "rollout.engine.ahead: prompts have images, which a checkpoint does not hold: set 0",
             key="rollout.engine.ahead",
         )
+    if recipe.model.fp8 is not None:
+        raise refusal("prompts have images, which no blocks in FP8 read")
     if recipe.parallel.context > 1:
         raise ConfigError(
             "parallel.context: prompts have images, whose tokens are not split over processes:"

@@ -66,6 +66,7 @@ from groupwise.runs.run_models import (
     planned_quantization,
     shape_of,
     shared_out,
+    weightless,
 )
 from groupwise.training.objectives import OBJECTIVES, Kind
 
@@ -110,7 +111,7 @@ def modelled(
     demand_state(recipe)
     if recipe.model.fp8 is not None:
         several = shared and comm.world().size > 1
-        demand_fp8(blueprint.config, spread=several and layout.spreads(recipe.parallel))
+        demand_fp8(weightless(blueprint), spread=several and layout.spreads(recipe.parallel))
     shape = shape_of(blueprint, recipe.model.dtype)
     return fitted(recipe, shape, planned_quantization(recipe, blueprint)), blueprint
 
