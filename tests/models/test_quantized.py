@@ -465,8 +465,9 @@ def test_an_adapter_that_a_stage_cannot_go_on_with_is_refused_by_name(chained: A
     make = chained("int8")
     for model, quantize, says in (
         ("{path: 'stage:sft'}", "int8", r"on its base, model\.path=.* model\.lora\.start=.*sft/final/adapter"),
-        ("{lora: {start: 'stage:sft', rank: 3}}", "int8", "other layers, ranks or alphas"),
-        ("{lora: {start: 'stage:sft', alpha: 3}}", "int8", "other layers, ranks or alphas"),
+        ("{lora: {start: 'stage:sft', rank: 3}}", "int8", "r is 4 there and 3 here.*Give model.lora the settings"),
+        ("{lora: {start: 'stage:sft', alpha: 3}}", "int8", "lora_alpha is 8 there and 3 here"),
+        ("{lora: {start: 'stage:sft', targets: [q_proj]}}", "int8", r"down_proj.lora_A.weight is there alone"),
         ("{lora: {start: 'stage:sft'}}", "null", r"quantised as int8, here it is None: set model\.quantize to int8"),
         ("{lora: {start: 'stage:other'}}", "int8", "no stage 'other' runs before this one"),
     ):

@@ -24,10 +24,11 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from groupwise.config.settings import ModelSettings
+from groupwise.config.settings import LoraSettings, ModelSettings
 from groupwise.errors import ConfigError
 from groupwise.models import passes
 from groupwise.models.attention import plain_attention
+from groupwise.models.lora import adapt, take_over_adapter
 from groupwise.models.policy import Policy
 from groupwise.models.reward_head import (
     SUM_UNIT,
@@ -41,7 +42,7 @@ from groupwise.models.reward_head import (
     whole_scores,
     wrap_scorer,
 )
-from groupwise.models.saving import save
+from groupwise.models.saving import save, save_to_resume
 from groupwise.proof.prove import prove
 
 
@@ -203,6 +204,29 @@ def test_scorers_saved_by_transformers_score_the_same(
     assert not reads_tokens(policy)
     expected = [encoder(torch.from_numpy(np.concatenate([a.prompt, a.completion]))[None]).logits.item() for a in answers]
     np.testing.assert_allclose(whole_scores(policy, answers), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("start_scores", [True, False])
+@pytest.mark.parametrize("scores", [True, False])
+def test_an_adapter_goes_on_in_a_model_of_its_own_kind(
+    scores: bool, start_scores: bool, scorer: Callable[..., Policy], tiny_policy: Callable[..., Policy], tmp_path: Path
+) -> None:
+    """One of a reward model has a score head, which one of a language model lacks."""
+
+    def adapted(seed: int, scoring: bool) -> Policy:
+        policy = scorer(seed=seed) if scoring else tiny_policy(seed=seed)
+        return adapt(policy, LoraSettings(rank=2), base="x", seed=seed)
+
+    start, policy = adapted(1, start_scores), adapted(0, scores)
+    save_to_resume(start, tmp_path)
+    if scores == start_scores:
+        take_over_adapter(policy, tmp_path)
+        for name in policy.adapter.trained:  # type: ignore[union-attr]
+            assert torch.equal(policy.model.get_parameter(name), start.model.get_parameter(name)), name
+        return
+    says = "trains a scoring model, whose adapter has a score head.*set model.path to" if scores else "belongs to a scoring model"
+    with pytest.raises(ConfigError, match=f"{says}.*leave model.lora.start out"):
+        take_over_adapter(policy, tmp_path)
 
 
 def test_what_is_not_a_reward_model_is_refused(tiny_policy: Callable[..., Policy], tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def test_a_server_that_is_gone_is_named(tiny_policy: Callable, serve: Callable) 
 def test_a_model_with_other_tokens_is_refused_with_the_text_that_differs(tiny_policy: Callable, serve: Callable) -> None:
     from groupwise.data.tokenizers import make_tokenizer
 
-    with pytest.raises(ConfigError, match=r"other tokens than the policy: ids that are '.*' to the policy are '.*' to it"):
+    with pytest.raises(ConfigError, match=r"the same ids mean '.*' to the policy and '.*' to the server"):
         greeted(tiny_policy(), serve(tiny_policy(tokenizer=make_tokenizer("bytes"))))
 
 

@@ -59,6 +59,8 @@ ADAPTABLE = (*LINEAR, QuantizedLinear)
 """Layers that an adapter can lie on."""
 ADAPTER_CONFIG = "adapter_config.json"
 """Marks a folder as a low-rank adapter in peft's format."""
+SCORING = "SEQ_CLS"
+"""Task in peft's file of an adapter that belongs to a scoring model."""
 SCALES = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
 """Keys of peft's file that say what an adapter's product is multiplied by."""
 
@@ -123,19 +125,31 @@ def take_over_adapter(policy: Policy, folder: Path) -> None:
             f" {base}: set model.quantize to {start_base or 'null'}"
         )
     saved = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    _demand_same_kind(folder, saved.get("task_type") == SCORING, policy)
     start_shapes = {name: tensor.shape for name, tensor in load_file(folder / FILE).items()}
     shapes: dict[str, torch.Size] = {}
     for name, parameter in policy.model.named_parameters():
         if name in policy.adapter.trained:
             shapes[_file_name(name)] = parameter.shape
     config, plain = policy.adapter.config, _peft().LoraConfig()
-    alike = start_shapes == shapes
+    differences = []
     for key in SCALES:  # a file of an older peft has fewer keys
-        alike = alike and saved.get(key, getattr(plain, key)) == getattr(config, key)
-    if not alike:
+        start, here = saved.get(key, getattr(plain, key)), getattr(config, key)
+        if start != here:
+            differences.append(f"{key} is {start} there and {here} here")
+    if start_shapes.keys() != shapes.keys():
+        unmatched = sorted(start_shapes.keys() ^ shapes.keys())
+        where = "there" if unmatched[0] in start_shapes else "here"
+        differences.append(f"{unmatched[0]} is {where} alone")
+    elif not differences and start_shapes != shapes:
+        name = next(name for name in shapes if start_shapes[name] != shapes[name])
+        sides = f"{tuple(start_shapes[name])} there and {tuple(shapes[name])} here"
+        differences.append(f"{name} has the sides {sides}")
+    if differences:
         raise ConfigError(
-            f"model.lora.start: the adapter in {folder} has other layers, ranks or alphas: give"
-            f" model.lora its settings ({folder / ADAPTER_CONFIG})"
+            f"model.lora.start: the adapter in {folder} has another form than the one that"
+            f" model.lora describes: {'; '.join(differences)}. Give model.lora the settings of that"
+            f" adapter ({folder / ADAPTER_CONFIG}), and model.path its base"
         )
     start_path, path = saved.get("base_model_name_or_path"), config.base_model_name_or_path
     if start_path != path:
@@ -147,6 +161,31 @@ def take_over_adapter(policy: Policy, folder: Path) -> None:
             path,
         )
     restore_adapter(policy, folder)
+
+
+def _demand_same_kind(folder: Path, start_scores: bool, policy: Policy) -> None:
+    """Raise ConfigError where an adapter of a language model meets a scoring model, or the reverse.
+
+    start_scores: the adapter of the folder is a scoring model's.
+    """
+    scores = isinstance(getattr(policy.model, "score", None), nn.Module)
+    if scores == start_scores:
+        return
+    if start_scores:
+        raise ConfigError(
+            f"model.lora.start: the adapter in {folder} belongs to a scoring model (reward, prm),"
+            " and this run trains a language model, which cannot go on with it: name the adapter of"
+            " a language model, or leave model.lora.start out"
+        )
+    left_out = "model.lora.start"
+    if quantized_layers(policy.model):  # merged weights are not rounded again
+        left_out += " and model.quantize"
+    raise ConfigError(
+        f"model.lora.start: the adapter in {folder} belongs to a language model, and this run"
+        " trains a scoring model, whose adapter has a score head too. Begin with the merged model"
+        " and a new adapter: set model.path to the folder of the merged model, or to stage:NAME,"
+        f" and leave {left_out} out"
+    )
 
 
 def adapt(policy: Policy, lora: LoraSettings, *, base: str, seed: int = 0) -> Policy:
@@ -469,7 +508,7 @@ def _config(model: PreTrainedModel, lora: LoraSettings, base: str) -> Any:
         rank_pattern=dict(lora.rank_pattern),
         alpha_pattern={name: _whole(alpha) for name, alpha in lora.alpha_pattern.items()},
         modules_to_save=copied or None,
-        task_type="SEQ_CLS" if scores else "CAUSAL_LM",
+        task_type=SCORING if scores else "CAUSAL_LM",
         base_model_name_or_path=base,
     )
 

@@ -265,8 +265,9 @@ def _check(place: str, datum: Datum, row: BatchLossRow, policy: Policy) -> None:
 
 def check_tokens(place: str, tokens: np.ndarray, policy: Policy) -> None:
     """Raise Refused for an id that belongs to no token."""
-    if tokens.min() < 0 or tokens.max() >= policy.vocabulary:
+    wrong = tokens[(tokens < 0) | (tokens >= policy.vocabulary)]
+    if wrong.size:
         raise Refused(
-            f"{place} holds an id outside the vocabulary of {policy.vocabulary} tokens"
-            f" ({tokens.min()} .. {tokens.max()})"
+            f"{place} holds the id {wrong[0]}, outside the vocabulary, whose ids are 0 to"
+            f" {policy.vocabulary - 1}: encode texts with the tokenizer of the trained model"
         )

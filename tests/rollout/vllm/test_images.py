@@ -62,14 +62,19 @@ def test_vllm_in_this_process_gets_the_same_pictures(policy: Policy) -> None:
     assert local_prompt({"token_ids": [1, 2]}) == {"prompt_token_ids": [1, 2]}
 
 
-@pytest.mark.parametrize("wrong", ["fewer", "none"])
+@pytest.mark.parametrize("wrong", ["fewer", "other", "none"])
 def test_an_answer_to_other_ids_is_refused(wrong: str, policy: Policy) -> None:
     asked = prompt(policy, "0/7", [3])
     tokens = asked.tokens.tolist()
     check_tokens("a server", asked, {"prompt_token_ids": tokens})
-    answer = {"prompt_token_ids": tokens[:-1] if wrong == "fewer" else None}
-    with pytest.raises(EngineError, match=r"preprocessor_config\.json"):
-        check_tokens("a server", asked, answer)
+    other = [tokens[0], tokens[1] + 1, *tokens[2:]]
+    answer, says = {
+        "fewer": (tokens[:-1], f"the trainer has {len(tokens)} tokens and the server has read {len(tokens) - 1}. .*preprocessor"),
+        "other": (other, f"token 1 is {tokens[1]} in the trainer and {tokens[1] + 1} in the server. .*preprocessor"),
+        "none": (None, r"does not say which tokens of row 7 \(epoch 0\) it has read.*groupwise serve"),
+    }[wrong]
+    with pytest.raises(EngineError, match=says):
+        check_tokens("a server", asked, {"prompt_token_ids": answer})
 
 
 def _png(height: int, width: int) -> bytes:

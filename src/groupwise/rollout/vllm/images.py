@@ -66,10 +66,20 @@ def local_prompt(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_tokens(who: str, prompt: Prompt, answer: Mapping[str, Any]) -> None:
     """Raises EngineError for an answer to other ids than the prompt's."""
-    computed = answer.get("prompt_token_ids") or []
-    if computed != prompt.tokens.tolist():
+    tokens, computed = prompt.tokens.tolist(), answer.get("prompt_token_ids")
+    if computed == tokens:
+        return
+    if computed is None:
         raise EngineError(
-            f"{who}, {prompt.place}: it computed {len(computed)} tokens where the prompt with its"
-            f" images has {prompt.tokens.size}, or others: serve the policy's own folder, with its"
-            " preprocessor_config.json"
+            f"{who} does not say which tokens of {prompt.place} it has read, so that nobody knows"
+            " whether its images are those of the trainer: start it with `groupwise serve MODEL`"
         )
+    difference = f"the trainer has {len(tokens)} tokens and the server has read {len(computed)}"
+    if len(computed) == len(tokens):
+        at = next(i for i, (a, b) in enumerate(zip(tokens, computed, strict=True)) if a != b)
+        difference = f"token {at} is {tokens[at]} in the trainer and {computed[at]} in the server"
+    raise EngineError(
+        f"{who} does not read the images of {prompt.place} as the trainer does: {difference}."
+        " What it samples would be answers to another prompt. Serve the folder of the policy's own"
+        " model: the sizes of images are in its preprocessor_config.json"
+    )

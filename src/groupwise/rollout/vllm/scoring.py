@@ -83,9 +83,10 @@ class ScoringServers:
                 min(len(mine), len(text)),
             )
             raise ConfigError(
-                f"{client.name} serves a model with other tokens than the policy: ids that are"
-                f" {mine[place : place + 40]!r} to the policy are {text[place : place + 40]!r} to"
-                " it; serve a model of the same family, with the same tokenizer"
+                f"{client.name} serves a model whose tokens are not the policy's: the same ids mean"
+                f" {mine[place : place + 40]!r} to the policy and {text[place : place + 40]!r} to"
+                " the server, so that its log-probs would be those of other texts. Serve a model"
+                " with the policy's tokenizer, such as one of the same family"
             )
 
     def logp(self, sequences: Sequence[PromptAndCompletion]) -> list[np.ndarray]:
