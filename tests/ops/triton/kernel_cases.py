@@ -172,11 +172,14 @@ def test_heads_of_a_layer_and_their_gradients(
         assert one is None or relative(one, exact) < BOUND[one.dtype if one is not grad_gain else dtype]
 
 
+@pytest.mark.parametrize("by_head", [False, True])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize(("rows", "count", "width"), [(1, 1, 8), (9, 5, 24)])
-def test_parts_of_an_attention_are_merged(rows: int, count: int, width: int, dtype: torch.dtype) -> None:
-    """Some tokens have no keys in the second part: the kernel of attention says +inf there."""
+def test_parts_of_an_attention_are_merged(rows: int, count: int, width: int, dtype: torch.dtype, by_head: bool) -> None:
+    """Some tokens have no keys in the second part: the kernel of attention says +inf there.  Its outputs lie as its queries do."""
     out, add = normal(rows, count, width, dtype=dtype), normal(rows, count, width, dtype=dtype)
+    if by_head:
+        out, add = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (out, add))
     lse, add_lse = normal(count, rows), 3.0 * normal(count, rows)
     add_lse[:, ::2] = torch.inf
     expected = merged(out, lse, add, add_lse)

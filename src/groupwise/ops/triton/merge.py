@@ -21,7 +21,9 @@ def merge_parts_kernel(
     heads,
     width,
     out_row,
+    out_head,
     add_row,
+    add_head,
     lse_head,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -40,12 +42,14 @@ def merge_parts_kernel(
     second = tl.where(second == float("inf"), float("-inf"), second)
     largest = tl.maximum(first, second)
     union = largest + tl.log(tl.exp(first - largest) + tl.exp(second - largest))
-    place = head[:, None] * width + column
-    number = tl.load(out + row * out_row + place, mask=inside, other=0.0).to(tl.float32)
+    at_head = head[:, None].to(tl.int64)
+    target = out + row * out_row + at_head * out_head + column
+    number = tl.load(target, mask=inside, other=0.0).to(tl.float32)
     total = number * tl.exp(first - union)[:, None]
-    number = tl.load(add + row * add_row + place, mask=inside, other=0.0).to(tl.float32)
+    source = add + row * add_row + at_head * add_head + column
+    number = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     total += number * tl.exp(second - union)[:, None]
-    tl.store(out + row * out_row + place, total.to(out.dtype.element_ty), mask=inside)
+    tl.store(target, total.to(out.dtype.element_ty), mask=inside)
     tl.store(lse + at_sum, union, mask=head < heads)
 
 
@@ -54,7 +58,8 @@ def merge_parts(
 ) -> tuple[Tensor, Tensor]:
     """Return outputs and log-sum-exps (float32) over the keys of both parts, in place of the first.
 
-    Heads of a token and tokens of a head's log-sum-exps follow one another in memory.
+    Outputs lie as the queries did: token by token, or head by head where a model rotates a part
+    of each head.  Tokens of a head's log-sum-exps follow one another in memory.
     """
     rows, heads, width = out_THW.shape
     block_heads, block_width = power_of_two(heads), power_of_two(width)
@@ -65,8 +70,8 @@ def merge_parts(
         add_lse_HT,
         heads,
         width,
-        out_THW.stride(0),
-        add_THW.stride(0),
+        *out_THW.stride()[:2],
+        *add_THW.stride()[:2],
         lse_HT.stride(0),
         HEADS=block_heads,
         WIDTH=block_width,
