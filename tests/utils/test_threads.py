@@ -10,8 +10,11 @@ from contextlib import asynccontextmanager
 from typing import NoReturn
 
 import pytest
+import torch
 
+from groupwise.distributed import process_group
 from groupwise.errors import GroupwiseError
+from groupwise.utils import threads
 from groupwise.utils.event_loop import EventLoop
 from groupwise.utils.threads import Thread, begin
 
@@ -57,11 +60,34 @@ def test_a_thread_of_its_own_is_always_the_same_and_ends_when_it_has_finished() 
     assert not running.result().is_alive()
 
 
+def test_threads_compute_on_the_gpu_of_their_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread has the first GPU: the reward models of all processes would be loaded there."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda number: chosen.append((threading.get_ident(), number)))
+    monkeypatch.setattr(threads, "_first", [])  # of this test alone
+    process_group.use_gpu(3)
+    thread = Thread("own")
+    places = [threading.get_ident(), thread.begin(threading.get_ident).result(60), begin(threading.get_ident, "beside").result(60)]
+    thread.begin(lambda: None).result(60)
+    thread.close()
+    assert chosen == [(place, 3) for place in places]
+
+
 def test_a_fork_has_threads_of_its_own() -> None:
-    begin(lambda: None, "parent's").result(60)
-    if (child := os.fork()) == 0:
-        os._exit(0 if begin(lambda: 1, "child's").result(60) == 1 else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    """What its parent's threads do first, as choosing a GPU, would fail in it."""
+    parent, before = os.getpid(), list(threads._first)
+
+    def choose() -> None:
+        assert os.getpid() == parent
+
+    try:
+        threads.at_start(choose)
+        begin(lambda: None, "parent's").result(60)
+        if (child := os.fork()) == 0:
+            os._exit(0 if begin(lambda: 1, "child's").result(60) == 1 else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        threads._first[:] = before
 
 
 def test_coroutines_run_side_by_side_and_are_broken_off_at_the_end() -> None:

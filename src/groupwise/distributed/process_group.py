@@ -12,6 +12,7 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from groupwise.distributed.comm import CHANNELS, World, peers, wait, world
 from groupwise.distributed.heartbeat import SILENCE, Watch, say
+from groupwise.utils import threads
 
 TIMEOUT = 1800.0
 """Seconds that a process waits for the others: longer than the slowest share of a rollout."""
@@ -52,7 +54,7 @@ def join(timeout: float, *, cuda: bool) -> World:
         return world()
     CHANNELS.timeout = timedelta(seconds=timeout)
     if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        use_gpu(int(os.environ.get("LOCAL_RANK", "0")))
     with peers():
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=CHANNELS.timeout)
         # Records are host objects and must not travel over the GPUs; gloo also knows which rank is
@@ -66,6 +68,13 @@ def join(timeout: float, *, cuda: bool) -> World:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _ended)
     return world()
+
+
+def use_gpu(number: int) -> None:
+    """Compute on one of the machine's GPUs, also in threads beside: a new thread has the first."""
+    choose = partial(torch.cuda.set_device, number)
+    choose()
+    threads.at_start(choose)
 
 
 def _store() -> Any:

@@ -5,6 +5,7 @@ The threads are daemons: what never returns must not keep a process from its end
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -14,6 +15,19 @@ from typing import Any, TypeVar
 from groupwise.errors import GroupwiseError
 
 Result = TypeVar("Result")
+
+_first: list[Callable[[], object]] = []
+os.register_at_fork(after_in_child=_first.clear)  # a fork cannot use a GPU of its parent
+
+
+def at_start(prepare: Callable[[], object]) -> None:
+    """Have every thread that is made from now on call this before its work."""
+    _first.append(prepare)
+
+
+def _prepare() -> None:
+    for prepare in _first:
+        prepare()
 
 
 def begin(work: Callable[[], Result], name: str) -> Future[Result]:
@@ -26,7 +40,7 @@ def begin(work: Callable[[], Result], name: str) -> Future[Result]:
     not go on without it."""
     future: Future[Result] = Future()
     try:
-        threading.Thread(target=_run, args=(future, work), name=name, daemon=True).start()
+        threading.Thread(target=_only, args=(future, work), name=name, daemon=True).start()
     except RuntimeError as error:
         if "interpreter shutdown" not in str(error):
             raise GroupwiseError(
@@ -65,9 +79,15 @@ class Thread:
             self._work.put(None)
 
     def _serve(self) -> None:
+        _prepare()
         while (task := self._work.get()) is not None:
             _run(*task)
             del task  # a thread that waits keeps nothing alive
+
+
+def _only(future: Future[Result], work: Callable[[], Result]) -> None:
+    _prepare()
+    _run(future, work)
 
 
 def _run(future: Future[Result], work: Callable[[], Result]) -> None:
