@@ -84,6 +84,22 @@ def test_8_bit_state_is_bitsandbytes_own_and_beside_the_curve_of_float32(
     assert curve_of(eight_bit) == ours
 
 
+def test_the_numbers_of_8_bit_codes_are_made_once(eight_bit: type[AdamW], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each piece they would cost a GPU more than the rest of its step."""
+    library, made = stored_state.bitsandbytes(), []
+
+    def counted(**kwargs: Any) -> torch.Tensor:
+        made.append(kwargs)
+        return create(**kwargs)
+
+    create = library.create_dynamic_map
+    monkeypatch.setattr(library, "create_dynamic_map", counted)
+    stored_state._numbers.cache_clear()
+    model = learner()
+    losses(model, Optimizer(model, SETTINGS, 40, eight_bit).step, steps=3)
+    assert made == [{"signed": True}, {"signed": False}]
+
+
 def test_bytes_of_the_state_are_those_of_the_plan(eight_bit: type[AdamW]) -> None:
     model = learner()
     optimizer = Optimizer(model, SETTINGS, 1, eight_bit)

@@ -9,6 +9,7 @@ N numbers of a parameter
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -151,8 +152,12 @@ def _blocks(piece: slice) -> slice:
     return slice(piece.start // BLOCK, -(-piece.stop // BLOCK))
 
 
+@cache
 def _numbers(kind: str, device: torch.device) -> Tensor:
-    """The 256 numbers that codes stand for: of squares none is below 0."""
+    """The 256 numbers that codes stand for: of squares none is below 0.
+
+    They are made once: a step asks for them four times a piece, and a GPU would wait for each copy.
+    """
     return bitsandbytes().create_dynamic_map(signed=kind == MOMENTS[0]).to(device)
 
 
