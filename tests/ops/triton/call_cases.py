@@ -7,15 +7,17 @@ from __future__ import annotations
 import os
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import flash_attention
 import launch_counts
 import pytest
 import torch
 from launches import MEMORY, VIEWS
 from planted import TOKENIZER
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import GlmConfig, GlmForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from triton_launches import launches_heard
 
 from groupwise.config.settings import ModelSettings
@@ -24,6 +26,8 @@ from groupwise.models.loading import make_policy
 from groupwise.models.passes import forward
 from groupwise.models.policy import Policy
 from groupwise.ops import operations as operations_module
+from groupwise.ops.attention import StreamAttention
+from groupwise.ops.cuda import stream_attention, varlen_attention
 from groupwise.ops.decoding import Buffers
 from groupwise.ops.in_place_gradients import summed_in_place
 from groupwise.ops.linear_cross_entropy import chosen_logprobs
@@ -38,6 +42,8 @@ from groupwise.rollout.sampling import draw
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 MODELS = {"qwen2": (Qwen2ForCausalLM, Qwen2Config), "qwen3": (Qwen3ForCausalLM, Qwen3Config)}
+LATER_MODELS = {"glm": (GlmForCausalLM, partial(GlmConfig, pad_token_id=0, eos_token_id=1))}
+"""Models that are not decoded here.  GLM rotates a part of each head, so that its queries lie head by head."""
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="counts what the interpreter launches")
 
 
@@ -70,7 +76,7 @@ def heard(counter: Launched) -> Any:
 def policy_of(kind: str, layers: int, dtype: Any = "float32") -> Policy:
     """A random model."""
     torch.manual_seed(0)
-    model, config = MODELS[kind]
+    model, config = (MODELS | LATER_MODELS)[kind]
     made = model(config(vocab_size=launch_counts.VOCABULARY, num_hidden_layers=layers, **launch_counts.WIDE))
     policy = make_policy(made.to(DEVICE), TOKENIZER, ModelSettings(device=DEVICE, dtype=dtype))
     return replace(policy, vocabulary=launch_counts.VOCABULARY)
@@ -138,6 +144,25 @@ def trained(kind: str, dtype: str) -> list[torch.Tensor]:
         assert entropy_M is not None
         (logp_M.sum() + 0.1 * entropy_M.sum()).backward()
     return [logp_M.detach(), *(parameter.grad for parameter in policy.model.parameters() if parameter.grad is not None)]
+
+
+@needs_interpreter
+@pytest.mark.parametrize("kind", ["qwen3", *LATER_MODELS])
+def test_attention_of_a_gpu_trains_as_that_of_a_cpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flash attention is here its definition, which takes float32 too; its outputs lie as its queries do."""
+    monkeypatch.setattr(operations_module, "_chosen", Operations())
+    expected = trained(kind, "float32")
+    chosen(monkeypatch)
+    monkeypatch.setattr(varlen_attention, "FLASH_TYPES", (torch.float32,))
+    monkeypatch.setattr(varlen_attention, "_flash", flash_attention.forward)
+    monkeypatch.setattr(varlen_attention, "_flash_backward", flash_attention.backward)
+    monkeypatch.setattr(StreamAttention, "__call__", stream_attention.attend)
+    counter = Launched()
+    with heard(counter):
+        ours = trained(kind, "float32")
+    assert "merge_parts_kernel" in counter.names
+    for one, exact in zip(ours, expected, strict=True):
+        assert (one - exact).norm() < 1e-4 * exact.norm()
 
 
 KERNELS = {"float32": "rotary_kernel", "autocast": "heads_backward_kernel"}
