@@ -417,6 +417,15 @@ def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
     assert f"to the same accuracy in {seconds['trl'] / seconds['groupwise']:.1f} times less processor time" in said
 
 
+def test_the_ratios_of_smollm2_are_those_of_the_results() -> None:
+    said = " ".join((DOCS / "performance.md").read_text(encoding="utf-8").split())
+    results = json.loads((ROOT / "benchmarks/results/zen4.json").read_text())
+    single, half = results["vs_trl_model-smollm2_threads_1"], results["vs_trl_model-smollm2_dtype-bfloat16_threads_1"]
+    time, memory = single["cpu_ratios"]["step"], single["ratios"]["memory"]
+    assert f"takes {time:.1f} times less processor time and {memory:.1f} times less memory in float32" in said
+    assert f"in float32, and {half['cpu_ratios']['step']:.1f} and {half['ratios']['memory']:.1f} times less in bfloat16" in said
+
+
 @pytest.mark.parametrize(
     ("shape", "result"),
     [
