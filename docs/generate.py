@@ -329,7 +329,7 @@ completions of up to 64 tokens on one thread (`python benchmarks/sharing.py --sh
 Groupwise trains the text part of Qwen3.5, Gemma 3 and 4, Mistral 3, Llama 4 and others. The image encoder gets no gradient, no
 weight decay and no adapter. `final/` holds it unchanged.
 
-In prompts of online objectives and of SFT the images of **Qwen2.5-VL**, **Qwen3-VL**, **Qwen3.5** and **Gemma 3** are read; those
+In prompts of online objectives, SFT and DPO the images of **Qwen2.5-VL**, **Qwen3-VL**, **Qwen3.5** and **Gemma 3** are read; those
 of other families are refused by name. [Your data](data.md#images) shows the rows. An image goes through the encoder once, for all
 completions of its prompt and for everything that a step does: sampling, scoring, the reference and the update. Its embeddings
 then stand at the placeholders of the prompt, at the positions that the model's own function gives (M-RoPE), with the features
