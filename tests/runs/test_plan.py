@@ -129,6 +129,8 @@ def test_a_recipe_is_given_what_the_gpu_of_its_process_holds(monkeypatch: pytest
     assert positions_of(fitted(on_cpu, shape)) == microbatch(shape)
     said = replace(recipe, optimizer=replace(recipe.optimizer, tokens_per_microbatch=77))
     assert positions_of(fitted(said, shape)) == 77
+    # A process alone gathers no weights, whatever `parallel` would be with others.
+    assert positions_of(fitted(recipe, replace(shape, parameters=2_000_000_000))) == 16_384
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda card: SimpleNamespace(total_memory=(80 << 30, 24 << 30)[card]))
     assert free_memory(2) == 24 << 30

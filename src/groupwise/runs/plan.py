@@ -507,7 +507,7 @@ def fitted(recipe: Recipe, shape: Shape, quantized: QuantizedSize | None = None)
         positions = gpu_microbatch(
             shape,
             free_memory(world),
-            parallel=recipe.parallel,
+            parallel=ALONE if world == 1 else recipe.parallel,  # which is decided among several
             world=world,
             recompute=recipe.model.gradient_checkpointing,
             adapter=recipe.model.lora is not None,
