@@ -12,6 +12,7 @@ from typing import Any
 
 import flash_attention
 import launch_counts
+import numpy as np
 import pytest
 import torch
 from launches import MEMORY, VIEWS
@@ -22,8 +23,9 @@ from triton_launches import launches_heard
 
 from groupwise.config.settings import ModelSettings
 from groupwise.data.packing import pack
+from groupwise.models.backbone import checkpointing
 from groupwise.models.loading import make_policy
-from groupwise.models.passes import forward
+from groupwise.models.passes import BatchPass, forward, packed_for, packed_pass
 from groupwise.models.policy import Policy
 from groupwise.ops import operations as operations_module
 from groupwise.ops.attention import StreamAttention
@@ -33,7 +35,7 @@ from groupwise.ops.in_place_gradients import summed_in_place
 from groupwise.ops.linear_cross_entropy import chosen_logprobs
 from groupwise.ops.operations import Operations
 from groupwise.ops.triton.operations import TritonOperations
-from groupwise.records import Sampling
+from groupwise.records import Sample, Sampling
 from groupwise.rollout.native.decode_attention import Decode, DecodeSize, LiveRows
 from groupwise.rollout.native.forward import SpecialisedForward
 from groupwise.rollout.native.kv_cache import KVCache
@@ -73,12 +75,12 @@ def heard(counter: Launched) -> Any:
     return launches_heard(lambda name, _: counter.names.append(name))
 
 
-def policy_of(kind: str, layers: int, dtype: Any = "float32") -> Policy:
+def policy_of(kind: str, layers: int, dtype: Any = "float32", device: Any = DEVICE) -> Policy:
     """A random model."""
     torch.manual_seed(0)
     model, config = (MODELS | LATER_MODELS)[kind]
     made = model(config(vocab_size=launch_counts.VOCABULARY, num_hidden_layers=layers, **launch_counts.WIDE))
-    policy = make_policy(made.to(DEVICE), TOKENIZER, ModelSettings(device=DEVICE, dtype=dtype))
+    policy = make_policy(made.to(device), TOKENIZER, ModelSettings(device=device, dtype=dtype))
     return replace(policy, vocabulary=launch_counts.VOCABULARY)
 
 
@@ -163,6 +165,50 @@ def test_attention_of_a_gpu_trains_as_that_of_a_cpu(kind: str, monkeypatch: pyte
     assert "merge_parts_kernel" in counter.names
     for one, exact in zip(ours, expected, strict=True):
         assert (one - exact).norm() < 1e-4 * exact.norm()
+
+
+def long_samples() -> list[Sample]:
+    """Groups whose prompts and completions are longer than a block of flash attention, and one of two short completions."""
+    rng, made = np.random.default_rng(0), []
+    for group, (prompt, counts) in enumerate([(300, (200, 150, 7, 260)), (40, (500, 90)), (700, (1, 2))]):
+        ids = rng.integers(2, launch_counts.VOCABULARY, prompt)
+        for count in counts:
+            ones = np.ones(count)
+            completion = rng.integers(2, launch_counts.VOCABULARY, count)
+            made.append(
+                Sample(group=str(group), prompt=ids, completion=completion, weight=ones, advantage=ones, behavior_logp=-ones)
+            )
+    return made
+
+
+def updated(kind: str, dtype: str, device: str, recompute: bool) -> list[torch.Tensor]:
+    """The log-probs of long streams in an update's pass, and the gradients of their sum."""
+    policy = policy_of(kind, 2, dtype, device)
+
+    def loss(passed: BatchPass) -> tuple[torch.Tensor, torch.Tensor]:
+        head = passed.head(fused=True)
+        for chunk in head:
+            chunk.loss = chunk.logp_C.sum() / 1000.0  # however the rows are cut into chunks
+        return head.total(), head.logp_M
+
+    with checkpointing(policy, recompute):
+        result = packed_pass(policy, loss, packed_for(policy, long_samples(), 4096), learn=True)
+    gradients = [parameter.grad for parameter in policy.model.parameters() if parameter.grad is not None]
+    return [seen_P.cpu().double() for seen_P in (*(seen_P for _, seen_P in result.columns), *gradients)]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compares the kernels of a GPU with a CPU")
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("kind", [*MODELS, *LATER_MODELS])
+def test_long_streams_are_trained_on_a_gpu_as_on_a_cpu(kind: str, recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 by all of a GPU's kernels, in float32 by a CPU's operations."""
+    monkeypatch.setattr(operations_module, "_chosen", Operations())
+    expected = updated(kind, "float32", "cpu", False)
+    chosen(monkeypatch)
+    ours = updated(kind, "autocast", DEVICE, recompute)
+    assert len(ours) == len(expected) > 20
+    for one, exact in zip(ours, expected, strict=True):
+        assert (one - exact).norm() < 5e-2 * exact.norm()
 
 
 KERNELS = {"float32": "rotary_kernel", "autocast": "heads_backward_kernel"}
