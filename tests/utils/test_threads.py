@@ -68,20 +68,29 @@ def test_threads_compute_on_the_gpu_of_their_process(monkeypatch: pytest.MonkeyP
     process_group.use_gpu(3)
     thread = Thread("own")
     places = [threading.get_ident(), thread.begin(threading.get_ident).result(60), begin(threading.get_ident, "beside").result(60)]
-    thread.begin(lambda: None).result(60)
     thread.close()
     assert chosen == [(place, 3) for place in places]
 
 
+def test_what_fails_before_the_work_is_told_to_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that is lost, for instance."""
+    monkeypatch.setattr(threads, "_first", [lambda: 1 / 0])
+    thread = Thread("own")
+    for future in (begin(int, "beside"), thread.begin(int)):
+        with pytest.raises(ZeroDivisionError):
+            future.result(60)
+    thread.close()
+
+
 def test_a_fork_has_threads_of_its_own() -> None:
-    """What its parent's threads do first, as choosing a GPU, would fail in it."""
+    """What its parent's threads do before their work, as choosing a GPU, would fail in it."""
     parent, before = os.getpid(), list(threads._first)
 
     def choose() -> None:
         assert os.getpid() == parent
 
     try:
-        threads.at_start(choose)
+        threads.before_work(choose)
         begin(lambda: None, "parent's").result(60)
         if (child := os.fork()) == 0:
             os._exit(0 if begin(lambda: 1, "child's").result(60) == 1 else 1)

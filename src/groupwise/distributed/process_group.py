@@ -74,7 +74,7 @@ def use_gpu(number: int) -> None:
     """Compute on one of the machine's GPUs, also in threads beside: a new thread has the first."""
     choose = partial(torch.cuda.set_device, number)
     choose()
-    threads.at_start(choose)
+    threads.before_work(choose)
 
 
 def _store() -> Any:

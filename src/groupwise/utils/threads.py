@@ -20,14 +20,9 @@ _first: list[Callable[[], object]] = []
 os.register_at_fork(after_in_child=_first.clear)  # a fork cannot use a GPU of its parent
 
 
-def at_start(prepare: Callable[[], object]) -> None:
-    """Have every thread that is made from now on call this before its work."""
+def before_work(prepare: Callable[[], object]) -> None:
+    """Have threads call this before whatever they are given from now on."""
     _first.append(prepare)
-
-
-def _prepare() -> None:
-    for prepare in _first:
-        prepare()
 
 
 def begin(work: Callable[[], Result], name: str) -> Future[Result]:
@@ -40,7 +35,7 @@ def begin(work: Callable[[], Result], name: str) -> Future[Result]:
     not go on without it."""
     future: Future[Result] = Future()
     try:
-        threading.Thread(target=_only, args=(future, work), name=name, daemon=True).start()
+        threading.Thread(target=_run, args=(future, work), name=name, daemon=True).start()
     except RuntimeError as error:
         if "interpreter shutdown" not in str(error):
             raise GroupwiseError(
@@ -79,21 +74,17 @@ class Thread:
             self._work.put(None)
 
     def _serve(self) -> None:
-        _prepare()
         while (task := self._work.get()) is not None:
             _run(*task)
             del task  # a thread that waits keeps nothing alive
-
-
-def _only(future: Future[Result], work: Callable[[], Result]) -> None:
-    _prepare()
-    _run(future, work)
 
 
 def _run(future: Future[Result], work: Callable[[], Result]) -> None:
     if not future.set_running_or_notify_cancel():
         return
     try:
+        for prepare in _first:
+            prepare()
         result = work()
     except BaseException as error:  # whatever it is, it belongs to the thread that waits
         future.set_exception(error)
