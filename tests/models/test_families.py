@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import transformers
-from huggingface_hub.errors import StrictDataclassClassValidationError
+from huggingface_hub.errors import StrictDataclassError
 
 from groupwise.config.settings import ModelSettings
 from groupwise.models.attention import PackedAttention
@@ -113,7 +113,7 @@ def test_wide_heads_and_long_texts_too(family: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", sorted(families.NOT_BUILT))
 def test_a_family_that_cannot_be_built_is_an_error(name: str) -> None:
-    with pytest.raises((ImportError, AttributeError, ValueError, StrictDataclassClassValidationError)):
+    with pytest.raises((ImportError, AttributeError, ValueError, StrictDataclassError)):
         families.log_probs(families.model_of(families.config_of(name, 64, 1)), *families.TEXT, 60)
 
 
