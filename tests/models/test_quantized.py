@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -304,6 +307,37 @@ def test_bytes_are_those_of_the_plan(kind: str, base: Callable[..., Path]) -> No
     assert size.bytes == sum(layer.codes.nbytes + layer.scale.nbytes for layer in layers)
     assert size.numbers == sum(layer.weight.numel() for layer in layers)
     assert size.widest == 512 * 192
+
+
+HOLES = """
+import ctypes, torch
+from groupwise.models.quantized import give_memory_back
+
+names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+Facts = type("Facts", (ctypes.Structure,), {"_fields_": [(name, ctypes.c_size_t) for name in names.split()]})
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Facts
+give_memory_back(torch.device("cpu"))
+
+def held():
+    facts = libc.mallinfo2()
+    return facts.arena + facts.hblkhd
+
+before, kept = held(), []
+for layer in range(40):
+    inner = [torch.ones(900_000, dtype=torch.uint8) for _ in range(3)]
+    kept.append(torch.ones(700_000, dtype=torch.uint8))
+    del inner
+print((held() - before) / sum(one.nbytes for one in kept))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="only glibc since 2.33 says what it holds")
+def test_what_a_forward_pass_frees_is_not_held_between_what_it_keeps() -> None:
+    """Blocks of the sizes that short texts have; a process of its own, whose heap nobody has used."""
+    done = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True, check=True)
+    assert 0.9 < float(done.stdout) < 1.2
 
 
 def test_the_plan_has_rows_for_the_base_and_for_what_stays(recipe: Callable[..., Any]) -> None:
