@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.run import get_args_parser
 
 from groupwise.cli import commands
+from groupwise.distributed.process_group import own_gpu
 
 PAGE = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text(encoding="utf-8")
 FENCED = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
@@ -36,6 +38,14 @@ def test_torchrun_and_the_command_take_these_arguments(words: list[str]) -> None
     assert given.training_script == "groupwise"
     assert given.standalone or given.rdzv_backend == "c10d"
     assert commands._parse(given.training_script_args).command == "train"
+
+
+@pytest.mark.parametrize(("seen", "rank", "own"), [(8, "5", 5), (1, "5", 0), (1, "0", 0)])
+def test_a_process_that_sees_one_gpu_takes_it(seen: int, rank: str, own: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launchers count processes of a machine, and some of them show each process no GPU but its own."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    assert own_gpu() == own
 
 
 class Replaced(Exception):

@@ -54,7 +54,7 @@ def join(timeout: float, *, cuda: bool) -> World:
         return world()
     CHANNELS.timeout = timedelta(seconds=timeout)
     if cuda:
-        use_gpu(int(os.environ.get("LOCAL_RANK", "0")))
+        use_gpu(own_gpu())
     with peers():
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=CHANNELS.timeout)
         # Records are host objects and must not travel over the GPUs; gloo also knows which rank is
@@ -68,6 +68,15 @@ def join(timeout: float, *, cuda: bool) -> World:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _ended)
     return world()
+
+
+def own_gpu() -> int:
+    """Return the number of this process's GPU: of all that it sees the one of its rank on the
+    machine.  Slurm's `--gpus-per-task=1`, for one, lets each process see its own alone.
+    """
+    if torch.cuda.device_count() == 1:
+        return 0
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def use_gpu(number: int) -> None:
