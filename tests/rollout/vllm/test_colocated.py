@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from groupwise.distributed import comm
 from groupwise.errors import EngineError
@@ -103,14 +104,16 @@ def draw(engine: VllmEngine, *prompts: Prompt, size: int = 2) -> dict[str, Any]:
     return {group[0].prompt.id: group for group in groups}
 
 
-def test_weights_are_made_room_for_before_the_cache(colocated: Callable) -> None:
+def test_weights_are_made_room_for_before_the_cache(colocated: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what torch keeps unused: vLLM takes its memory from the card."""
     engine, llm = colocated(in_flight=False)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: llm.calls.append("room"))
     engine.send_weights(0)
     with engine.servers.requests():
         pass
     llm.calls.clear()
     engine.send_weights(1)
-    assert llm.calls == ["wake ['weights']", "weights", "wake ['kv_cache']"]
+    assert llm.calls == ["room", "wake ['weights']", "weights", "room", "wake ['kv_cache']"]
 
 
 def test_weights_that_were_given_up_are_sent_again_before_anything_is_sampled(colocated: Callable) -> None:

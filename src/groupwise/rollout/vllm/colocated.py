@@ -122,6 +122,7 @@ class Colocated:
             self._options |= {"enforce_eager": True, "block_size": 32}
             self._use_torch_collectives()
         else:
+            torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info()
             self._options["gpu_memory_utilization"] = SHARE_OF_FREE * free / total
         if comm.world().size > 1:
@@ -161,7 +162,7 @@ class Colocated:
 
         name = str(self.facts[0]["dtype"])
         if self.asleep:
-            self._llm.wake_up(tags=["weights"])
+            self._wake("weights")
         self._llm.reset_prefix_cache()
         self._llm.collective_rpc("start_weight_update")
         for names, shapes, flat in buckets(policy, getattr(torch, name)):
@@ -173,7 +174,7 @@ class Colocated:
             )
         self._llm.collective_rpc("finish_weight_update")
         if self.asleep:
-            self._llm.wake_up(tags=["kv_cache"])
+            self._wake("kv_cache")
             self.asleep = False
         self._label = label
 
@@ -185,6 +186,16 @@ class Colocated:
         if together > 1:
             return LockstepRequests(engine, self._answer, self._sleep, together)
         return LocalRequests(engine, self._answer, self._sleep)
+
+    def _wake(self, part: str) -> None:
+        """Let vLLM take memory for a part of what it gave up.
+
+        A sleeping vLLM takes it from the card, not from torch, and torch gives back what it keeps
+        unused of an update only when it is asked.
+        """
+        assert self._llm is not None
+        torch.cuda.empty_cache()
+        self._llm.wake_up(tags=[part])
 
     def _sleep(self) -> None:
         if self._sleeps:
