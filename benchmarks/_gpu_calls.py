@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -168,7 +169,8 @@ def walls(device: str, run: Callable[[], Any], repeats: int) -> list[float]:
 
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
-LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
+LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
+"""How the names of calls begin that launch a kernel, or a graph of them."""
 
 
 def watched(device: str, run: Callable[[], Any], repeats: int = 3) -> dict[str, Any]:
@@ -183,7 +185,9 @@ def watched(device: str, run: Callable[[], Any], repeats: int = 3) -> dict[str, 
         wait(device)
     events = watch.key_averages()
     if on_gpu:
-        kernels = [(event.key, event.self_device_time_total, event.count) for event in events if "CUDA" in str(event.device_type)]
+        # A range that torch or an optimizer has named stands there beside the kernels inside it.
+        on_device = [event for event in events if "CUDA" in str(event.device_type) and not event.is_user_annotation]
+        kernels = [(event.key, event.self_device_time_total, event.count) for event in on_device]
     else:
         kernels = [(event.key, event.self_cpu_time_total, event.count) for event in events]
     seconds = 1e-6 * sum(time_ for _, time_, _ in kernels)
@@ -193,7 +197,7 @@ def watched(device: str, run: Callable[[], Any], repeats: int = 3) -> dict[str, 
         "wall": wall,
         "kernels": seconds,
         "busy": seconds / wall,
-        "launches": sum(counts.get(name, 0) for name in LAUNCHES) if on_gpu else sum(count for _, _, count in kernels),
+        "launches": sum(count for name, count in counts.items() if not on_gpu or name.startswith(LAUNCHES)),
         "waits": sum(counts.get(name, 0) for name in WAITS),
         "device allocations": torch.cuda.memory_stats()["num_device_alloc"] - allocations if on_gpu else 0,
         "longest": [{"name": name[:120], "seconds": 1e-6 * time_, "calls": count} for name, time_, count in longest],
@@ -203,6 +207,7 @@ def watched(device: str, run: Callable[[], Any], repeats: int = 3) -> dict[str, 
 @contextmanager
 def peak(device: str, into: dict[str, Any]) -> Iterator[None]:
     """The most bytes that were allocated and reserved inside, all that was there included."""
+    gc.collect()  # what an earlier measurement has left, one that failed above all
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -212,7 +217,7 @@ def peak(device: str, into: dict[str, Any]) -> Iterator[None]:
         into["peak reserved"] = torch.cuda.max_memory_reserved()
 
 
-def generate(policy: Policy, engine: NativeEngine, rows: int, prompt: int, tokens: int) -> int:
+def generate(policy: Policy, engine: NativeEngine, rows: int, prompt: int, tokens: int, top_k: int = 0) -> int:
     """Sample `tokens` tokens of so many rows; returns how many were drawn."""
     group = min(rows, GROUP)
     rng = np.random.default_rng(0)
@@ -221,16 +226,16 @@ def generate(policy: Policy, engine: NativeEngine, rows: int, prompt: int, token
         ids = rng.integers(2, policy.vocabulary, prompt)
         prompts.append(Prompt(id=f"{number:04}", tokens=ids, text="", row={}))
     engine.send_weights(engine.version + 1)
-    drawn = engine.generate(prompts, group_size=group, sampling=Sampling(max_new_tokens=tokens), seed=0)
+    drawn = engine.generate(prompts, group_size=group, sampling=Sampling(max_new_tokens=tokens, top_k=top_k), seed=0)
     return sum(len(rollout) for rollouts in drawn for rollout in rollouts)
 
 
-def decoded(device: str, policy: Policy, rows: int, *, prompt: int, tokens: int) -> dict[str, Any]:
+def decoded(device: str, policy: Policy, rows: int, *, prompt: int, tokens: int, top_k: int = 0) -> dict[str, Any]:
     """Milliseconds a token of a rollout behind its first, and tokens a second of the whole of it."""
     engine = NativeEngine(policy, max_rows=rows)
     engine.send_weights(0)
-    whole = median(walls(device, lambda: generate(policy, engine, rows, prompt, tokens), 3))
-    first = median(walls(device, lambda: generate(policy, engine, rows, prompt, 1), 3))
+    whole = median(walls(device, lambda: generate(policy, engine, rows, prompt, tokens, top_k), 3))
+    first = median(walls(device, lambda: generate(policy, engine, rows, prompt, 1, top_k), 3))
     return {"ms a token": 1e3 * (whole - first) / (tokens - 1), "first token": first, "tokens a second": rows * tokens / whole}
 
 
@@ -273,11 +278,31 @@ def probes(device: str) -> dict[str, Callable[[], Any]]:
         x = torch.zeros(8, device=device)
         return 1e6 * median(walls(device, lambda: [x.add_(1.0) for _ in range(1000)], 3)) / 1000
 
+    def triton_launch() -> float:
+        from groupwise.ops.triton.gate import gelu
+
+        x = randn(8, 64)
+        return 1e6 * median(walls(device, lambda: [gelu(x) for _ in range(1000)], 3)) / 1000
+
+    def kernel_in_a_graph() -> float:
+        from groupwise.rollout.native.cuda.cuda_graphs import recorded
+
+        x = torch.zeros(8, device=device)
+
+        def adds() -> None:
+            for _ in range(1000):
+                x.add_(1.0)
+
+        graph = recorded(adds)
+        return 1e6 * median(walls(device, graph.replay, 3)) / 1000
+
     found: dict[str, Callable[[], Any]] = {
         "flash attention in two calls, relative errors": attention,
         "product of bfloat16 into float32, error": wide_product,
         "microseconds of an eager add_": eager_add,
     }
     if device == "cuda":
+        found["microseconds of a Triton launch"] = triton_launch
+        found["microseconds of a kernel in a graph"] = kernel_in_a_graph
         found["addmm of bfloat16 into float32, error"] = add_into_wide_product
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import time
@@ -47,10 +48,16 @@ def describe(device: str = "cpu") -> dict[str, Any]:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=RESULTS.parent, capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return found | {"commit": commit or None}
+    return found | {"commit": _commit()}
+
+
+def _commit() -> str | None:
+    """The commit that is checked out; None where only its files are, or no git."""
+    if shutil.which("git") is None:
+        return None
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
 
 
 def kind_of(machine: dict[str, Any], device: str) -> str:

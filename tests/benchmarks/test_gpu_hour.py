@@ -40,4 +40,4 @@ def test_what_no_time_is_left_for_is_left_out_by_name(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "decode", "--tiny", "--minutes", "0", "--out", str(tmp_path)]
     subprocess.run(command, capture_output=True, check=True)
     results = json.loads((tmp_path / "decode.json").read_text(encoding="utf-8"))["results"]
-    assert len(results) == 4 and all("left out" in result for result in results.values())
+    assert len(results) == 7 and all("left out" in result for result in results.values())
