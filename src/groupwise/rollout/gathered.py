@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 
 from groupwise.models.policy import Policy
 from groupwise.models.sharded import gathered, whole_policy
@@ -28,7 +29,8 @@ class GatheredEngine(InProcess):
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: Sampling, seed: int
     ) -> Iterator[tuple[Rollout, ...]]:
         """Sample with gathered weights; every process must call it, also one without prompts."""
-        with gathered(self.policy):
+        # What the engine keeps between two calls may hold gathered weights, which go now.
+        with gathered(self.policy), closing(self.inner):
             yield from self.inner.generate(
                 prompts, group_size=group_size, sampling=sampling, seed=seed
             )

@@ -1,37 +1,42 @@
 """What a GPU decodes by, as far as a CPU can show it: several tokens before anybody looks, in places of whole eights."""
 
+import contextlib
 import gc
 import itertools
 import warnings
 import weakref
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from groupwise.config.settings import LoraSettings, ModelSettings
 from groupwise.errors import EngineError
-from groupwise.models import lora
+from groupwise.models import lora, sharded
 from groupwise.models.lora import model_without_layers
 from groupwise.models.policy import without_adapter
 from groupwise.models.reach import copy_reach
 from groupwise.models.shape import Shape
 from groupwise.ops import operations as ops
 from groupwise.records import Finish, Sampling
+from groupwise.rollout import gathered as gathered_engine
 from groupwise.rollout import sampling as draws
-from groupwise.rollout.native import decode, engine, kv_cache, scheduler
+from groupwise.rollout.native import decode, decode_attention, engine, kv_cache, scheduler
 from groupwise.rollout.native.cuda import ahead, cuda_graphs, workspace
 from groupwise.rollout.native.cuda.recorded_decode import RecordedDecode
-from groupwise.rollout.native.decode_attention import LiveRows
+from groupwise.rollout.native.decode_attention import DecodeSize, LiveRows
 from groupwise.rollout.native.engine import ModuleForward, NativeEngine
 from groupwise.rollout.native.forward import SpecialisedForward
 from groupwise.rollout.native.kv_cache import KVCache
+from groupwise.rollout.native.sequences import LiveSequences
 from groupwise.runs.plan import Load, prepared_weights, process_memory
 
 FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "qwen3"]
@@ -353,6 +358,76 @@ def test_memory_beyond_what_may_stay_is_free_once_rollouts_are_there(device, pol
         gc.enable()
 
 
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_weights_that_were_gathered_for_a_call_are_gone_after_it(device, policy_of, prompts_of, plain, monkeypatch):
+    """Also those under an adapter, which is merged into a model that shares them: the update needs their memory."""
+    policy = adapted(policy_of("llama", dtype=torch.float32, context=128))
+    if device == "gpu":
+        as_on_a_gpu(monkeypatch)
+
+        def fails(step, beside):
+            raise RuntimeError("no capture here")  # what repeats a step here would hold them; a CUDA graph does not
+
+        monkeypatch.setattr(cuda_graphs, "recorded", fails)
+    there = []
+
+    @contextlib.contextmanager
+    def gathered(policy):
+        every = sharded._places(policy.model).values()
+        for places in every:
+            module, key = places[0]
+            full = torch.nn.Parameter(module._parameters[key].detach().clone(), requires_grad=False)
+            there.append(StorageWeakRef(full.untyped_storage()))
+            for module, key in places:
+                module._parameters[key] = full
+        del full
+        yield policy
+        for places in every:
+            for module, key in places:
+                module._parameters[key] = sharded._empty(module._parameters[key])
+
+    monkeypatch.setattr(gathered_engine, "gathered", gathered)
+    sampler = gathered_engine.GatheredEngine(policy, partial(NativeEngine, max_rows=4))
+    assert sampler.inner.path == "specialised"
+    gc.disable()
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            list(sampler.generate(prompts_of(9, 3), group_size=3, sampling=Sampling(max_new_tokens=5), seed=3))
+        assert there and all(storage.expired() for storage in there)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_process_without_prompts_keeps_what_it_has(before, policy_of, prompts_of, plain, records):
+    """Of more processes than prompts some have none, and make no caches."""
+    sampler, sampling = NativeEngine(policy_of("llama", dtype=torch.float32, context=128), max_rows=4), Sampling(max_new_tokens=5)
+    if before:
+        drawn_by(sampler, prompts_of(9, 3), sampling)
+    made = len(records)
+    assert drawn_by(sampler, [], sampling) == {}
+    assert len(drawn_by(sampler, prompts_of(9, 3), sampling)) == 6
+    assert len(records) == made if before else made == 0
+
+
+def test_states_of_recurrent_layers_do_not_stay(policy_of, prompts_of, plain, monkeypatch):
+    """The next call makes them anew, and they are larger than keys and values."""
+    as_on_a_gpu(monkeypatch)
+    sampler = NativeEngine(policy_of("qwen3_5_text", dtype=torch.float32, context=128), max_rows=4)
+    states = []
+    keep = kv_cache.KVCache.state
+
+    def kept(self, place, like):
+        state = keep(self, place, like)
+        states.append(weakref.ref(state))
+        return state
+
+    monkeypatch.setattr(kv_cache.KVCache, "state", kept)
+    drawn_by(sampler, prompts_of(9, 3), Sampling(max_new_tokens=5))
+    assert sampler._gpu._workspace is not None
+    assert states and not [state for state in states if state() is not None]
+
+
 def test_a_model_that_is_altered_between_groups_is_decoded_through_its_modules(policy_of, prompts_of, plain, monkeypatch):
     """Nothing is kept between these groups, so nobody has to read what the other way has written."""
     policy, prompts = policy_of("llama", dtype=torch.float32, sharpness=0.2, vocabulary=700), prompts_of(5, 9)
@@ -447,6 +522,57 @@ def test_a_token_on_a_gpu_waits_for_nothing(precision, family, options, sampling
             drawing.draw_recorded(first.token_R, uniform_RT, 7)
     assert not {name for name, crossings in seen.found.items() if crossings}
     assert seen.found.keys() >= {"aten._scaled_dot_product_efficient_attention.default"}
+
+
+class Sent(TorchDispatchMode):
+    """Which copies between the host and the device are waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
+        if len({tensor.device for tensor in tensors}) > 1:
+            flags = [x for x in args if isinstance(x, bool)]
+            self.waited.append(not (kwargs or {}).get("non_blocking", any(flags)))
+        return out
+
+
+def test_rows_that_end_are_told_to_a_gpu_without_waiting_for_it():
+    """It computes the tokens that were launched meanwhile."""
+    device = torch.device("meta")
+    size = DecodeSize(rows=4, prompts=2, members=2, prompt_tokens=16, tokens=64)
+    attend = decode_attention.Decode(KVCache(2, 16, most_tokens=16), KVCache(4, 64, most_tokens=64), device, size)
+    rows = LiveSequences(KVCache(4, 64, most_tokens=64))
+    rows.live = [SimpleNamespace(own=own) for own in (3, 4, 5)]
+    rows.store.live, rows.token_R, rows.uniform_RT = 3, torch.empty(3, device=device).long(), torch.empty(3, 9, device=device)
+    with Sent() as copies:
+        attend.arrange(LiveRows([9, 16], [0, 0, 1], [2, 3, 4]))
+        rows.remove([1], 8)
+        attend.arrange(LiveRows([9, 16], [0, 1], [2, 4]))
+    assert copies.waited == [False] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_gpu_is_not_waited_for_where_rows_end(policy_of, prompts_of, monkeypatch):
+    remove, removed = ahead.AheadScheduler._remove, []
+
+    def watched(self, ended):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            remove(self, ended)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        removed.append(ended)
+
+    monkeypatch.setattr(ahead.AheadScheduler, "_remove", watched)
+    policy = policy_of("llama", dtype=torch.float32, context=128, sharpness=2.0)
+    policy.model.to("cuda")
+    sampled(policy, prompts_of(9, 3, 14), Sampling(max_new_tokens=60))
+    assert len(removed) > 2
 
 
 @pytest.mark.gpu

@@ -153,6 +153,14 @@ def filled_up(column: Sequence[int], size: int, filler: int) -> list[int]:
     return [*column, *[filler] * missing]
 
 
+def sent(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Copy whole numbers to a device; the host does not wait for what a GPU does before.
+
+    A GPU copies from pinned memory by itself, from other memory only while the host waits.
+    """
+    return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
 @dataclass(frozen=True, slots=True)
 class LiveRows:
     """The rows that live: row r belongs to prompt entry `entry_R[r]` and has kept `length_R[r]` own
@@ -267,10 +275,9 @@ class Decode(KeepingAttend):
             filled_up(self.prompt_length_P, size.prompts, 1),
             filled_up(member_PN, size.prompts * size.members, 0),
         )
-        joined = list(chain.from_iterable(columns))
-        numbers = torch.tensor(joined)
+        numbers = sent(list(chain.from_iterable(columns)), self.device)
         if self.size is None or self._numbers is None:
-            self._numbers = numbers.to(self.device)
+            self._numbers = numbers
         else:
             self._numbers.copy_(numbers)
         sizes = [len(column) for column in columns]

@@ -136,7 +136,8 @@ class NativeEngine(InProcess):
         return memory.prepared(positions)
 
     def close(self) -> None:
-        """Free the memory that was kept."""
+        """Free the memory that was kept, and hold no tensor of the weights."""
+        self._weights.drop()
         if self._gpu is not None:
             self._gpu.free()
 

@@ -241,6 +241,10 @@ class DecodedWeights:
             self._plain, self._apart = plain_weights(self.policy), first
         return self._plain
 
+    def drop(self) -> None:
+        """Hold none any more."""
+        self._plain = self._apart = None
+
     def known(self) -> PlainWeights | None:
         """Return the weights of a model whose every step is known, else None."""
         if self.policy.adapter is None:

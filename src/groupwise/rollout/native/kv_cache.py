@@ -225,10 +225,13 @@ class KVCache:
         """Memory of all keys and values."""
         return sum(slab.bytes for slab in self.layers.values())
 
-    def use_again(self, needed: KVCache) -> None:
-        """Drop all entries, and be at least as large as a cache that is needed."""
+    def clear(self) -> None:
+        """Drop all entries.  The slabs stay; states are made anew."""
         self.live = 0
         self.states = {}
+
+    def use_again(self, needed: KVCache) -> None:
+        """Be at least as large as a cache that is needed."""
         self.most_tokens = max(self.most_tokens, needed.most_tokens)
         self.reserve(*needed.capacity)
 

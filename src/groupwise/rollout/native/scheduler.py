@@ -201,15 +201,10 @@ class Scheduler:
         places = min(self.engine.max_rows, len(sequences))
         groups = math.ceil(places / group_size)
         prompt_cache = KVCache(
-            min(prompts, groups),
-            whole(longest_prompt),
-            most_tokens=whole(most_of_prompt),
+            min(prompts, groups), whole(longest_prompt), most_tokens=whole(most_of_prompt)
         )
-        own_cache = KVCache(
-            places,
-            min(whole(longest_own), FIRST_TOKENS),
-            most_tokens=whole(most_own),
-        )
+        own_tokens = min(whole(longest_own), FIRST_TOKENS)
+        own_cache = KVCache(places, own_tokens, most_tokens=whole(most_own))
         if self.memory is not None:
             prompt_cache, own_cache = self.memory.caches(prompt_cache, own_cache)
         self.prompts = PromptCache(prompt_cache)

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from groupwise.environments.conversation import Stream
 from groupwise.models.attention import Attend
 from groupwise.records import ImageSpan
-from groupwise.rollout.native.decode_attention import Extend, Prefill
+from groupwise.rollout.native.decode_attention import Extend, Prefill, sent
 from groupwise.rollout.native.forward import RolloutForward
 from groupwise.rollout.native.kv_cache import KVCache, SavedEntry
 from groupwise.utils.batching import batch_by_size
@@ -207,7 +207,7 @@ class LiveSequences:
         order = self.store.drop(ended, cached)
         self.live = [self.live[place] for place in order]
         if self.live:
-            order_R = torch.tensor(order, dtype=torch.int64, device=self.token_R.device)
+            order_R = sent(order, self.token_R.device)
             self.token_R = self.token_R[order_R]
             self.uniform_RT = self.uniform_RT[order_R]
 

@@ -37,12 +37,13 @@ class Workspace:
     """Implements `scheduler.DeviceMemory`: one call of `generate` at a time uses it."""
 
     scheduler: type[Scheduler] = AheadScheduler
+    weights: PlainWeights
+    """The weights of the call that uses it; behind the call only copies of them are held."""
     prompts: KVCache
     own: KVCache
 
     def __init__(self, weights: PlainWeights) -> None:
-        """Begin empty."""
-        self.weights = weights
+        """Begin empty, for weights like these."""
         self.device = weights.policy.device
         self.most_bytes = most_bytes(self.device)
         self.buffers = Buffers(copy_all=bool(weights.adapters))
@@ -89,10 +90,20 @@ class Workspace:
         self.graphs.read_from(self.buffers.addresses)
         return RecordedDecode(forward, sampling, self.graphs, vocabulary=vocabulary)
 
+    def rest(self) -> None:
+        """Drop what no later call uses."""
+        del self.weights
+        if self.graphs is not None:
+            self.prompts.clear()
+            self.own.clear()
+
     @property
     def bytes(self) -> int:
         """Memory of the weights and the caches."""
-        return self.buffers.bytes + self.prompts.bytes + self.own.bytes
+        held = self.buffers.bytes
+        if self.graphs is not None:  # a process without prompts makes no caches
+            held += self.prompts.bytes + self.own.bytes
+        return held
 
     @property
     def may_stay(self) -> bool:
@@ -126,6 +137,7 @@ class KeptWorkspace:
             workspace = Workspace(weights)
         workspace.weights = weights
         yield workspace
+        workspace.rest()
         if workspace.may_stay:
             self._workspace = workspace
 
