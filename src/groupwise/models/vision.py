@@ -225,7 +225,12 @@ class PatchVision(Vision):
     def features(self, core: Any, inputs: Mapping[str, Any]) -> list[Features]:
         """See `Vision`."""
         seen = core.get_image_features(**inputs, return_dict=True)
-        deep = getattr(seen, "deepstack_features", None) or ()
+        sizes = [len(embedding_ND) for embedding_ND in seen.pooler_output]
+        deep = []
+        for layer in getattr(seen, "deepstack_features", None) or ():
+            if isinstance(layer, Tensor):  # of all images together, up to transformers 5.17
+                layer = layer.split(sizes)
+            deep.append(layer)
         features = []
         for place, embedding_ND in enumerate(seen.pooler_output):
             features.append(Features(embedding_ND, tuple(layer[place] for layer in deep)))
