@@ -23,7 +23,8 @@ def test_every_call_writes_its_results_into_the_folder(tmp_path: Path) -> None:
     )
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
     files = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "out").iterdir()}
-    assert set(files) == {f"{call}.{kind}" for call in ("host", "update", "decode", "compare") for kind in ("json", "md")}
+    pages = {f"{call}.{kind}" for call in ("host", "update", "decode", "compare") for kind in ("json", "md")}
+    assert set(files) == pages | {"compare.txt"}
     results = {call: json.loads(files[f"{call}.json"])["results"] for call in ("host", "update", "decode")}
     phase = results["host"]["tiny step, update"]
     assert {"wall", "kernels", "busy", "launches", "waits", "device allocations", "longest"} <= set(phase)
