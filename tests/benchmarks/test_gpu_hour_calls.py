@@ -63,12 +63,13 @@ def test_an_error_that_takes_the_gpu_lets_the_call_begin_anew_behind_it(
     monkeypatch.setattr(os, "execv", execv)
     monkeypatch.setattr(gpu_hour, "lost", lambda: True)
     monkeypatch.setattr(gpu_hour, "describe", lambda device: {})
+    monkeypatch.setattr(gpu_hour.Call, "spent", 120.0)
     call = gpu_hour.Call("decode", tmp_path, "cuda", tiny=False, minutes=8.0)
     call.measure("first", lambda: 1.0)
     assert not began
     with pytest.raises(Anew):
         call.measure("second", fails)
-    assert began[0][1:] == [gpu_hour.__file__, "decode", "--out", str(tmp_path), "--minutes", "8.00", "--resume"]
+    assert began[0][1:] == [gpu_hour.__file__, "decode", "--out", str(tmp_path), "--minutes", "6.00", "--resume"]
     again = gpu_hour.Call("decode", tmp_path, "cuda", tiny=False, minutes=8.0)
     again.read()
     for title in ("first", "second"):

@@ -309,6 +309,15 @@ def test_the_sides_of_a_pair_have_no_images(encoder: ImageEncoder) -> None:
             pairs(encoder, COMPARED["texts"] | {side: seen})
 
 
+@pytest.mark.parametrize("kind", [PLAIN_PAIRS, DEMONSTRATIONS], ids=["pairs", "demonstrations"])
+def test_an_image_in_a_turn_that_a_template_leaves_out_is_refused(kind: RecordKind[Any], encoder: ImageEncoder) -> None:
+    template = Template(tokenizer=tokenizer(), images=encoder, format="{question}", chat=True)
+    turns = [*FORMS["in the part"]["prompt"], *SAID]
+    row = {"question": "what?", "messages": turns, "chosen": turns, "rejected": "blue"}
+    with pytest.raises(DataError, match="part of content of type 'image'"):
+        kind.read(SourceRows("t.jsonl", [row]), template)
+
+
 def test_sides_about_different_images_are_no_pair(encoder: ImageEncoder) -> None:
     sides = {}
     for side, seed in (("chosen", 1), ("rejected", 2)):

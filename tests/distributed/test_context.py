@@ -218,7 +218,10 @@ def test_data_set_objectives_of_split_streams_are_those_of_one_process(
         torch.testing.assert_close(found[name], weight, atol=2e-5, rtol=0)
     for ours, theirs in zip(read_metrics(split), read_metrics(alone), strict=True):
         assert ours["tokens/trained"] == theirs["tokens/trained"]
-        for name in {"loss", "grad_norm", "accuracy", "eval/loss"} & theirs.keys():
+        compared = {"loss", "grad_norm", "accuracy", "eval/loss"} & theirs.keys()
+        if objective == "dpo":  # its first step is the reference's: which reward is above the other is rounding
+            compared.discard("accuracy")
+        for name in compared:
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
 
 

@@ -93,7 +93,11 @@ def test_a_fork_has_threads_of_its_own() -> None:
         threads.before_work(choose)
         begin(lambda: None, "parent's").result(60)
         if (child := os.fork()) == 0:
-            os._exit(0 if begin(lambda: 1, "child's").result(60) == 1 else 1)
+            status = 1
+            try:
+                status -= begin(lambda: 1, "child's").result(60)
+            finally:
+                os._exit(status)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     finally:
         threads._first[:] = before

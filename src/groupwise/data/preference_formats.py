@@ -136,7 +136,7 @@ def _with_one_prompt(row: Row, where: str, wording: Wording) -> Row:
         return row
     sides: list[Messages] = []
     for side in SIDES:
-        turns = checked_turns(row[side], side, where, images=wording.reads_images)
+        turns = checked_turns(row[side], side, where, images=wording.keeps_images)
         sides.append(_as_messages(turns))
     chosen, rejected = sides
     before_chosen = before_the_answer(chosen, "chosen", where)

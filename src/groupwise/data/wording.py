@@ -182,6 +182,13 @@ class Wording:
         """True if images are written into prompts."""
         return isinstance(self.images, ImageEncoder)
 
+    @property
+    def keeps_images(self) -> bool:
+        """True if images may stand in the turns before an answer: a `format` writes the prompt
+        without these turns.
+        """
+        return self.reads_images and self.format is None
+
     def column_of(self, row: Row) -> str | None:
         """The column that a row asks in; None if it has none, or if `format` says what it asks."""
         return first_of(row, ("prompt", "messages", "instruction")) if self.format is None else None
@@ -336,7 +343,7 @@ def read_demonstration(row: Row, where: str, wording: Wording) -> ReadRow:
     if column is None:
         raise DataError(missing_column("completion", row, where))
     variables = variables_in(row, where)
-    answer = checked_turns(row[column], column, where, images=wording.reads_images)
+    answer = checked_turns(row[column], column, where, images=wording.keeps_images)
     notes: tuple[str, ...] = ()
     if isinstance(answer, str):
         prompt = wording.unopened_content(row, where)

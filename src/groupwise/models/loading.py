@@ -186,6 +186,8 @@ def _demand_exact_base(path: str, quantize: str) -> None:
     """Refuse to round weights again that an adapter was merged into.  Raises ConfigError."""
     loaded = object_of(path, "model.path")
     origin = path if loaded is None else getattr(loaded[0].config, "name_or_path", "")
+    if not origin:  # a live model that was read from nowhere
+        return
     folder = adapter_folder(expanded(origin))
     if quantized_name(folder) != quantize:
         return
